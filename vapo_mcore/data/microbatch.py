@@ -1,0 +1,75 @@
+"""A micro-batch: some rows of the local rollout batch, packed for one forward pass of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from vapo_mcore.data.ragged import token_index
+from vapo_mcore.data.rollout_batch import RolloutBatch
+from vapo_mcore.data.thd import ThdLayout
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Sequences that go through the model together.
+
+    Attributes:
+        layout: padding and context-parallel split of these sequences.
+        rows: int64 ``[n]``, numbers of the rows in the local ``RolloutBatch``, in packed order; empty for a dummy.
+        tensors: name to token-aligned, unpadded tensor ``[layout.num_tokens, ...]`` in packed order, on the layout's device.
+    """
+
+    layout: ThdLayout
+    rows: Tensor
+    tensors: dict[str, Tensor]
+
+    def __post_init__(self) -> None:
+        if self.rows.numel() != self.layout.num_sequences:
+            raise ValueError(f"{self.rows.numel()} rows but a layout of {self.layout.num_sequences} sequences")
+        for name, tensor in self.tensors.items():
+            if tensor.shape[0] != self.layout.num_tokens:
+                raise ValueError(f"tensor {name} has {tensor.shape[0]} tokens, the layout has {self.layout.num_tokens}")
+
+    @property
+    def is_dummy(self) -> bool:
+        """True when there is no row: the micro-batch only keeps this rank in step with the others."""
+        return self.layout.is_dummy
+
+    def with_tensors(self, **tensors: Tensor) -> MicroBatch:
+        """The same rows and layout with tensors added or replaced."""
+        return replace(self, tensors={**self.tensors, **tensors})
+
+
+def make_microbatch(
+    batch: RolloutBatch,
+    local_rows: Sequence[int] | Tensor,
+    *,
+    context_parallel_size: int = 1,
+    context_parallel_rank: int = 0,
+    tensor_parallel_size: int = 1,
+    device: torch.device | str = "cpu",
+    names: Iterable[str] | None = None,
+) -> MicroBatch:
+    """Pack ``local_rows`` of ``batch`` in that order; no rows gives the dummy micro-batch.
+
+    Only the tensors in ``names`` are taken (all when None), and moved to ``device``.
+    """
+    rows = torch.as_tensor(local_rows, dtype=torch.int64, device="cpu")
+    layout = ThdLayout(
+        batch.lengths[rows],
+        context_parallel_size=context_parallel_size,
+        context_parallel_rank=context_parallel_rank,
+        tensor_parallel_size=tensor_parallel_size,
+        device=device,
+    )
+    index = token_index(batch.cu_seqlens, rows)
+    wanted = list(batch.tensors) if names is None else list(names)
+    tensors = {}
+    for name in wanted:
+        source = batch[name]
+        tensors[name] = source.index_select(0, index.to(source.device)).to(device, non_blocking=True)
+    return MicroBatch(layout, rows, tensors)

@@ -1,0 +1,233 @@
+"""One rollout as ragged data: a table with one row a response, and flat token-aligned tensors over full sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vapo_mcore.data.ragged import cumulative, segment_positions, token_index
+
+FINISH_REASONS = ("stop", "length")
+_TEXT_COLUMNS = ("prompt_id", "finish_reason", "source")
+_DTYPES = {
+    "group": torch.int64,
+    "sample_index": torch.int64,
+    "verdict": torch.bool,
+    "graded": torch.bool,
+    "score": torch.float32,
+    "reward": torch.float32,
+    "prompt_length": torch.int64,
+    "response_length": torch.int64,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rows:
+    """One row a response; every column has ``n`` entries, tensors on the host. Small enough to be the same on all ranks.
+
+    Attributes:
+        prompt_id: the occurrence of a prompt that this response answers (unique per group).
+        group: int64, number of the group (all responses to one occurrence of a prompt).
+        sample_index: int64, 0 .. responses_per_prompt - 1 inside the group.
+        verdict: bool, the verifier's raw "correct"; scaling and shaping never change it.
+        graded: bool, False when grading itself failed; such a row is left out of training and of group statistics.
+        score: float32, the verifier's raw score.
+        reward: float32, the score after scaling and shaping: what training uses.
+        finish_reason: "stop" or "length" (cut by the length limit).
+        prompt_length, response_length: int64 tokens; a response may be empty, a prompt may not.
+        source: name of the data source.
+    """
+
+    prompt_id: list[str]
+    group: Tensor
+    sample_index: Tensor
+    verdict: Tensor
+    graded: Tensor
+    score: Tensor
+    reward: Tensor
+    finish_reason: list[str]
+    prompt_length: Tensor
+    response_length: Tensor
+    source: list[str]
+
+    def __post_init__(self) -> None:
+        n = len(self.prompt_id)
+        for name in _TEXT_COLUMNS:
+            if len(getattr(self, name)) != n:
+                raise ValueError(f"rows: column {name} has {len(getattr(self, name))} entries, prompt_id has {n}")
+        for name, dtype in _DTYPES.items():
+            column = getattr(self, name)
+            if column.shape != (n,) or column.dtype != dtype:
+                raise ValueError(f"rows: column {name} is {column.dtype} {list(column.shape)}, expected {dtype} [{n}]")
+        unknown = set(self.finish_reason) - set(FINISH_REASONS)
+        if unknown:
+            raise ValueError(f"rows: finish reason {min(unknown)!r} is not one of {FINISH_REASONS}")
+        if n and (int(self.prompt_length.min()) < 1 or int(self.response_length.min()) < 0):
+            raise ValueError("rows: a prompt has at least 1 token, and a response at least 0")
+
+    def __len__(self) -> int:
+        return len(self.prompt_id)
+
+    @property
+    def length(self) -> Tensor:
+        """int64 ``[n]``: tokens of prompt and response together."""
+        return self.prompt_length + self.response_length
+
+    @property
+    def truncated(self) -> Tensor:
+        """bool ``[n]``: the response was cut by the length limit."""
+        return torch.tensor([reason == "length" for reason in self.finish_reason], dtype=torch.bool)
+
+    def select(self, index: Tensor | Sequence[int]) -> Rows:
+        """The rows numbered ``index``, in that order."""
+        chosen = torch.as_tensor(index, dtype=torch.int64)
+        numbers = chosen.tolist()
+        columns: dict[str, Any] = {}
+        for field in fields(self):
+            column = getattr(self, field.name)
+            columns[field.name] = [column[i] for i in numbers] if isinstance(column, list) else column[chosen]
+        return Rows(**columns)
+
+    @staticmethod
+    def concat(parts: Sequence[Rows]) -> Rows:
+        """The rows of all parts, one after another."""
+        parts = [Rows.empty(), *parts]
+        columns: dict[str, Any] = {}
+        for field in fields(Rows):
+            values = [getattr(part, field.name) for part in parts]
+            columns[field.name] = list(chain.from_iterable(values)) if field.name in _TEXT_COLUMNS else torch.cat(values)
+        return Rows(**columns)
+
+    @staticmethod
+    def empty() -> Rows:
+        """A table without rows."""
+        columns: dict[str, Any] = {name: [] for name in _TEXT_COLUMNS}
+        columns |= {name: torch.empty(0, dtype=dtype) for name, dtype in _DTYPES.items()}
+        return Rows(**columns)
+
+
+class RolloutBatch:
+    """The responses that this rank holds: their rows, and flat tensors over their full sequences (prompt + response).
+
+    Args:
+        rows: ``n`` rows (this rank's, not the replicated table).
+        cu_seqlens: int64 ``[n + 1]`` offsets of the sequences; lengths must be those of the rows. Kept on the host.
+        tensors: name to ``[total, ...]`` token-aligned tensor: entry t is about token t itself; all on one device.
+        row_ids: int64 ``[n]`` numbers of the rows in the replicated table; 0 .. n - 1 when None (one process holds all).
+
+    Raises:
+        ValueError: offsets, lengths and tensors do not fit together.
+    """
+
+    def __init__(self, rows: Rows, cu_seqlens: Tensor, tensors: dict[str, Tensor], row_ids: Tensor | None = None) -> None:
+        self.rows = rows
+        self.cu_seqlens = cu_seqlens
+        self.tensors = dict(tensors)
+        self.row_ids = torch.arange(len(rows)) if row_ids is None else row_ids
+        self._validate()
+
+    def _validate(self) -> None:
+        n = len(self.rows)
+        if self.cu_seqlens.shape != (n + 1,) or self.cu_seqlens.dtype != torch.int64 or self.cu_seqlens.is_cuda:
+            raise ValueError(f"cu_seqlens is {self.cu_seqlens.dtype} {list(self.cu_seqlens.shape)}, expected int64 [{n + 1}] on the host")
+        if int(self.cu_seqlens[0]) != 0 or not torch.equal(self.cu_seqlens.diff(), self.rows.length):
+            raise ValueError("cu_seqlens does not agree with the prompt and response lengths of the rows")
+        if self.row_ids.shape != (n,) or self.row_ids.unique().numel() != n:
+            raise ValueError(f"row_ids must be {n} different numbers, got {list(self.row_ids.shape)}")
+        for name, tensor in self.tensors.items():
+            self._check_tensor(name, tensor)
+
+    def _check_tensor(self, name: str, tensor: Tensor) -> None:
+        if tensor.dim() == 0 or tensor.shape[0] != self.num_tokens:
+            raise ValueError(f"tensor {name} has shape {list(tensor.shape)}, expected {self.num_tokens} tokens")
+
+    @classmethod
+    def from_responses(
+        cls,
+        rows: Rows,
+        prompt_token_ids: Sequence[Sequence[int]],
+        response_token_ids: Sequence[Sequence[int]],
+        response_logprobs: Sequence[Sequence[float]],
+        row_ids: Tensor | None = None,
+    ) -> RolloutBatch:
+        """Flatten what an engine sampled into ``tokens``, ``response_mask`` and ``rollout_logprobs`` (0 on the prompt).
+
+        The sampled ids are taken as they are: nothing is decoded and encoded again. Every response token is trainable.
+        """
+        lengths = rows.length
+        cu_seqlens = cumulative(lengths)
+        pairs = zip(prompt_token_ids, response_token_ids, strict=True)
+        tokens = torch.tensor(list(chain.from_iterable(chain(p, r) for p, r in pairs)), dtype=torch.int64)
+        response_mask = segment_positions(lengths) >= torch.repeat_interleave(rows.prompt_length, lengths)
+        logprobs = torch.tensor(list(chain.from_iterable(response_logprobs)), dtype=torch.float32)
+        if tokens.numel() != response_mask.numel() or logprobs.numel() != int(rows.response_length.sum()):
+            raise ValueError("token ids or log-probs do not agree with the prompt and response lengths of the rows")
+        rollout_logprobs = torch.zeros(tokens.numel()).masked_scatter_(response_mask, logprobs)
+        tensors = {"tokens": tokens, "response_mask": response_mask, "rollout_logprobs": rollout_logprobs}
+        return cls(rows, cu_seqlens, tensors, row_ids)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens held by this rank."""
+        return int(self.cu_seqlens[-1])
+
+    @property
+    def lengths(self) -> Tensor:
+        """int64 ``[n]``: tokens of each full sequence."""
+        return self.cu_seqlens.diff()
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.tensors[name]
+
+    def __setitem__(self, name: str, tensor: Tensor) -> None:
+        self._check_tensor(name, tensor)
+        self.tensors[name] = tensor
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.tensors
+
+    def select(self, index: Tensor | Sequence[int]) -> RolloutBatch:
+        """The local rows numbered ``index`` (0 .. n - 1, all different), in that order, with their tokens."""
+        chosen = torch.as_tensor(index, dtype=torch.int64)
+        tokens = token_index(self.cu_seqlens, chosen)
+        tensors = {name: x.index_select(0, tokens.to(x.device)) for name, x in self.tensors.items()}
+        return RolloutBatch(self.rows.select(chosen), cumulative(self.lengths[chosen]), tensors, self.row_ids[chosen])
+
+    def scatter_rows(self, name: str, parts: Sequence[Tensor], rows: Sequence[Tensor], fill: float = 0.0) -> None:
+        """Store a per-micro-batch result as a tensor of this batch.
+
+        ``parts[k]`` is ``[tokens of rows[k], ...]`` in packed order (what the engine returns for a micro-batch whose rows are
+        ``rows[k]``); tokens of rows in no part get ``fill``.
+        """
+        index = token_index(self.cu_seqlens, torch.cat([torch.empty(0, dtype=torch.int64), *rows]))
+        values = torch.cat(list(parts)) if parts else torch.empty(0)
+        out = values.new_full((self.num_tokens, *values.shape[1:]), fill)
+        self[name] = out.index_copy_(0, index.to(values.device), values)
+
+    def to(self, device: torch.device | str) -> RolloutBatch:
+        """The same batch with its token tensors on ``device`` (rows and offsets stay on the host)."""
+        tensors = {name: x.to(device) for name, x in self.tensors.items()}
+        return RolloutBatch(self.rows, self.cu_seqlens, tensors, self.row_ids)
+
+    @staticmethod
+    def concat(parts: Sequence[RolloutBatch]) -> RolloutBatch:
+        """The rows and tokens of all parts, one after another; the parts must have the same tensors and different row ids."""
+        if not parts:
+            raise ValueError("nothing to concatenate")
+        names = set(parts[0].tensors)
+        if any(set(part.tensors) != names for part in parts):
+            raise ValueError(f"parts have different tensors: {sorted(names)} and {sorted(set().union(*(p.tensors for p in parts)) ^ names)}")
+        return RolloutBatch(
+            Rows.concat([part.rows for part in parts]),
+            cumulative(torch.cat([part.lengths for part in parts])),
+            {name: torch.cat([part[name] for part in parts]) for name in parts[0].tensors},
+            torch.cat([part.row_ids for part in parts]),
+        )
