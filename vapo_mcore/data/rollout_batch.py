@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from itertools import chain
+from math import prod
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from vapo_mcore.data.ragged import cumulative, segment_positions, token_index
@@ -224,10 +226,103 @@ class RolloutBatch:
             raise ValueError("nothing to concatenate")
         names = set(parts[0].tensors)
         if any(set(part.tensors) != names for part in parts):
-            raise ValueError(f"parts have different tensors: {sorted(names)} and {sorted(set().union(*(p.tensors for p in parts)) ^ names)}")
+            raise ValueError(
+                f"parts have different tensors: {sorted(names)} and {sorted(set().union(*(p.tensors for p in parts)) ^ names)}"
+            )
         return RolloutBatch(
             Rows.concat([part.rows for part in parts]),
             cumulative(torch.cat([part.lengths for part in parts])),
             {name: torch.cat([part[name] for part in parts]) for name in parts[0].tensors},
             torch.cat([part.row_ids for part in parts]),
         )
+
+
+def gather_rows(batch: RolloutBatch, group: dist.ProcessGroup | None = None) -> tuple[Rows, Tensor]:
+    """Replicate the rows of all ranks: the table in order of row id, and the rank of ``group`` that holds each row.
+
+    Every row must be held by exactly one rank (the other ranks of a generation replica pass a batch without rows), and the
+    row ids of all ranks together must be 0 .. N - 1. A collective; tables are small, tokens stay where they are.
+
+    Raises:
+        ValueError: a row id is missing or held twice.
+    """
+    parts: list[tuple[Rows, Tensor]] = [(batch.rows, batch.row_ids)] * dist.get_world_size(group)
+    dist.all_gather_object(parts, (batch.rows, batch.row_ids), group=group)
+    row_ids = torch.cat([ids for _, ids in parts])
+    holder = torch.repeat_interleave(torch.arange(len(parts)), torch.tensor([ids.numel() for _, ids in parts]))
+    order = torch.argsort(row_ids)
+    if not torch.equal(row_ids[order], torch.arange(row_ids.numel())):
+        raise ValueError(f"the ranks hold {row_ids.numel()} rows whose ids are not 0 .. {row_ids.numel() - 1}, each once")
+    return Rows.concat([rows for rows, _ in parts]).select(order), holder[order]
+
+
+def exchange(
+    batch: RolloutBatch,
+    rows: Rows,
+    *,
+    holder: Tensor,
+    owner: Tensor,
+    dp_rank_of_rank: Sequence[int],
+    group: dist.ProcessGroup | None = None,
+) -> RolloutBatch:
+    """Move the token tensors from the ranks that generated them to all ranks that own them, in one all-to-all.
+
+    Args:
+        batch: what this rank holds; ranks that hold nothing pass a batch without rows but with the same tensors (names, dtypes,
+            trailing shapes).
+        rows: the replicated table of N rows.
+        holder: int64 ``[N]``, rank of ``group`` that sends each row.
+        owner: int64 ``[N]``, data-parallel rank that is to own each row; -1 leaves the row behind (not trained on).
+        dp_rank_of_rank: data-parallel rank of each rank of ``group``; a row goes to every rank of its owner, so that tensor-,
+            context- and pipeline-parallel ranks have the same tokens.
+        group: the ranks that take part, all of them (None: the default group).
+
+    Returns:
+        The owned rows in ascending row id, with ``row_ids`` their numbers in ``rows``; tensors on the device they came from.
+
+    Raises:
+        ValueError: a row that this rank is to send is not in ``batch``, or an owner that no rank has.
+    """
+    rank = dist.get_rank(group)
+    dp_ranks = torch.tensor(dp_rank_of_rank)
+    if not torch.isin(owner[owner >= 0], dp_ranks).all():
+        raise ValueError(f"rows are owned by data-parallel rank {int(owner.max())}, but the group has {sorted(set(dp_rank_of_rank))}")
+    mine = (holder == rank).nonzero().squeeze(1)
+    order = torch.argsort(batch.row_ids)
+    place = torch.searchsorted(batch.row_ids[order], mine)
+    if mine.numel() and (int(place.max()) >= len(batch) or not torch.equal(batch.row_ids[order[place]], mine)):
+        raise ValueError(f"rank {rank} is to send rows that it does not hold")
+    local_row = order[place]
+    # What goes where, computed by every rank from the replicated table: no sizes are exchanged.
+    to_rank = owner[mine][None, :] == dp_ranks[:, None]
+    sent_rows = local_row.expand(len(dp_ranks), -1)[to_rank]
+    lengths = rows.length
+    sent_sizes = (to_rank * lengths[mine]).sum(1).tolist()
+    owned = (owner == dp_rank_of_rank[rank]).nonzero().squeeze(1)
+    received_order = torch.argsort(holder[owned], stable=True)
+    received_sizes = torch.zeros(len(dp_ranks), dtype=torch.int64).index_add_(0, holder[owned], lengths[owned]).tolist()
+
+    names = sorted(batch.tensors)
+    payload = _to_bytes([batch[name] for name in names], batch.num_tokens)
+    payload = payload.index_select(0, token_index(batch.cu_seqlens, sent_rows).to(payload.device))
+    received = payload.new_empty((sum(received_sizes), payload.shape[1]))
+    dist.all_to_all_single(received, payload, received_sizes, sent_sizes, group=group)
+    tensors = dict(zip(names, _from_bytes(received, [batch[name] for name in names]), strict=True))
+    arrived = owned[received_order]
+    arrived_batch = RolloutBatch(rows.select(arrived), cumulative(lengths[arrived]), tensors, arrived)
+    return arrived_batch.select(torch.argsort(received_order))
+
+
+def _to_bytes(tensors: Sequence[Tensor], num_tokens: int) -> Tensor:
+    """Token-aligned tensors side by side as bytes: uint8 ``[num_tokens, bytes per token]``."""
+    columns = [x.reshape(num_tokens, prod(x.shape[1:])).contiguous().view(torch.uint8) for x in tensors]
+    return torch.cat(columns, dim=1)
+
+
+def _from_bytes(payload: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """Inverse of ``_to_bytes``: tensors with the dtypes and trailing shapes of ``like``."""
+    widths = [prod(x.shape[1:]) * x.element_size() for x in like]
+    columns = payload.split(widths, dim=1)
+    # A clone, since ``contiguous`` returns a column of one token as it is, with an offset and strides that cannot be viewed.
+    own = [column.clone(memory_format=torch.contiguous_format) for column in columns]
+    return [c.view(x.dtype).reshape(payload.shape[0], *x.shape[1:]) for c, x in zip(own, like, strict=True)]
