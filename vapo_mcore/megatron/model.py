@@ -1,0 +1,267 @@
+"""Megatron ``GPTModel`` chunks for a Hugging Face architecture: the policy, or the critic with its scalar head."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vapo_mcore.config.architecture import ModelArchitecture
+from vapo_mcore.errors import ConfigError
+from vapo_mcore.megatron.attention import RMSNorm, SegmentAttention, VarlenAttention
+from vapo_mcore.megatron.host import HAS_CUDA, megatron_scope
+
+if TYPE_CHECKING:
+    from vapo_mcore.config.schema import ModelConfig
+    from vapo_mcore.megatron.parallel import ParallelContext
+
+Role = Literal["policy", "critic", "reference"]
+Attention = Literal["te", "varlen", "sdpa"]
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def padded_vocab_size(vocab_size: int, tensor_model_parallel_size: int) -> int:
+    """Rows of the vocabulary tables: ``vocab_size`` rounded up to a multiple of 8 x TP (aligned shards on every rank)."""
+    multiple = 8 * tensor_model_parallel_size
+    return -(-vocab_size // multiple) * multiple
+
+
+def choose_attention(requested: str, context_parallel_size: int) -> Attention:
+    """The attention implementation: what was asked for, or for ``auto`` the best that this machine has.
+
+    Raises ConfigError when the one asked for cannot run here.
+    """
+    has_te = HAS_CUDA and find_spec("transformer_engine") is not None
+    if requested == "auto":
+        if has_te:
+            return "te"
+        return "varlen" if HAS_CUDA and context_parallel_size == 1 else "sdpa"
+    if requested == "te" and not has_te:
+        raise ConfigError("model.attention = te needs CUDA and the transformer-engine package; use auto, varlen or sdpa")
+    if requested == "varlen" and not HAS_CUDA:
+        raise ConfigError("model.attention = varlen needs CUDA; use auto or sdpa")
+    if requested == "varlen" and context_parallel_size > 1:
+        raise ConfigError("model.attention = varlen does not do context parallelism; use te or sdpa")
+    return requested  # type: ignore[return-value]
+
+
+class ValueHead(nn.Linear):
+    """Scalar value head [1, hidden] in float32, in the place of GPTModel's output layer.
+
+    Under sequence parallelism each TP rank values its own slice of the tokens and the values are gathered, so weight and
+    bias receive partial gradients on each rank and are marked for summation over TP. Weight and bias start at zero; the
+    loader decides what they become.
+    """
+
+    def __init__(self, hidden_size: int, *, sequence_parallel: bool, group: Any) -> None:
+        super().__init__(hidden_size, 1, bias=True, dtype=torch.float32, device=torch.cuda.current_device())
+        nn.init.zeros_(self.weight)
+        nn.init.zeros_(self.bias)
+        self.sequence_parallel = sequence_parallel
+        self.group = group
+        for parameter in (self.weight, self.bias):
+            parameter.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, hidden: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None) -> tuple[Tensor, None]:  # type: ignore[override]
+        """[tokens (local under sequence parallelism), 1, hidden] -> ([tokens, 1, 1] float32, None), as a Megatron output layer."""
+        values = super().forward(hidden.float())
+        if self.sequence_parallel:
+            from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+
+            values = gather_from_sequence_parallel_region(values, tensor_parallel_output_grad=False, group=self.group)
+        return values, None
+
+
+def transformer_config(architecture: ModelArchitecture, model: ModelConfig, parallel: ParallelContext) -> Any:
+    """Megatron's TransformerConfig for one model in this layout.
+
+    ``calculate_per_token_loss`` is Megatron's switch for "sum gradients over data and context parallelism and divide
+    nothing": losses here arrive already divided by the mini-batch's denominators.
+    """
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    dtype = DTYPES[model.dtype]
+    attention = choose_attention(model.attention, parallel.context_parallel_size)
+    recompute: dict[str, Any] = {}
+    if model.recompute == "selective":
+        recompute = {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]}
+    elif model.recompute == "full":
+        recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    return TransformerConfig(
+        num_layers=architecture.num_layers,
+        hidden_size=architecture.hidden_size,
+        ffn_hidden_size=architecture.ffn_hidden_size,
+        num_attention_heads=architecture.num_attention_heads,
+        num_query_groups=architecture.num_key_value_heads,
+        kv_channels=architecture.head_dim,
+        normalization="RMSNorm",
+        layernorm_epsilon=architecture.rms_norm_eps,
+        qk_layernorm=architecture.qk_norm,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        add_qkv_bias=architecture.qkv_bias,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        tensor_model_parallel_size=parallel.tensor_model_parallel_size,
+        pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=parallel.virtual_pipeline_model_parallel_size,
+        context_parallel_size=parallel.context_parallel_size,
+        sequence_parallel=parallel.sequence_parallel,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        variable_seq_lengths=True,
+        moe_token_dispatcher_type="alltoall",  # variable_seq_lengths is refused with the default one, dense models included
+        calculate_per_token_loss=True,
+        batch_p2p_comm=False,
+        perform_initialization=False,  # every weight comes from a file
+        gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False,
+        bias_dropout_fusion=False,
+        bias_activation_fusion=HAS_CUDA,
+        apply_rope_fusion=attention == "te",
+        persist_layer_norm=attention == "te",
+        deallocate_pipeline_outputs=True,
+        **recompute,
+    )
+
+
+def packed_block_spec(config: Any, attention: Attention, vp_stage: int | None) -> Any:
+    """Layer specification of one model chunk for packed sequences."""
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+
+    if attention == "te":
+        from megatron.core.extensions.transformer_engine import TENorm
+        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+
+        layer, norm = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm), TENorm
+    else:
+        layer, norm = _local_layer_spec(config.qk_layernorm, VarlenAttention if attention == "varlen" else SegmentAttention), RMSNorm
+    count = get_num_layers_to_build(config, vp_stage=vp_stage)
+    return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=norm)
+
+
+def _local_layer_spec(qk_norm: bool, core_attention: type[nn.Module]) -> Any:
+    """A dense transformer layer of Megatron's own modules around our packed attention and norm."""
+    from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+    from megatron.core.transformer.enums import AttnMaskType
+    from megatron.core.transformer.mlp import MLP, MLPSubmodules
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+
+    head_norm: Any = RMSNorm if qk_norm else None
+    attention = ModuleSpec(
+        module=SelfAttention,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=SelfAttentionSubmodules(
+            linear_qkv=ColumnParallelLinear,
+            core_attention=core_attention,
+            linear_proj=RowParallelLinear,
+            q_layernorm=head_norm,
+            k_layernorm=head_norm,
+        ),
+    )
+    mlp = ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear))
+    submodules = TransformerLayerSubmodules(
+        input_layernorm=RMSNorm,
+        self_attention=attention,
+        self_attn_bda=get_bias_dropout_add,
+        pre_mlp_layernorm=RMSNorm,
+        mlp=mlp,
+        mlp_bda=get_bias_dropout_add,
+    )
+    return ModuleSpec(module=TransformerLayer, submodules=submodules)
+
+
+def build_chunks(
+    role: Role,
+    architecture: ModelArchitecture,
+    model: ModelConfig,
+    parallel: ParallelContext,
+    *,
+    device: torch.device | None = None,
+) -> list[Any]:
+    """This rank's GPTModel chunks (one, or one a virtual pipeline stage), weights unset.
+
+    A critic is the same model with an untied :class:`ValueHead`; a tie of the policy's embeddings is cut at construction,
+    so that pipeline stages never reduce a [vocabulary, hidden] gradient against a [1, hidden] one.
+    ``device=torch.device("meta")`` builds without memory.
+    """
+    _refuse_unsupported(architecture)
+    with megatron_scope(device):
+        config = transformer_config(architecture, model, parallel)
+        attention = choose_attention(model.attention, parallel.context_parallel_size)
+        stages = parallel.virtual_pipeline_model_parallel_size
+        numbers = range(stages) if stages else (None,)
+        return [_build_chunk(role, architecture, config, attention, parallel, stage) for stage in numbers]
+
+
+def _refuse_unsupported(architecture: ModelArchitecture) -> None:
+    if architecture.is_moe:
+        raise ConfigError(
+            f"{architecture.family} is a mixture of experts: training it is refused until expert-parallel layouts are proven to give "
+            "the same step as one process; use a dense model"
+        )
+    if architecture.attention_output_bias:
+        raise ConfigError("models with a bias on the attention output (attention_bias of the llama family) cannot be trained yet")
+
+
+def _build_chunk(
+    role: Role, architecture: ModelArchitecture, config: Any, attention: Attention, parallel: ParallelContext, vp_stage: int | None
+) -> Any:
+    from megatron.core import parallel_state as ps
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
+    first = ps.is_pipeline_first_stage(ignore_virtual=vp_stage is None, vp_stage=vp_stage)
+    last = ps.is_pipeline_last_stage(ignore_virtual=vp_stage is None, vp_stage=vp_stage)
+    chunk = GPTModel(
+        config=config,
+        transformer_layer_spec=packed_block_spec(config, attention, vp_stage),
+        vocab_size=padded_vocab_size(architecture.vocab_size, parallel.tensor_model_parallel_size),
+        max_sequence_length=architecture.max_position_embeddings,
+        pre_process=first,
+        post_process=last,
+        parallel_output=True,
+        share_embeddings_and_output_weights=architecture.tie_word_embeddings and role != "critic",
+        position_embedding_type="rope",
+        rotary_base=architecture.rope_theta,  # type: ignore[arg-type]
+        vp_stage=vp_stage,
+    )
+    chunk.rotary_pos_emb.inv_freq = _inverse_frequencies(architecture, chunk.rotary_pos_emb.inv_freq)
+    if role == "critic" and last:
+        chunk.output_layer = ValueHead(
+            architecture.hidden_size, sequence_parallel=parallel.sequence_parallel, group=parallel.tensor_model_parallel_group
+        )
+    return chunk
+
+
+def _inverse_frequencies(architecture: ModelArchitecture, plain: Tensor) -> Tensor:
+    """Rotary frequencies with the llama3 scaling of the HF config.
+
+    Megatron has this scaling too, but with the original length and the two wave-length factors fixed.
+    """
+    scaling = architecture.rope_scaling
+    if scaling is None:
+        return plain
+    factor, low, high = (float(scaling[key]) for key in ("factor", "low_freq_factor", "high_freq_factor"))
+    length = float(scaling["original_max_position_embeddings"])
+    wavelength = 2 * torch.pi / plain
+    blend = ((length / wavelength - low) / (high - low)).clamp(0.0, 1.0)
+    return (1 - blend) * plain / factor + blend * plain
+
+
+def trunk_parameters(chunks: list[Any]) -> list[nn.Parameter]:
+    """All parameters but those of a value head."""
+    heads = {id(p) for chunk in chunks if isinstance(getattr(chunk, "output_layer", None), ValueHead) for p in chunk.output_layer.parameters()}
+    return [p for chunk in chunks for p in chunk.parameters() if id(p) not in heads]
+
+
+WeightLoader = Callable[[list[Any]], object]
+"""Fills the chunks of a freshly built model (see ``vapo_mcore.weights``)."""

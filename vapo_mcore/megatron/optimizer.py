@@ -1,0 +1,94 @@
+"""Megatron's distributed AdamW with the recipe's schedule, and steps that all ranks skip together."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from vapo_mcore.megatron.host import megatron_scope
+
+if TYPE_CHECKING:
+    from vapo_mcore.config.schema import OptimizerConfig
+
+
+class Optimizer:
+    """AdamW over the given DDP chunks, its state split over data parallelism.
+
+    The learning rate of update k, from 1, is ``lr * min(1, k / warmup_updates)``: never 0. Megatron's scheduler starts at 0,
+    so it is advanced before the update. Weight decay is Megatron's: on matrices, not on biases and norms.
+    """
+
+    def __init__(self, chunks: list[Any], settings: OptimizerConfig, model_config: Any, warmup_updates: int) -> None:
+        from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+        from megatron.core.optimizer import get_megatron_optimizer
+        from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+        self.settings = settings
+        config = MegatronOptimizerConfig(
+            optimizer="adam",
+            lr=settings.lr,
+            min_lr=settings.lr,
+            weight_decay=settings.weight_decay,
+            adam_beta1=settings.beta1,
+            adam_beta2=settings.beta2,
+            adam_eps=settings.eps,
+            clip_grad=settings.clip_grad,
+            bf16=model_config.bf16,
+            params_dtype=model_config.params_dtype,
+            use_distributed_optimizer=True,
+        )
+        with megatron_scope():
+            self.megatron = get_megatron_optimizer(config, chunks, use_gloo_process_groups=False)
+            self.scheduler = OptimizerParamScheduler(
+                self.megatron,
+                init_lr=0.0,
+                max_lr=settings.lr,
+                min_lr=settings.lr,
+                lr_warmup_steps=warmup_updates,
+                lr_decay_steps=max(1, warmup_updates + 1),
+                lr_decay_style="constant",
+                start_wd=settings.weight_decay,
+                end_wd=settings.weight_decay,
+                wd_incr_steps=1,
+                wd_incr_style="constant",
+            )
+
+    @property
+    def updates(self) -> int:
+        """Updates made so far; skipped steps do not count."""
+        return int(self.scheduler.num_steps)
+
+    @property
+    def learning_rate(self) -> float:
+        """Learning rate of the last update made (of the first one before any)."""
+        warmup = self.scheduler.lr_warmup_steps
+        return float(self.settings.lr * min(1.0, max(1, self.updates) / warmup)) if warmup else float(self.settings.lr)
+
+    def zero_grad(self) -> None:
+        self.megatron.zero_grad()
+
+    def step(self) -> tuple[float, bool]:
+        """One update from the gradients in the buffers.
+
+        Returns:
+            (gradient norm before clipping, skipped). The norm is reduced over all ranks, so all of them decide alike: where it
+            is not finite, weights, moments and schedule stay untouched.
+        """
+        with megatron_scope():
+            self.megatron.prepare_grads()
+            norm = float(self.megatron.get_grad_norm())
+            if not math.isfinite(norm):
+                return norm, True
+            self.scheduler.step(1)
+            self._clip(norm)
+            self.megatron.step_with_ready_grads()
+        return norm, False
+
+    def _clip(self, norm: float) -> None:
+        from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+
+        if self.settings.clip_grad <= 0:
+            return
+        for optimizer in self.megatron.chained_optimizers:
+            if not getattr(optimizer, "is_stub_optimizer", False) and optimizer.get_parameters():
+                clip_grad_by_total_norm_fp32(optimizer.get_parameters(), self.settings.clip_grad, norm)

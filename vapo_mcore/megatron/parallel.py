@@ -1,0 +1,140 @@
+"""The one object that knows the parallel layout of this process: degrees, ranks and groups."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from vapo_mcore.errors import ConfigError
+from vapo_mcore.megatron.host import HAS_CUDA, compute_device, import_megatron, megatron_scope
+
+if TYPE_CHECKING:
+    from vapo_mcore.config.schema import ParallelConfig
+
+
+@dataclass(frozen=True)
+class ParallelContext:
+    """Degrees, this process's ranks and the process groups of policy and critic, which share one layout.
+
+    Ranks count in Megatron's default order tp-cp-dp-pp: TP neighbours are contiguous. "model parallel" is everything
+    that holds the same sequences: the TP x CP x PP ranks of one data-parallel index.
+    """
+
+    world_size: int
+    rank: int
+    device: torch.device
+    tensor_model_parallel_size: int
+    tensor_model_parallel_rank: int
+    tensor_model_parallel_group: dist.ProcessGroup
+    pipeline_model_parallel_size: int
+    pipeline_model_parallel_rank: int
+    pipeline_model_parallel_group: dist.ProcessGroup
+    virtual_pipeline_model_parallel_size: int | None
+    context_parallel_size: int
+    context_parallel_rank: int
+    context_parallel_group: dist.ProcessGroup
+    data_parallel_size: int
+    data_parallel_rank: int
+    data_parallel_group: dist.ProcessGroup
+    data_context_parallel_group: dist.ProcessGroup
+    sequence_parallel: bool
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether this rank holds the last pipeline stage, the one with the output head."""
+        return self.pipeline_model_parallel_rank == self.pipeline_model_parallel_size - 1
+
+    @property
+    def is_first_stage(self) -> bool:
+        return self.pipeline_model_parallel_rank == 0
+
+    @property
+    def last_stage_rank(self) -> int:
+        """Global rank of the last pipeline stage of this rank's pipeline."""
+        return dist.get_global_rank(self.pipeline_model_parallel_group, self.pipeline_model_parallel_size - 1)
+
+    @property
+    def packing_multiple(self) -> int:
+        """Number of tokens that a micro-batch is padded to a multiple of."""
+        cp = self.context_parallel_size
+        return self.tensor_model_parallel_size * (2 * cp if cp > 1 else 1)
+
+    @property
+    def microbatch_group(self) -> int:
+        """Micro-batches a rank must be given a multiple of (interleaved pipeline schedules), 1 otherwise."""
+        return self.pipeline_model_parallel_size if self.virtual_pipeline_model_parallel_size else 1
+
+
+def initialize_distributed(timeout_minutes: float) -> None:
+    """Join the process group of torchrun's environment, or make a world of one. Idempotent."""
+    if dist.is_initialized():
+        return
+    if HAS_CUDA:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    backend = "nccl" if HAS_CUDA else "gloo"
+    timeout = timedelta(minutes=timeout_minutes)
+    if "RANK" in os.environ:
+        dist.init_process_group(backend, timeout=timeout)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+
+
+def initialize_parallel(config: ParallelConfig) -> ParallelContext:
+    """Create Megatron's process groups for ``config`` and describe them.
+
+    Raises ConfigError when the number of processes differs from ``parallel.world_size``.
+    """
+    import_megatron()
+    from megatron.core import parallel_state as ps
+
+    initialize_distributed(config.timeout_minutes)
+    if dist.get_world_size() != config.world_size:
+        raise ConfigError(
+            f"parallel.world_size = {config.world_size}, but {dist.get_world_size()} processes were started; start as many or change it"
+        )
+    with megatron_scope():
+        ps.destroy_model_parallel()
+        ps.initialize_model_parallel(
+            tensor_model_parallel_size=config.tensor_model_parallel_size,
+            pipeline_model_parallel_size=config.pipeline_model_parallel_size,
+            virtual_pipeline_model_parallel_size=config.virtual_pipeline_model_parallel_size,
+            context_parallel_size=config.context_parallel_size,
+            expert_model_parallel_size=config.expert_model_parallel_size,
+            distributed_timeout_minutes=max(1, int(config.timeout_minutes)),
+            create_gloo_process_groups=False,
+        )
+        _seed_rng_tracker()
+    tp = config.tensor_model_parallel_size
+    sequence_parallel = config.sequence_parallel if config.sequence_parallel is not None else tp > 1
+    return ParallelContext(
+        world_size=config.world_size,
+        rank=dist.get_rank(),
+        device=compute_device(),
+        tensor_model_parallel_size=tp,
+        tensor_model_parallel_rank=ps.get_tensor_model_parallel_rank(),
+        tensor_model_parallel_group=ps.get_tensor_model_parallel_group(),
+        pipeline_model_parallel_size=config.pipeline_model_parallel_size,
+        pipeline_model_parallel_rank=ps.get_pipeline_model_parallel_rank(),
+        pipeline_model_parallel_group=ps.get_pipeline_model_parallel_group(),
+        virtual_pipeline_model_parallel_size=config.virtual_pipeline_model_parallel_size,
+        context_parallel_size=config.context_parallel_size,
+        context_parallel_rank=ps.get_context_parallel_rank(),
+        context_parallel_group=ps.get_context_parallel_group(),
+        data_parallel_size=ps.get_data_parallel_world_size(),
+        data_parallel_rank=ps.get_data_parallel_rank(),
+        data_parallel_group=ps.get_data_parallel_group(),
+        data_context_parallel_group=ps.get_data_parallel_group(with_context_parallel=True),
+        sequence_parallel=sequence_parallel and tp > 1,
+    )
+
+
+def _seed_rng_tracker() -> None:
+    """Megatron wants its RNG tracker filled even for models without dropout and with weights loaded from files."""
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    model_parallel_cuda_manual_seed(1234)
