@@ -1,0 +1,143 @@
+"""Which HF tensors make which Megatron parameters, family by family.
+
+A new dense family is a tuple of rules: take the blocks below, add what differs, and enter it in :data:`FAMILIES`. For example a
+Llama-like model whose attention output is normalised before the residual would be::
+
+    POST_ATTENTION_NORM = (
+        Rule(
+            (f"{_MCORE}.post_self_attn_layernorm.weight",),
+            ((f"{_HF}.post_self_attention_layernorm.weight", ("hidden",)),),
+            "copy",
+        ),
+    )
+    MY_FAMILY = LLAMA + POST_ATTENTION_NORM
+
+The shapes in the rules are checked against the checkpoint before anything is read, so a wrong entry is reported by name.
+"""
+
+from __future__ import annotations
+
+from vapo_mcore.weights.rules import Rule
+
+_MCORE = "decoder.layers.{layer}"
+_HF = "model.layers.{layer}"
+
+EMBEDDING = (Rule(("embedding.word_embeddings.weight",), (("model.embed_tokens.weight", ("vocab", "hidden")),), "vocab"),)
+
+ATTENTION = (
+    Rule(
+        (f"{_MCORE}.input_layernorm.weight", f"{_MCORE}.self_attention.linear_qkv.layer_norm_weight"),
+        ((f"{_HF}.input_layernorm.weight", ("hidden",)),),
+        "copy",
+    ),
+    Rule(
+        (f"{_MCORE}.self_attention.linear_qkv.weight",),
+        (
+            (f"{_HF}.self_attn.q_proj.weight", ("q", "hidden")),
+            (f"{_HF}.self_attn.k_proj.weight", ("kv", "hidden")),
+            (f"{_HF}.self_attn.v_proj.weight", ("kv", "hidden")),
+        ),
+        "qkv",
+    ),
+    Rule((f"{_MCORE}.self_attention.linear_proj.weight",), ((f"{_HF}.self_attn.o_proj.weight", ("hidden", "q")),), "row"),
+)
+
+QKV_BIAS = (
+    Rule(
+        (f"{_MCORE}.self_attention.linear_qkv.bias",),
+        (
+            (f"{_HF}.self_attn.q_proj.bias", ("q",)),
+            (f"{_HF}.self_attn.k_proj.bias", ("kv",)),
+            (f"{_HF}.self_attn.v_proj.bias", ("kv",)),
+        ),
+        "qkv",
+        when="qkv_bias",
+    ),
+)
+
+OUTPUT_BIAS = (
+    Rule(
+        (f"{_MCORE}.self_attention.linear_proj.bias",),
+        ((f"{_HF}.self_attn.o_proj.bias", ("hidden",)),),
+        "copy",
+        when="attention_output_bias",
+    ),
+)
+
+QK_NORM = (
+    Rule((f"{_MCORE}.self_attention.q_layernorm.weight",), ((f"{_HF}.self_attn.q_norm.weight", ("head",)),), "copy"),
+    Rule((f"{_MCORE}.self_attention.k_layernorm.weight",), ((f"{_HF}.self_attn.k_norm.weight", ("head",)),), "copy"),
+)
+
+MLP_NORM = (
+    Rule(
+        (f"{_MCORE}.pre_mlp_layernorm.weight", f"{_MCORE}.mlp.linear_fc1.layer_norm_weight"),
+        ((f"{_HF}.post_attention_layernorm.weight", ("hidden",)),),
+        "copy",
+    ),
+)
+
+GATED_MLP = (
+    Rule(
+        (f"{_MCORE}.mlp.linear_fc1.weight",),
+        ((f"{_HF}.mlp.gate_proj.weight", ("ffn", "hidden")), (f"{_HF}.mlp.up_proj.weight", ("ffn", "hidden"))),
+        "gated",
+    ),
+    Rule((f"{_MCORE}.mlp.linear_fc2.weight",), ((f"{_HF}.mlp.down_proj.weight", ("hidden", "ffn")),), "row"),
+)
+
+_EXPERTS = f"{_MCORE}.mlp.experts"
+MOE_MLP = (
+    Rule((f"{_MCORE}.mlp.router.weight",), ((f"{_HF}.mlp.gate.weight", ("experts", "hidden")),), "copy"),
+    Rule(
+        (f"{_EXPERTS}.local_experts.{{expert}}.linear_fc1.weight", f"{_EXPERTS}.linear_fc1.weight{{expert}}"),
+        (
+            (f"{_HF}.mlp.experts.{{expert}}.gate_proj.weight", ("expert_ffn", "hidden")),
+            (f"{_HF}.mlp.experts.{{expert}}.up_proj.weight", ("expert_ffn", "hidden")),
+        ),
+        "gated",
+    ),
+    Rule(
+        (f"{_EXPERTS}.local_experts.{{expert}}.linear_fc2.weight", f"{_EXPERTS}.linear_fc2.weight{{expert}}"),
+        ((f"{_HF}.mlp.experts.{{expert}}.down_proj.weight", ("hidden", "expert_ffn")),),
+        "row",
+    ),
+)
+
+FINAL_NORM = (Rule(("decoder.final_layernorm.weight",), (("model.norm.weight", ("hidden",)),), "copy"),)
+
+LM_HEAD = (
+    Rule(("output_layer.weight",), (("lm_head.weight", ("vocab", "hidden")),), "vocab", when="not tie_word_embeddings"),
+    # With tied embeddings Megatron's last pipeline stage holds a second copy of the embedding (PP > 1 only).
+    Rule(
+        ("output_layer.weight",),
+        (("model.embed_tokens.weight", ("vocab", "hidden")),),
+        "vocab",
+        when="tie_word_embeddings",
+        tied_copy=True,
+    ),
+)
+
+VALUE_HEAD = (
+    Rule(("output_layer.weight",), (("score.weight", ("one", "hidden")),), "copy"),
+    Rule(("output_layer.bias",), (("score.bias", ("one",)),), "copy"),
+)
+
+_DENSE = EMBEDDING + ATTENTION + MLP_NORM + GATED_MLP + FINAL_NORM
+LLAMA = _DENSE + QKV_BIAS + OUTPUT_BIAS
+MISTRAL = _DENSE
+QWEN2 = _DENSE + QKV_BIAS
+QWEN3 = LLAMA + QK_NORM
+QWEN3_MOE = EMBEDDING + ATTENTION + QKV_BIAS + OUTPUT_BIAS + QK_NORM + MLP_NORM + MOE_MLP + FINAL_NORM
+
+FAMILIES: dict[str, tuple[Rule, ...]] = {
+    "llama": LLAMA,
+    "mistral": MISTRAL,
+    "qwen2": QWEN2,
+    "qwen3": QWEN3,
+    "qwen3_moe": QWEN3_MOE,
+}
+"""Trunk rules by ``ModelArchitecture.family``; the head (LM_HEAD or VALUE_HEAD) depends on the role and is added by the plan."""
+
+HF_CLASS_PREFIX = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe"}
+"""Class name prefix in transformers: ``<prefix>ForCausalLM``, ``<prefix>ForTokenClassification``."""

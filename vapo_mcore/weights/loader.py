@@ -1,0 +1,166 @@
+"""Loading a Hugging Face folder into the Megatron model chunks of this rank, one tensor group at a time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from vapo_mcore.config.architecture import ModelArchitecture
+from vapo_mcore.errors import CheckpointError
+from vapo_mcore.weights.plan import (
+    Bijection,
+    MappedTensor,
+    Role,
+    check_bijection,
+    global_parameters,
+    match_parameters,
+    plan_mapping,
+    require_complete,
+)
+from vapo_mcore.weights.reader import SafetensorsFolder
+
+HeadInit = Literal["zero", "small"]
+SMALL_HEAD_OUTPUT_STD = 0.1
+"""Standard deviation of the values that a ``small`` head gives on hidden states of unit root mean square."""
+
+
+class TensorPipelineLayout(Protocol):
+    """What loading and exporting need of the parallel context."""
+
+    @property
+    def tensor_model_parallel_size(self) -> int: ...
+    @property
+    def tensor_model_parallel_rank(self) -> int: ...
+    @property
+    def tensor_model_parallel_group(self) -> Any: ...
+    @property
+    def pipeline_model_parallel_size(self) -> int: ...
+    @property
+    def pipeline_model_parallel_rank(self) -> int: ...
+    @property
+    def pipeline_model_parallel_group(self) -> Any: ...
+
+
+@dataclass
+class LoadReport:
+    """What was loaded on this rank. ``dropped``: tensors of the folder that were not used, each with the reason;
+    ``head``: where a critic's head came from ("score.weight", "score.weight + score.bias", "zero", "small"; None for a policy)."""
+
+    parameters: int = 0
+    num_bytes: int = 0
+    dropped: dict[str, str] = field(default_factory=dict)
+    head: str | None = None
+
+
+def load_hf_into(
+    chunks: Sequence[nn.Module],
+    folder: str | Path,
+    architecture: ModelArchitecture,
+    parallel: TensorPipelineLayout,
+    *,
+    role: Role,
+    head_init: HeadInit | None = None,
+    seed: int = 0,
+) -> LoadReport:
+    """Fill every parameter of this rank's (unwrapped) GPTModel chunks from a Hugging Face safetensors folder.
+
+    Each rank reads its own part of each tensor; values are cast to the parameter's type. Names and shapes of the whole model are
+    compared with the folder before anything is read, and the pipeline ranks make sure together that no layer is left out, so
+    all ranks of a pipeline must call this. A critic loads the trunk; its scalar head comes from the folder's ``score.weight`` (and
+    ``score.bias``, zero if there is none) where ``head_init`` is None, else it is zeros or the same small random numbers on every
+    rank (``seed``). Raises CheckpointError naming every missing, surplus or mis-shaped tensor, or the first one with NaN or inf.
+    """
+    assert role == "critic" or head_init is None, "only a critic has a head to initialise"
+    plan = plan_mapping(architecture, role)
+    with SafetensorsFolder(folder) as source:
+        bijection = check_bijection(
+            plan, source.shapes, arch=architecture, role=role, where=str(folder), new_head=role == "critic" and head_init is not None
+        )
+        parameters = match_parameters(plan, global_parameters(chunks))
+        _require_complete_pipeline(plan, parameters, parallel)
+        report = LoadReport(dropped=bijection.dropped)
+        for index, parameter in parameters.items():
+            entry = plan[index]
+            if entry.hf_names[0].startswith("score."):
+                _fill_head(parameter, entry, source, bijection, head_init, seed)
+            else:
+                _fill(parameter, entry, source, architecture, parallel)
+            report.parameters += 1
+            report.num_bytes += parameter.numel() * parameter.element_size()
+        if bijection.tied_duplicate:
+            _require_tied(source, architecture, parallel)
+    if role == "critic":
+        report.head = head_init or ("score.weight" if bijection.missing_head else "score.weight + score.bias")
+    return report
+
+
+def _require_complete_pipeline(plan: Sequence[MappedTensor], held: dict[int, Tensor], parallel: TensorPipelineLayout) -> None:
+    size = parallel.pipeline_model_parallel_size
+    stages: list[list[int]] = [list(held)]
+    if size > 1:
+        stages = [[] for _ in range(size)]
+        dist.all_gather_object(stages, list(held), group=parallel.pipeline_model_parallel_group)
+    require_complete(plan, [index for stage in stages for index in stage])
+
+
+@torch.no_grad()
+def _fill(
+    parameter: Tensor, entry: MappedTensor, source: SafetensorsFolder, architecture: ModelArchitecture, parallel: TensorPipelineLayout
+) -> None:
+    handles = [source.tensor(name) for name in entry.hf_names]
+    tp, rank = parallel.tensor_model_parallel_size, parallel.tensor_model_parallel_rank
+    value = entry.functions.load(handles, tp, rank, architecture)
+    _require_finite(value, entry, source)
+    _copy(parameter, value, entry)
+
+
+@torch.no_grad()
+def _fill_head(
+    parameter: Tensor, entry: MappedTensor, source: SafetensorsFolder, bijection: Bijection, head_init: HeadInit | None, seed: int
+) -> None:
+    name = entry.hf_names[0]
+    if head_init is None and name not in bijection.missing_head:
+        value = source.read(name)
+        _require_finite(value, entry, source)
+        _copy(parameter, value, entry)
+    elif head_init == "small" and name == "score.weight":
+        generator = torch.Generator().manual_seed(seed)
+        value = torch.randn(entry.hf_shapes[0], generator=generator) * (SMALL_HEAD_OUTPUT_STD / math.sqrt(entry.hf_shapes[0][-1]))
+        _copy(parameter, value, entry)
+    else:
+        parameter.zero_()
+
+
+def _copy(parameter: Tensor, value: Tensor, entry: MappedTensor) -> None:
+    assert parameter.shape == value.shape, f"{entry.mcore_name} is {tuple(parameter.shape)}, its rule gives {tuple(value.shape)}"
+    parameter.copy_(value)
+
+
+def _require_finite(value: Tensor, entry: MappedTensor, source: SafetensorsFolder) -> None:
+    if value.numel() and not _all_finite(value):
+        bad = [name for name in entry.hf_names if not _all_finite(source.read(name))]
+        raise CheckpointError(f"{source.folder}: NaN or infinite weights in {', '.join(bad)}; the checkpoint is damaged")
+
+
+def _all_finite(value: Tensor) -> bool:
+    low, high = torch.aminmax(value)  # one pass without a temporary; NaN propagates
+    return math.isfinite(low.item()) and math.isfinite(high.item())
+
+
+def _require_tied(source: SafetensorsFolder, architecture: ModelArchitecture, parallel: TensorPipelineLayout) -> None:
+    """A tied checkpoint may store its output layer too, but only as the same numbers: Megatron keeps one of them."""
+    shape, embedding = source.info("lm_head.weight").shape, source.info("model.embed_tokens.weight").shape
+    size, rank = parallel.tensor_model_parallel_size, parallel.tensor_model_parallel_rank
+    rows = (shape[0] * rank // size, shape[0] * (rank + 1) // size) if shape == embedding else None
+    if rows is None or not torch.equal(source.read("lm_head.weight", rows), source.read("model.embed_tokens.weight", rows)):
+        raise CheckpointError(
+            f"{source.folder}: config.json says tie_word_embeddings, but lm_head.weight differs from model.embed_tokens.weight; "
+            "set tie_word_embeddings to false or remove the tensor that is wrong"
+        )
