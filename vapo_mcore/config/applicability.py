@@ -1,0 +1,150 @@
+"""Which settings have no effect in which mode. Such a setting is refused when given, and left out of the resolved YAML.
+
+A setting that an earlier layer gave (a file that is extended) gives way silently when a later layer switches the mode:
+``algorithm.advantage.estimator=grpo`` on the command line drops the recipe's critic settings, ``kind: fixed`` in an
+ablation drops the inherited ``alpha``. Given in the same layer as the switch, or in a later one, it is a contradiction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from vapo_mcore.config.layers import Fault, Key, Tree, dotted
+from vapo_mcore.config.schema import Config
+
+
+@dataclass(frozen=True)
+class Inapplicable:
+    """``keys`` have no effect when ``when(config)``; ``switches`` are the keys that decide it."""
+
+    keys: tuple[str, ...]
+    switches: tuple[str, ...]
+    when: Callable[[Config], bool]
+    reason: str
+
+
+_ESTIMATOR = "algorithm.advantage.estimator"
+_LAMBDA = "algorithm.advantage.lambda_policy"
+_CORRECTION = "algorithm.policy_loss.importance_correction"
+
+INAPPLICABLE: tuple[Inapplicable, ...] = (
+    Inapplicable(
+        ("critic", "algorithm.value_loss", _LAMBDA, "algorithm.advantage.lambda_critic", "algorithm.advantage.values"),
+        (_ESTIMATOR,),
+        lambda c: not c.uses_critic,
+        "this estimator builds no critic (only 'gae' has one)",
+    ),
+    Inapplicable(
+        ("algorithm.advantage.gamma",),
+        (_ESTIMATOR,),
+        lambda c: c.algorithm.advantage.estimator not in ("gae", "reinforce_pp"),
+        "this estimator discounts nothing (only 'gae' and 'reinforce_pp' do)",
+    ),
+    Inapplicable(
+        ("algorithm.advantage.whiten",),
+        (_ESTIMATOR,),
+        lambda c: c.algorithm.advantage.estimator not in ("gae", "reinforce_pp") and c.algorithm.advantage.whiten != "off",
+        "this estimator has its own normalisation or none; whitening belongs to 'gae' and 'reinforce_pp' (give 'off' here)",
+    ),
+    Inapplicable(
+        ("algorithm.advantage.truncation",),
+        (_ESTIMATOR,),
+        lambda c: not c.uses_critic and c.algorithm.advantage.truncation == "bootstrap",
+        "'bootstrap' takes the value of the next state from a critic, which this estimator does not build",
+    ),
+    Inapplicable(
+        (f"{_LAMBDA}.value",), (f"{_LAMBDA}.kind",), lambda c: c.algorithm.advantage.lambda_policy.kind != "fixed", "only for 'fixed'"
+    ),
+    Inapplicable(
+        (f"{_LAMBDA}.alpha",),
+        (f"{_LAMBDA}.kind",),
+        lambda c: c.algorithm.advantage.lambda_policy.kind != "length_adaptive",
+        "only for 'length_adaptive'",
+    ),
+    Inapplicable(
+        (f"{_LAMBDA}.min", f"{_LAMBDA}.max"),
+        (f"{_LAMBDA}.kind",),
+        lambda c: c.algorithm.advantage.lambda_policy.kind != "sigmoid",
+        "only for 'sigmoid'",
+    ),
+    Inapplicable(
+        (f"{_CORRECTION}.cap",),
+        (f"{_CORRECTION}.kind",),
+        lambda c: c.algorithm.policy_loss.importance_correction.kind == "off",
+        "nothing is corrected",
+    ),
+    Inapplicable(
+        (f"{_CORRECTION}.low",),
+        (f"{_CORRECTION}.kind",),
+        lambda c: not c.algorithm.policy_loss.importance_correction.kind.endswith("_mask"),
+        "only for the masks",
+    ),
+    Inapplicable(("algorithm.kl.kind", "algorithm.kl.coef"), ("algorithm.kl.place",), lambda c: not c.uses_reference, "no KL term is used"),
+    Inapplicable(
+        ("rollout.vllm", "rollout.tensor_parallel_size"), ("rollout.engine",), lambda c: c.rollout.engine != "vllm", "only for 'vllm'"
+    ),
+    Inapplicable(
+        ("rollout.dynamic_sampling.max_rounds", "rollout.dynamic_sampling.on_exhausted"),
+        ("rollout.dynamic_sampling.enabled",),
+        lambda c: not c.rollout.dynamic_sampling.enabled,
+        "dynamic sampling is off",
+    ),
+    Inapplicable(("critic.path",), ("critic.init",), lambda c: c.critic.init == "policy", "the critic starts from the policy's weights"),
+    Inapplicable(("critic.head_init",), ("critic.init",), lambda c: c.critic.init != "policy", "the loaded critic brings its head"),
+    Inapplicable(
+        ("critic.value_pretraining.steps",),
+        ("critic.value_pretraining.until",),
+        lambda c: c.critic.value_pretraining.until is not None,
+        "the number of steps is decided by until (max_steps bounds it)",
+    ),
+    Inapplicable(
+        ("critic.value_pretraining.lr", "critic.value_pretraining.head_only"),
+        ("critic.value_pretraining.steps",),
+        lambda c: c.critic.value_pretraining.max_steps == 0,
+        "there is no value pretraining",
+    ),
+    Inapplicable(
+        ("data.system_prompt",), ("data.chat_template",), lambda c: not c.data.chat_template, "a system prompt needs the chat template"
+    ),
+    Inapplicable(("eval",), ("data.eval",), lambda c: not c.data.eval, "there is no evaluation set"),
+)
+
+
+def resolve_inapplicable(config: Config, tree: Tree) -> tuple[set[Key], list[Fault]]:
+    """Keys of ``tree`` that give way to a later switch, and faults for those that contradict their mode."""
+    dropped: set[Key] = set()
+    faults: list[Fault] = []
+    reported: set[Key] = set()
+    for entry in INAPPLICABLE:
+        if not entry.when(config):
+            continue
+        switch_layer = max((tree[key].layer for name in entry.switches for key in _below(tree, name)), default=-1)
+        for name in entry.keys:
+            for key in _below(tree, name):
+                if tree[key].value is None or tree[key].value == {}:
+                    continue  # says nothing
+                if tree[key].layer < switch_layer:
+                    dropped.add(key)
+                elif key not in reported:
+                    reported.add(key)
+                    state = " and ".join(f"{switch} = {_value(config, switch)}" for switch in entry.switches)
+                    faults.append(Fault(dotted(key), f"{tree[key].value!r} has no effect with {state}: {entry.reason}; remove it"))
+    return dropped, [fault for fault in faults if tuple(fault.where.split(".")) not in dropped]
+
+
+def inapplicable_keys(config: Config) -> list[str]:
+    """Dotted keys (whole sections too) that have no effect in the mode of ``config``."""
+    return [name for entry in INAPPLICABLE if entry.when(config) for name in entry.keys]
+
+
+def _below(tree: Tree, name: str) -> list[Key]:
+    prefix = tuple(name.split("."))
+    return [key for key in tree if key[: len(prefix)] == prefix]
+
+
+def _value(config: Config, name: str) -> str:
+    value: object = config
+    for part in name.split("."):
+        value = getattr(value, part)
+    return repr(value) if isinstance(value, str | int | bool | tuple | type(None)) else "given"

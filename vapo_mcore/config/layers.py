@@ -1,0 +1,168 @@
+"""Settings as layers: the files of an ``extends:`` chain, then the overrides; later layers win leaf by leaf.
+
+A layered tree is flat: ``{("algorithm", "kl", "coef"): Setting(value, layer)}``. Mappings merge, everything else (lists too)
+is a leaf that replaces. The layer of each leaf is kept, so that a setting inherited from an earlier layer can give way
+when a later layer switches to a mode that has no use for it, while the same contradiction inside one layer is a fault.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vapo_mcore.config.yaml_text import parse_yaml
+
+Key = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Setting:
+    value: Any
+    layer: int
+
+
+Tree = dict[Key, Setting]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One thing wrong: dotted path of the key or name of the file, and the message."""
+
+    where: str
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.message}"
+
+
+def dotted(key: Iterable[object]) -> str:
+    return ".".join(str(part) for part in key)
+
+
+def put(tree: Tree, key: Key, value: Any, layer: int) -> None:
+    """Set a leaf or merge a mapping below ``key``."""
+    if isinstance(value, dict) and value:
+        for name, item in value.items():
+            put(tree, (*key, name), item, layer)
+        return
+    if value == {} and any(other[: len(key)] == key for other in tree):
+        return  # an empty mapping adds nothing to what is there
+    for other in [other for other in tree if other[: len(key)] == key or key[: len(other)] == other]:
+        del tree[other]
+    tree[key] = Setting(value, layer)
+
+
+def nested(tree: Tree) -> dict[str, Any]:
+    """The tree as nested dictionaries; ``null`` leaves stay."""
+    result: dict[str, Any] = {}
+    for key, setting in tree.items():
+        node = result
+        for name in key[:-1]:
+            node = node.setdefault(name, {})
+        node[key[-1]] = setting.value
+    return result
+
+
+def read_layers(path: Path, faults: list[Fault]) -> tuple[Tree, int]:
+    """Read a file and all that it extends. Returns the tree and the number of layers."""
+    files: list[tuple[Path, dict[str, Any]]] = []
+    _collect(path, (), files, faults)
+    tree: Tree = {}
+    for layer, (_, document) in enumerate(files):
+        put(tree, (), document, layer)
+    tree.pop((), None)  # what an empty file leaves
+    return tree, len(files)
+
+
+def _collect(path: Path, chain: tuple[Path, ...], files: list[tuple[Path, dict[str, Any]]], faults: list[Fault]) -> None:
+    """Append the documents of ``path`` in merge order: what it extends first, itself last."""
+    resolved = path.resolve()
+    if resolved in chain:
+        loop = " -> ".join(str(p.name) for p in (*chain[chain.index(resolved) :], resolved))
+        faults.append(Fault(str(path), f"extends itself in a cycle: {loop}"))
+        return
+    document = _read_document(path, faults)
+    parents = document.pop("extends", [])
+    parents = [parents] if isinstance(parents, str) else parents
+    if not isinstance(parents, list) or not all(isinstance(parent, str) and parent for parent in parents):
+        faults.append(Fault(str(path), f"extends: {parents!r} must be the path of a YAML file, or a list of them"))
+        parents = []
+    for parent in parents:
+        _collect(path.parent / parent, (*chain, resolved), files, faults)
+    files.append((path, document))
+
+
+def _read_document(path: Path, faults: list[Fault]) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        faults.append(Fault(str(path), "no such configuration file"))
+        return {}
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        faults.append(Fault(str(path), f"cannot be read: {reason}"))
+        return {}
+    document, messages = parse_yaml(text)
+    faults.extend(Fault(str(path), message) for message in messages)
+    if document is None:
+        return {}
+    if not isinstance(document, dict):
+        faults.append(Fault(str(path), f"holds a {type(document).__name__}, expected a mapping of keys to values"))
+        return {}
+    return document
+
+
+def apply_overrides(tree: Tree, overrides: Iterable[str], layer: int, faults: list[Fault]) -> None:
+    """Apply ``key.path=value`` settings with YAML values; a number in the path indexes into a list (its length appends)."""
+    for override in overrides:
+        name, equals, text = override.partition("=")
+        key = tuple(name.strip().split("."))
+        if not equals or not all(key):
+            faults.append(Fault(repr(override), "an override must read key.path=value, for example batch.mini_batch_size=64"))
+            continue
+        if key == ("extends",):
+            faults.append(Fault("extends", "cannot be overridden; write a file that extends both"))
+            continue
+        value, messages = parse_yaml(text)
+        if messages:
+            faults.extend(Fault(name, f"value {text!r}: {message}") for message in messages)
+            continue
+        problem = _override(tree, key, value, layer)
+        if problem:
+            faults.append(Fault(name, problem))
+
+
+def _override(tree: Tree, key: Key, value: Any, layer: int) -> str | None:
+    for depth in range(1, len(key)):
+        holder = tree.get(key[:depth])
+        if holder is not None and isinstance(holder.value, list):
+            items = copy.deepcopy(holder.value)
+            problem = _put_inside(items, key[depth:], value)
+            if problem is None:
+                tree[key[:depth]] = Setting(items, layer)
+            return problem
+    put(tree, key, value, layer)
+    return None
+
+
+def _put_inside(node: Any, key: Key, value: Any) -> str | None:
+    """Set ``value`` below a list or a mapping inside a list; returns what is wrong, or None."""
+    name = key[0]
+    slot: Any = name
+    if isinstance(node, list):
+        if not name.isdigit() or int(name) > len(node):
+            return f"{name!r} is not an index of a list of {len(node)} (an index equal to the length appends)"
+        slot = int(name)
+        if slot == len(node):
+            node.append({})
+    elif not isinstance(node, dict):
+        return f"{name!r} cannot be set inside the value {node!r}"
+    if len(key) == 1:
+        node[slot] = value
+        return None
+    if isinstance(node, dict) and node.get(slot) is None:
+        node[slot] = {}
+    return _put_inside(node[slot], key[1:], value)

@@ -1,0 +1,241 @@
+"""From a YAML file and overrides to a checked ``Config``, or one ``ConfigError`` with every fault."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+from pathlib import Path
+from types import NoneType
+from typing import Any, get_args
+
+from pydantic import BaseModel, ValidationError
+
+from vapo_mcore.config.applicability import inapplicable_keys, resolve_inapplicable
+from vapo_mcore.config.layers import Fault, Key, Setting, Tree, apply_overrides, dotted, nested, put, read_layers
+from vapo_mcore.config.rules import Subject, broken_rules, missing_paths, read_model
+from vapo_mcore.config.schema import Config, FileSource, ReasoningGymSource
+from vapo_mcore.config.yaml_text import format_yaml
+from vapo_mcore.errors import ConfigError
+
+# Stand-ins for required keys that are missing or faulty, so that the other rules can still be checked; never used in a run.
+_STAND_INS: dict[Key, Any] = {
+    ("run", "dir"): "run",
+    ("run", "steps"): 1,
+    ("model", "path"): "model",
+    ("batch", "max_tokens_per_microbatch"): 1,
+    ("data", "train"): [{"kind": "reasoning_gym", "task": "stand_in", "size": 1}],
+    ("data", "max_prompt_length"): 1,
+    ("rollout", "max_response_length"): 1,
+}
+
+
+def load_config(path: str | Path, overrides: Iterable[str] = (), *, check_paths: bool = True) -> Config:
+    """Read ``path`` and what it extends, apply ``key.path=value`` overrides, check everything.
+
+    ``check_paths=False`` leaves out what depends on the file system (the model folder and the rules about its
+    architecture, data files). Raises ConfigError listing all faults, each with the dotted path of its key.
+    """
+    faults: list[Fault] = []
+    tree, layers = read_layers(Path(path), faults)
+    apply_overrides(tree, overrides, layers, faults)
+    return _build(tree, faults, f"configuration {path}", check_paths)
+
+
+def config_from_dict(settings: dict[str, Any], *, check_paths: bool = True) -> Config:
+    """A checked Config from nested settings, as if they stood in a file."""
+    tree: Tree = {}
+    put(tree, (), settings, 0)
+    return _build(tree, [], "configuration", check_paths)
+
+
+def _build(tree: Tree, faults: list[Fault], what: str, check_paths: bool) -> Config:
+    if not tree and faults:  # nothing could be read: no use in listing every required key as missing
+        raise _error(what, faults)
+    _drop_resetting_nulls(tree)
+    config, field_faults = _validate(tree)
+    faults += field_faults
+    if config is None:
+        raise _error(what, faults)
+    dropped, contradictions = resolve_inapplicable(config, tree)
+    if dropped:
+        for key in dropped:
+            del tree[key]
+        config, more = _validate(tree)
+        kept = {fault.where for fault in more}
+        faults = [fault for fault in faults if fault.where not in {f.where for f in field_faults} or fault.where in kept]
+        assert config is not None
+    faults += contradictions
+    faulty = {fault.where for fault in faults}
+    model_faults: list[Fault] = []
+    readable = check_paths and not faulty & {"model", "model.path"}
+    architecture = read_model(config, model_faults) if readable else None
+    faults += model_faults
+    subject = Subject(config, architecture, lambda name: any(dotted(key).startswith(name) for key in tree))
+    faults += broken_rules(subject, faulty)
+    if check_paths:
+        faults += [fault for fault in missing_paths(config) if not any(fault.where.startswith(bad) for bad in faulty)]
+    if faults:
+        raise _error(what, faults)
+    return config
+
+
+def _error(what: str, faults: list[Fault]) -> ConfigError:
+    lines = list(dict.fromkeys(str(fault) for fault in faults))
+    count = "1 fault" if len(lines) == 1 else f"{len(lines)} faults"
+    return ConfigError(f"{what}: {count}\n" + "\n".join(f"  {line}" for line in lines))
+
+
+# --- field validation -------------------------------------------------------------------------------------------------
+
+
+def _validate(tree: Tree) -> tuple[Config | None, list[Fault]]:
+    """The Config and the faults of single keys; faulty keys are then replaced by defaults or stand-ins (None if that fails)."""
+    try:
+        return Config.model_validate(nested(tree)), []
+    except ValidationError as error:
+        faults, keys = _translate(error)
+    repaired = dict(tree)
+    for key in keys:
+        for other in [other for other in repaired if other[: len(key)] == key or key[: len(other)] == other]:
+            del repaired[other]
+    for key, value in _STAND_INS.items():
+        if not any(other[: len(key)] == key for other in repaired):
+            repaired[key] = Setting(value, 0)
+    try:
+        return Config.model_validate(nested(repaired)), faults
+    except ValidationError:
+        return None, faults
+
+
+def _translate(error: ValidationError) -> tuple[list[Fault], list[Key]]:
+    """Pydantic's errors in our words, and the keys of the tree to leave out in a second try."""
+    faults: list[Fault] = []
+    keys: list[Key] = []
+    for item in error.errors(include_url=False):
+        if item["type"] == "default_factory_not_called":
+            continue  # a derived default whose inputs are faulty: reported there
+        if item["type"] == "too_short" and item["input"]:
+            continue  # the list is not empty: its items are faulty and reported themselves
+        location = _without_union_tags(item["loc"])
+        faults.append(Fault(dotted(location), _message(item, location)))
+        in_list = next((index for index, part in enumerate(location) if isinstance(part, int)), len(location))
+        keys.append(tuple(str(part) for part in location[:in_list]))
+    return faults, keys
+
+
+def _without_union_tags(location: tuple[int | str, ...]) -> tuple[int | str, ...]:
+    """Pydantic puts the tag of a source's kind after its index; the file has no such key."""
+    return tuple(
+        part for i, part in enumerate(location) if not (i and isinstance(location[i - 1], int) and part in ("file", "reasoning_gym"))
+    )
+
+
+_KINDS = {
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "string_type": "text",
+    "model_type": "a mapping",
+    "dict_type": "a mapping",
+    "tuple_type": "a list",
+    "finite_number": "a finite number",
+    "too_short": "a list with at least one entry",
+}
+
+
+def _message(item: Any, location: tuple[int | str, ...]) -> str:
+    kind, value, context = item["type"], item.get("input"), item.get("ctx", {})
+    if kind == "missing":
+        return "is required"
+    if kind == "extra_forbidden":
+        return _unknown_key(location)
+    if kind == "literal_error":
+        return f"{value!r} must be {context['expected']}" + _did_you_mean(
+            str(value), context["expected"].replace("'", "").replace(" or ", ", ").split(", ")
+        )
+    if kind in ("union_tag_invalid", "union_tag_not_found"):
+        given = f"kind {context['tag']!r}" if "tag" in context else "a source without kind"
+        return f"{given}; kind must be 'file' or 'reasoning_gym'"
+    if kind in _KINDS:
+        return f"{value!r} must be {_KINDS[kind]}"
+    bounds = {"greater_than": ("gt", ">"), "greater_than_equal": ("ge", ">="), "less_than": ("lt", "<"), "less_than_equal": ("le", "<=")}
+    if kind in bounds:
+        name, sign = bounds[kind]
+        return f"{value!r} must be {sign} {context[name]}"
+    return f"{value!r}: {item['msg'][0].lower()}{item['msg'][1:]}"
+
+
+def _unknown_key(location: tuple[int | str, ...]) -> str:
+    *parents, name = location
+    siblings = _fields_at(tuple(parents))
+    hint = _did_you_mean(str(name), siblings)
+    if not hint:
+        elsewhere = [key for key in _all_keys() if key.rsplit(".", 1)[-1] == name]
+        hint = f"; did you mean {' or '.join(repr(key) for key in elsewhere)}?" if elsewhere else f"; known here: {', '.join(siblings)}"
+    return f"unknown key{hint}"
+
+
+def _did_you_mean(name: str, known: Iterable[str]) -> str:
+    near = get_close_matches(name, list(known), n=1, cutoff=0.6)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+# --- walking the schema -----------------------------------------------------------------------------------------------
+
+
+def _models_in(annotation: Any) -> list[type[BaseModel]]:
+    """The model classes inside ``X``, ``X | None``, ``tuple[X | Y, ...]``, ``Annotated[X | Y, ...]``."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [model for argument in get_args(annotation) for model in _models_in(argument)]
+
+
+def _fields_at(parents: tuple[int | str, ...]) -> list[str]:
+    models: list[type[BaseModel]] = [Config]
+    for part in parents:
+        if isinstance(part, str):
+            models = [inner for model in models if part in model.model_fields for inner in _models_in(model.model_fields[part].annotation)]
+    return list(dict.fromkeys(name for model in models for name in model.model_fields))
+
+
+def _all_keys(model: type[BaseModel] = Config, prefix: str = "") -> list[str]:
+    keys = []
+    for name, field in model.model_fields.items():
+        keys.append(prefix + name)
+        for inner in _models_in(field.annotation):
+            if inner not in (FileSource, ReasoningGymSource):
+                keys += _all_keys(inner, f"{prefix}{name}.")
+    return keys
+
+
+def _drop_resetting_nulls(tree: Tree) -> None:
+    """``null`` for a key that cannot be null means "not given"."""
+    for key in [key for key, setting in tree.items() if setting.value is None]:
+        model: type[BaseModel] | None = Config
+        nullable = False
+        for name in key:
+            field = model.model_fields.get(name) if model is not None else None
+            if field is None:
+                nullable = True  # unknown: left for the validation to report
+                break
+            nullable = NoneType in get_args(field.annotation)
+            model = next(iter(_models_in(field.annotation)), None)
+        if not nullable:
+            del tree[key]
+
+
+# --- output -----------------------------------------------------------------------------------------------------------
+
+
+def dump_yaml(config: Config) -> str:
+    """See ``Config.to_yaml``."""
+    document = config.model_dump(mode="json")
+    for name in inapplicable_keys(config):
+        *parents, last = name.split(".")
+        node: Any = document
+        for parent in parents:
+            node = node.get(parent) if isinstance(node, dict) else None
+        if isinstance(node, dict):
+            node.pop(last, None)
+    return format_yaml(document)

@@ -1,0 +1,95 @@
+"""YAML in and out with the scalars of YAML 1.2: ``off`` and ``no`` are strings, ``1e-6`` is a number, a date stays text.
+
+Reading refuses duplicate keys and keys that are not strings, all of them at once, each with its line.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import yaml
+
+_SCALARS: tuple[tuple[str, str, str], ...] = (
+    ("tag:yaml.org,2002:null", r"(?:~|null|Null|NULL|)", "~nN\0"),
+    ("tag:yaml.org,2002:bool", r"(?:true|True|TRUE|false|False|FALSE)", "tTfF"),
+    ("tag:yaml.org,2002:int", r"[-+]?(?:0|[1-9][0-9_]*)", "-+0123456789"),
+    ("tag:yaml.org,2002:float", r"[-+]?(?:[0-9][0-9_]*(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?", "-+.0123456789"),
+    ("tag:yaml.org,2002:float", r"(?:[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))", "-+."),
+    ("tag:yaml.org,2002:merge", r"<<", "<"),
+)
+
+
+def _resolvers() -> dict[str, list[tuple[str, re.Pattern[str]]]]:
+    table: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
+    for tag, pattern, first_characters in _SCALARS:
+        for character in first_characters:
+            key = "" if character == "\0" else character
+            table.setdefault(key, []).append((tag, re.compile(rf"^{pattern}$")))
+    return table
+
+
+class _Loader(yaml.SafeLoader):
+    yaml_implicit_resolvers = _resolvers()
+
+    def __init__(self, stream: str) -> None:
+        super().__init__(stream)
+        self.faults: list[str] = []
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        first_line: dict[str, int] = {}
+        for key_node, _ in node.value:
+            line = key_node.start_mark.line + 1
+            if key_node.tag == "tag:yaml.org,2002:merge":
+                continue
+            if not isinstance(key_node, yaml.ScalarNode) or key_node.tag != "tag:yaml.org,2002:str":
+                self.faults.append(f"line {line}: key {_text(key_node)} is not a string; quote it if it is meant as a name")
+            elif key_node.value in first_line:
+                self.faults.append(f"line {line}: duplicate key {key_node.value!r}, already given in line {first_line[key_node.value]}")
+            else:
+                first_line[key_node.value] = line
+        if self.faults:
+            node.value = [(key, value) for key, value in node.value if isinstance(key, yaml.ScalarNode)]
+        return super().construct_mapping(node, deep)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes what either YAML version would take for something else than text."""
+
+    yaml_implicit_resolvers = {
+        key: _resolvers().get(key, []) + yaml.SafeDumper.yaml_implicit_resolvers.get(key, [])
+        for key in {*_resolvers(), *yaml.SafeDumper.yaml_implicit_resolvers}
+    }
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _text(node: yaml.Node) -> str:
+    return repr(node.value) if isinstance(node, yaml.ScalarNode) else f"of kind {node.id}"
+
+
+def parse_yaml(text: str) -> tuple[Any, list[str]]:
+    """The document and the faults found in it (the document is None when it cannot be parsed at all)."""
+    try:
+        loader = _Loader(text)
+        try:
+            document = loader.get_single_data()
+        finally:
+            loader.dispose()
+    except yaml.YAMLError as error:
+        return None, [f"not valid YAML: {_one_line(error)}"]
+    except (ValueError, RecursionError) as error:
+        return None, [f"not valid YAML: {error}"]
+    return document, loader.faults
+
+
+def _one_line(error: yaml.YAMLError) -> str:
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        mark = error.problem_mark
+        return f"line {mark.line + 1}, column {mark.column + 1}: {error.problem or error.context}"
+    return " ".join(str(error).split())
+
+
+def format_yaml(document: Any) -> str:
+    return yaml.dump(document, Dumper=_Dumper, sort_keys=False, default_flow_style=False, allow_unicode=True, width=120)
