@@ -1,0 +1,44 @@
+"""Which groups are kept, how many prompts further rounds draw, and that rounds are bounded."""
+
+from vapo_mcore.trainer.dynamic_sampling import GroupCollector, is_uniform
+
+T, F = True, False
+
+
+def test_uniform_by_raw_verdicts_of_graded_responses():
+    assert is_uniform([T, T], [T, T])
+    assert is_uniform([F, F], [T, T])
+    assert not is_uniform([T, F], [T, T])
+    assert is_uniform([T, F], [T, F])  # the wrong one was not graded
+    assert is_uniform([F, F], [F, F])
+    assert is_uniform([T], [T])
+
+
+def test_all_wrong_data_takes_exactly_the_allowed_rounds():
+    collector = GroupCollector(target=4, max_rounds=3)
+    draws = []
+    while (draw := collector.next_draw()) > 0:
+        draws.append(draw)
+        collector.add_round([[F, F]] * draw, [[T, T]] * draw)
+    assert draws == [4, 4, 4]
+    assert collector.exhausted
+    assert (collector.tried, collector.all_wrong, collector.all_right, collector.missing) == (12, 12, 0, 4)
+
+
+def test_full_after_one_round_draws_no_more():
+    collector = GroupCollector(target=2, max_rounds=3)
+    collector.add_round([[T, F], [F, T]], [[T, T]] * 2)
+    assert collector.next_draw() == 0
+    assert not collector.exhausted
+    assert collector.kept == [(0, 0), (0, 1)]
+
+
+def test_missing_groups_are_drawn_by_the_acceptance_seen_and_surplus_is_counted():
+    collector = GroupCollector(target=4, max_rounds=3)
+    collector.add_round([[T, F], [T, T], [F, F], [F, T]], [[T, T]] * 4)
+    assert collector.missing == 2
+    assert collector.next_draw() == 4  # half were accepted
+    collector.add_round([[T, T], [T, F], [F, T], [T, F]], [[T, T]] * 4)
+    assert collector.kept == [(0, 0), (0, 3), (1, 1), (1, 2)]
+    assert (collector.surplus, collector.all_right, collector.all_wrong) == (1, 2, 1)
+    assert collector.next_draw() == 0

@@ -1,0 +1,70 @@
+"""The run directory: what is written, never reused by accident, never deleting what is not ours."""
+
+import json
+import math
+
+import pytest
+
+from vapo_mcore.errors import ConfigError
+from vapo_mcore.trainer.run_dir import RunDirectory
+
+
+def create(path, **kwargs):
+    return RunDirectory.create(path, **({"clean": False, "config_yaml": "seed: 1\n", "tensorboard": False} | kwargs))
+
+
+def test_metrics_samples_and_config_are_written(tmp_path):
+    run = create(tmp_path / "deep" / "run")
+    run.write_metrics({"step": 1, "a": 0.5, "none": None, "hist": [1, 2]})
+    run.write_metrics({"step": 2, "policy/grad_norm": math.inf})
+    run.write_samples("step_0001", [{"response": "3 + 4 = 7 ✓", "score": 1.0}])
+    run.close()
+    lines = [json.loads(line) for line in (run.path / "metrics.jsonl").read_text().splitlines()]
+    assert lines[0] == {"step": 1, "a": 0.5, "none": None, "hist": [1, 2]}
+    assert lines[1] == {"step": 2, "policy/grad_norm": None, "metrics/nonfinite": ["policy/grad_norm"]}
+    assert json.loads((run.path / "samples" / "step_0001.jsonl").read_text())["response"] == "3 + 4 = 7 ✓"
+    assert (run.path / "config.yaml").read_text() == "seed: 1\n"
+
+
+def test_a_run_is_not_reused_without_clean(tmp_path):
+    create(tmp_path / "run").close()
+    (tmp_path / "run" / "metrics.jsonl").write_text("old\n")
+    with pytest.raises(ConfigError, match="already holds a run.*--clean"):
+        create(tmp_path / "run")
+    assert (tmp_path / "run" / "metrics.jsonl").read_text() == "old\n"
+    create(tmp_path / "run", clean=True).close()
+    assert (tmp_path / "run" / "metrics.jsonl").read_text() == ""
+
+
+def test_clean_never_deletes_a_foreign_directory(tmp_path):
+    (tmp_path / "thesis.tex").write_text("precious")
+    with pytest.raises(ConfigError, match="not a run of vapo-mcore"):
+        create(tmp_path, clean=True)
+    assert (tmp_path / "thesis.tex").read_text() == "precious"
+
+
+def test_clean_does_not_follow_a_link(tmp_path):
+    create(tmp_path / "run").close()
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    with pytest.raises(ConfigError, match="not a directory"):
+        create(tmp_path / "link", clean=True)
+    assert (tmp_path / "run" / "config.yaml").is_file()
+
+
+def test_an_unwritable_place_is_one_message(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="cannot be made"):
+        create(tmp_path / "file" / "run")
+
+
+def test_tensorboard_scalars_are_written(tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run = create(tmp_path / "run", tensorboard=True)
+    run.write_metrics({"step": 1, "stage": "rl", "reward/mean": 0.25})
+    run.write_metrics({"step": 2, "stage": "rl", "reward/mean": 0.5})
+    run.close()
+    events = EventAccumulator(str(run.path / "tensorboard"))
+    events.Reload()
+    assert [(e.step, e.value) for e in events.Scalars("reward/mean")] == [(1, 0.25), (2, 0.5)]

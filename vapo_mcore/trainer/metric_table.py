@@ -1,0 +1,221 @@
+"""The table of all metrics with their reductions; ``docs/metrics.md`` is written from it:
+
+python -m vapo_mcore.trainer.metric_table > docs/metrics.md
+"""
+
+from __future__ import annotations
+
+from vapo_mcore.trainer.metrics import Metric, Reduction
+
+MEAN, SUM, STD, ESS = Reduction.MEAN, Reduction.SUM, Reduction.STD, Reduction.ESS
+MAX, MIN, SAME = Reduction.MAX, Reduction.MIN, Reduction.REPLICATED
+
+_PROGRESS = (
+    Metric("step", SAME, "-", "Number of the step in its stage, from 1. A step is one rollout."),
+    Metric("stage", SAME, "-", "`value_pretraining` or `rl`."),
+    Metric("policy/updates", SAME, "-", "Optimizer steps of the policy since the start; what learning-rate schedules count."),
+    Metric("critic/updates", SAME, "-", "Optimizer steps of the critic since the start, value pretraining included."),
+)
+_RESPONSES = (
+    Metric("reward/mean", SAME, "graded responses", "Mean reward after scaling and shaping: what training uses."),
+    Metric("reward/std", SAME, "graded responses", "Population standard deviation of that reward."),
+    Metric("reward/raw_mean", SAME, "graded responses", "Mean raw score of the verifier."),
+    Metric("accuracy/mean", SAME, "graded responses", 'Share of responses whose raw verdict is "correct".'),
+    Metric(
+        "groups/mixed_frac",
+        SAME,
+        "groups",
+        "Share of groups with right and wrong verdicts both (the others give a group estimator no signal).",
+    ),
+    Metric("groups/all_right_frac", SAME, "groups", "Share of groups with all graded verdicts right."),
+    Metric("groups/all_wrong_frac", SAME, "groups", "Share of groups with all graded verdicts wrong."),
+    Metric("response/length_mean", SAME, "responses", "Mean response length in tokens, EOS included."),
+    Metric("response/length_max", SAME, "responses", "Longest response in tokens."),
+    Metric("response/length_min", SAME, "responses", "Shortest response in tokens."),
+    Metric("response/truncated_frac", SAME, "responses", "Share of responses cut by `rollout.max_response_length`."),
+    Metric("response/count", SAME, "responses", "Responses of the step, after dynamic sampling."),
+    Metric(
+        "grading/failed",
+        SAME,
+        "responses",
+        "Responses without a verdict (grader crash or time-out); left out of training and of group statistics.",
+    ),
+    Metric("sampling/rounds", SAME, "-", "Rounds of dynamic sampling (1 without it)."),
+    Metric("sampling/prompts_tried", SAME, "prompts", "Prompts sampled, dropped ones included."),
+    Metric("sampling/dropped_all_right", SAME, "groups", "Groups dropped by dynamic sampling because all verdicts were right."),
+    Metric("sampling/dropped_all_wrong", SAME, "groups", "Groups dropped by dynamic sampling because all verdicts were wrong."),
+    Metric("sampling/dropped_surplus", SAME, "groups", "Informative groups beyond a full batch, dropped."),
+    Metric("tokens/response", SAME, "response tokens", "Response tokens of the step."),
+    Metric("tokens/total", SAME, "tokens", "Prompt and response tokens of the step."),
+    Metric("tokens/trained", SAME, "response tokens", "Response tokens that carry a loss (graded, and not masked by `truncation: mask`)."),
+)
+_POLICY = (
+    Metric("policy/loss", MEAN, "updates", "The mini-batch's whole policy loss (surrogate + coef x NLL + KL - entropy bonus)."),
+    Metric("policy/surrogate_loss", MEAN, "updates", "Clipped surrogate part of the loss."),
+    Metric(
+        "policy/nll_loss",
+        MEAN,
+        "updates",
+        "Positive-example NLL per token of correct responses, before its coefficient; exactly 0 without a correct response.",
+    ),
+    Metric("policy/kl_loss", MEAN, "updates", "KL to the reference as in the loss, before its coefficient (`kl.place: loss`)."),
+    Metric("policy/entropy", MEAN, "response tokens", "Entropy of the sampling distribution before the step's updates."),
+    Metric("policy/approx_kl", MEAN, "response tokens of all updates", "k3 estimate r - 1 - log r of KL(old || new), r = new / old."),
+    Metric(
+        "policy/approx_kl_first",
+        MEAN,
+        "response tokens of the first update",
+        "The same before anything was updated in this step: must be at most 1e-6 in fp32 and 1e-3 in bf16, else `warnings` counts it.",
+    ),
+    Metric(
+        "policy/clip_frac_high",
+        MEAN,
+        "response tokens of all updates",
+        "Share of tokens held by the upper clip (A > 0, r > 1 + clip_high).",
+    ),
+    Metric(
+        "policy/clip_frac_low", MEAN, "response tokens of all updates", "Share of tokens held by the lower clip (A < 0, r < 1 - clip_low)."
+    ),
+    Metric("policy/clip_frac_dual", MEAN, "response tokens of all updates", "Share of tokens held by the dual clip."),
+    Metric("policy/ratio_mean", MEAN, "response tokens of all updates", "Mean ratio new / old."),
+    Metric("policy/grad_norm", MEAN, "updates", "Global gradient norm before clipping."),
+    Metric("policy/lr", SAME, "-", "Learning rate of the step's last update."),
+    Metric("policy/updates_skipped", SAME, "updates", "Updates skipped on all ranks because a gradient was not finite."),
+    Metric("policy/minibatches_masked", SAME, "mini-batches", "Mini-batches without a trainable token: skipped, no update."),
+    Metric(
+        "policy/positive_tokens",
+        SAME,
+        "response tokens",
+        "Tokens of correct responses, the denominator of the NLL summed over mini-batches.",
+    ),
+)
+_CRITIC = (
+    Metric("critic/loss", MEAN, "updates", "Value loss, 1/2 (V - R)^2 averaged over response tokens of the mini-batch."),
+    Metric("critic/clip_frac", MEAN, "response tokens of all updates", "Share of tokens where the clipped value loss was the larger one."),
+    Metric(
+        "critic/explained_variance",
+        Reduction.EXPLAINED_VARIANCE,
+        "response tokens",
+        "From the values predicted before the step's updates; null when the returns are constant.",
+    ),
+    Metric("critic/grad_norm", MEAN, "updates", "Global gradient norm before clipping."),
+    Metric("critic/lr", SAME, "-", "Learning rate of the step's last update."),
+    Metric("critic/updates_skipped", SAME, "updates", "Updates skipped on all ranks because a gradient was not finite."),
+    Metric("critic/minibatches_masked", SAME, "mini-batches", "Mini-batches without a trainable token: skipped, no update."),
+    Metric("critic/values_mean", MEAN, "response tokens", "Values predicted before the step's updates."),
+    Metric("critic/values_min", MIN, "response tokens", "Smallest of them."),
+    Metric("critic/values_max", MAX, "response tokens", "Largest of them."),
+    Metric("critic/returns_mean", MEAN, "response tokens", "Targets of the critic."),
+    Metric("critic/returns_std", STD, "response tokens", "Their spread."),
+)
+_ADVANTAGES = (
+    Metric("advantages/mean", MEAN, "response tokens", "Before whitening."),
+    Metric("advantages/std", STD, "response tokens", "Before whitening."),
+    Metric("advantages/min", MIN, "response tokens", "Before whitening."),
+    Metric("advantages/max", MAX, "response tokens", "Before whitening."),
+    Metric("gae/lambda_mean", SAME, "trained responses", "Mean lambda of the policy's GAE."),
+    Metric(
+        "gae/lambda_zero_frac",
+        SAME,
+        "trained responses",
+        "Share of responses whose lambda is 0 (length-adaptive: at most 1 / alpha tokens).",
+    ),
+    Metric("gae/lambda_histogram", SAME, "trained responses", "Counts in ten equal bins of [0, 1]."),
+    Metric(
+        "kl/reference", MEAN, "response tokens", "KL estimate to the frozen reference, of the configured kind, before the step's updates."
+    ),
+)
+_MISMATCH = (
+    Metric(
+        "mismatch/logprob_abs_mean",
+        MEAN,
+        "response tokens",
+        "Mean |trainer - rollout| log-probability of the sampled token, same weights on both sides.",
+    ),
+    Metric("mismatch/logprob_abs_max", MAX, "response tokens", "Largest such difference (not measured with `old_logprobs: rollout`)."),
+    Metric("mismatch/kl", MEAN, "response tokens", "k3 estimate of KL(rollout || trainer)."),
+    Metric(
+        "mismatch/ess",
+        ESS,
+        "response tokens",
+        "Effective sample size of the weights exp(trainer - rollout) as a share of the tokens, 1 when equal.",
+    ),
+    Metric("mismatch/beyond_cap_frac", MEAN, "response tokens", "Share of weights above `importance_correction.cap`."),
+)
+_SYSTEM = (
+    Metric("warnings", SAME, "-", "Checks of this step that failed and were printed (first-step KL, rollout mismatch, skipped updates)."),
+    Metric("weights/tensors", SAME, "tensors", "Tensors sent to the rollout engine in the step's weight sync."),
+    Metric("weights/bytes", SAME, "bytes", "Their size."),
+    Metric("packing/fill", SAME, "micro-batches", "Tokens / (micro-batches x `batch.max_tokens_per_microbatch`)."),
+    Metric("packing/microbatches", SAME, "micro-batches", "Micro-batches of a data-parallel rank in one pass over the step."),
+    Metric("packing/imbalance", SAME, "data-parallel ranks", "Largest / mean number of tokens of a data-parallel rank over the step."),
+    Metric("tokens/per_second", SAME, "tokens", "tokens/total divided by time/step."),
+    Metric("time/step", MAX, "ranks", "Seconds of the whole step."),
+    Metric("time/generate", MAX, "ranks", "Seconds of sampling."),
+    Metric("time/reward", MAX, "ranks", "Seconds of grading, waiting for the slowest replica included."),
+    Metric("time/exchange", MAX, "ranks", "Seconds of packing and of moving tokens to their owners."),
+    Metric("time/logprobs", MAX, "ranks", "Seconds of the log-prob passes of policy and reference."),
+    Metric("time/values", MAX, "ranks", "Seconds of the critic's forward passes."),
+    Metric("time/advantages", MAX, "ranks", "Seconds of rewards, advantages, whitening and checks."),
+    Metric("time/critic_update", MAX, "ranks", "Seconds of the critic's updates."),
+    Metric("time/policy_update", MAX, "ranks", "Seconds of the policy's updates."),
+    Metric("time/weight_sync", MAX, "ranks", "Seconds of export and loading into the rollout engine."),
+    Metric("time/other", MAX, "ranks", "Seconds of the step outside the phases above."),
+    Metric("memory/host_gib", MAX, "ranks", "Resident memory of a process at the end of the step."),
+    Metric("memory/device_peak_gib", MAX, "ranks", "Peak of PyTorch's allocator on the device during the step (GPU only)."),
+)
+
+METRICS: tuple[Metric, ...] = (*_PROGRESS, *_RESPONSES, *_ADVANTAGES, *_POLICY, *_CRITIC, *_MISMATCH, *_SYSTEM)
+
+EVALUATION = (
+    ("avg@k", "Mean over problems of the mean verdict of their k graded responses."),
+    ("ci_low", "Lower end of the 95 % Wilson interval over problems (a problem counts as one trial)."),
+    ("ci_high", "Upper end."),
+    ("prompts", "Problems with at least one graded response."),
+    ("failed", "Responses without a verdict; left out."),
+    ("length_mean", "Mean response length in tokens."),
+    ("truncated_frac", "Share of responses cut by the length limit."),
+)
+
+_REDUCTION_TEXT = {
+    MEAN: "mean (sum / count over DP, micro-batches and updates)",
+    SUM: "sum over DP",
+    STD: "population standard deviation over DP",
+    ESS: "(sum w)^2 / (n sum w^2) over DP",
+    Reduction.EXPLAINED_VARIANCE: "1 - Var(R - V) / Var(R) over DP",
+    MAX: "maximum over ranks",
+    MIN: "minimum over ranks",
+    SAME: "from the replicated rows or settings: same on all ranks",
+}
+
+
+def render_markdown() -> str:
+    """The text of ``docs/metrics.md``."""
+    lines = [
+        "# Metrics",
+        "",
+        "`<run.dir>/metrics.jsonl` has one JSON object a step; TensorBoard shows the same numbers. A metric that the mode does not have",
+        "(a critic's, without a critic) is absent; one that is undefined in a step is `null`; a number that is not finite is `null` and named in",
+        '`metrics/nonfinite`. "Response tokens" are those that carry a loss, over all data-parallel ranks, unless said otherwise.',
+        "This page is written by `python -m vapo_mcore.trainer.metric_table`.",
+        "",
+        "| metric | over | reduction | meaning |",
+        "|---|---|---|---|",
+    ]
+    lines += [f"| `{m.name}` | {m.over} | {_REDUCTION_TEXT[m.reduction]} | {m.text} |" for m in METRICS]
+    lines += [
+        "",
+        "## Evaluations",
+        "",
+        "Evaluated steps carry, for each set of `data.eval`, `eval/<set>/...`; `time/eval` is the time of all of them, outside `time/step`.",
+        "An evaluation before the first step is a row of its own with `step` 0.",
+        "",
+        "| metric | meaning |",
+        "|---|---|",
+    ]
+    lines += [f"| `eval/<set>/{name}` | {text} |" for name, text in EVALUATION]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    print(render_markdown(), end="")

@@ -1,0 +1,195 @@
+"""Metrics of one step: each has a declared reduction, and all of them are reduced over the ranks at once.
+
+A metric is recorded as *slots* (for a mean: numerator and denominator) that add up over micro-batches and ranks, so
+that no average of averages and no sum of maxima can happen. ``StepMetrics.reduce`` sums the slots over the data-parallel
+group in one all-reduce, takes extrema over the world in another and only then forms the final numbers, in float64.
+The table of all metrics is ``metric_table.METRICS``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class Reduction(Enum):
+    """How a metric is put together from all ranks, micro-batches and updates of a step."""
+
+    MEAN = "mean"
+    SUM = "sum"
+    STD = "population standard deviation"
+    ESS = "(sum w)^2 / (n sum w^2)"
+    EXPLAINED_VARIANCE = "1 - Var(R - V) / Var(R)"
+    MAX = "maximum"
+    MIN = "minimum"
+    REPLICATED = "same on all ranks"
+
+
+@dataclass(frozen=True)
+class Metric:
+    """Declaration of one metric. ``over``: what is averaged, summed or compared (for example "response tokens")."""
+
+    name: str
+    reduction: Reduction
+    over: str
+    text: str
+
+
+def _finish_mean(slots: Sequence[float]) -> float | None:
+    total, count = slots
+    return total / count if count > 0 else None
+
+
+def _finish_std(slots: Sequence[float]) -> float | None:
+    variance = _variance(*slots)
+    return None if variance is None else math.sqrt(variance)
+
+
+def _finish_ess(slots: Sequence[float]) -> float | None:
+    count, first, second = slots
+    return first * first / (count * second) if count > 0 and second > 0 else None
+
+
+def _finish_explained_variance(slots: Sequence[float]) -> float | None:
+    count, returns_sum, returns_square, error_sum, error_square = slots
+    returns_variance = _variance(count, returns_sum, returns_square)
+    error_variance = _variance(count, error_sum, error_square)
+    # Float64 moments of constant float32 returns leave a rounding residue of about 1e-16 relative: that is "constant".
+    if returns_variance is None or error_variance is None or returns_variance <= 1e-12 * max(1.0, returns_square / count):
+        return None
+    return 1.0 - error_variance / returns_variance
+
+
+def _variance(count: float, first: float, second: float) -> float | None:
+    if count <= 0:
+        return None
+    mean = first / count
+    return max(second / count - mean * mean, 0.0)
+
+
+_SUMMED: dict[Reduction, tuple[int, Callable[[Sequence[float]], float | None]]] = {
+    Reduction.MEAN: (2, _finish_mean),
+    Reduction.SUM: (1, lambda slots: slots[0]),
+    Reduction.STD: (3, _finish_std),
+    Reduction.ESS: (3, _finish_ess),
+    Reduction.EXPLAINED_VARIANCE: (5, _finish_explained_variance),
+}
+_EXTREMES = (Reduction.MAX, Reduction.MIN)
+
+
+class StepMetrics:
+    """Collects the metrics of one step on one rank. Values may be Python numbers or 0-dim tensors (read once, at the end).
+
+    Every rank may record a different subset (a rank without tokens records nothing): the exchanged vectors have a fixed
+    layout given by the table, so the collectives always match.
+    """
+
+    def __init__(self, table: Iterable[Metric]) -> None:
+        self._table = {metric.name: metric for metric in table}
+        self._sums: dict[str, list[float | Tensor]] = {}
+        self._extremes: dict[str, float] = {}
+        self._replicated: dict[str, float | int | str | list[float] | None] = {}
+
+    def add(self, name: str, *slots: float | Tensor) -> None:
+        """Add raw slots to a summed metric: MEAN (sum, count), SUM (sum), STD and ESS (count, sum, sum of squares)."""
+        reduction = self._table[name].reduction
+        width = _SUMMED[reduction][0]
+        if len(slots) != width:
+            raise ValueError(f"metric {name!r} ({reduction.name}) takes {width} slots, got {len(slots)}")
+        held = self._sums.setdefault(name, [0.0] * width)
+        for index, slot in enumerate(slots):
+            value = slot.detach().double() if isinstance(slot, Tensor) else float(slot)
+            held[index] = held[index] + value
+
+    def add_tokens(self, name: str, values: Tensor, mask: Tensor) -> None:
+        """Add a per-token tensor under its mask to a MEAN, STD, ESS, MAX or MIN metric; masked entries are never read."""
+        reduction = self._table[name].reduction
+        chosen = values[mask].double()
+        if reduction in _EXTREMES:
+            if chosen.numel():
+                self.extreme(name, float(chosen.max() if reduction is Reduction.MAX else chosen.min()))
+        elif reduction is Reduction.MEAN:
+            self.add(name, chosen.sum(), chosen.numel())
+        elif reduction in (Reduction.STD, Reduction.ESS):
+            self.add(name, chosen.numel(), chosen.sum(), chosen.square().sum())
+        else:
+            raise ValueError(f"metric {name!r} ({reduction.name}) does not take tokens")
+
+    def add_explained_variance(self, name: str, values: Tensor, returns: Tensor, mask: Tensor) -> None:
+        """Moments of the returns and of ``returns - values`` over the masked tokens."""
+        target = returns[mask].double()
+        error = target - values[mask].double()
+        self.add(name, target.numel(), target.sum(), target.square().sum(), error.sum(), error.square().sum())
+
+    def extreme(self, name: str, value: float) -> None:
+        """Record a candidate for a MAX or MIN metric."""
+        larger = self._table[name].reduction is Reduction.MAX
+        if self._table[name].reduction not in _EXTREMES:
+            raise ValueError(f"metric {name!r} is not an extreme")
+        held = self._extremes.get(name)
+        self._extremes[name] = value if held is None else (max(held, value) if larger else min(held, value))
+
+    def put(self, name: str, value: float | int | str | list[float] | None) -> None:
+        """Record a value that is equal on all ranks (computed from replicated rows or already reduced)."""
+        if self._table[name].reduction is not Reduction.REPLICATED:
+            raise ValueError(f"metric {name!r} must be reduced, not put")
+        self._replicated[name] = value
+
+    def reduce(
+        self, data_parallel_group: dist.ProcessGroup | None, device: torch.device | str = "cpu"
+    ) -> dict[str, float | int | str | list[float] | None]:
+        """Collective over the world. Returns final values in the order of the table; recorded nowhere means absent.
+
+        ``data_parallel_group`` None means a single process. A mean over nothing, or an undefined value, is None.
+        """
+        sums, recorded = self._reduce_sums(data_parallel_group, device)
+        extremes = self._reduce_extremes(data_parallel_group is not None, device)
+        result: dict[str, float | int | str | list[float] | None] = {}
+        for name, metric in self._table.items():
+            if metric.reduction in _SUMMED and name in recorded:
+                result[name] = _SUMMED[metric.reduction][1](sums[name])
+            elif metric.reduction in _EXTREMES and name in extremes:
+                result[name] = extremes[name]
+            elif name in self._replicated:
+                result[name] = self._replicated[name]
+        return result
+
+    def _reduce_sums(self, group: dist.ProcessGroup | None, device: torch.device | str) -> tuple[dict[str, list[float]], set[str]]:
+        names = [name for name, metric in self._table.items() if metric.reduction in _SUMMED]
+        flat: list[float | Tensor] = []
+        for name in names:
+            held = self._sums.get(name)
+            flat.append(0.0 if held is None else 1.0)  # a flag: recorded on some rank
+            flat.extend(held if held is not None else [0.0] * _SUMMED[self._table[name].reduction][0])
+        vector = torch.stack([torch.as_tensor(value, dtype=torch.float64, device=device) for value in flat])
+        if group is not None:
+            dist.all_reduce(vector, group=group)
+        numbers = vector.tolist()
+        sums, recorded, cursor = {}, set(), 0
+        for name in names:
+            width = _SUMMED[self._table[name].reduction][0]
+            if numbers[cursor] > 0:
+                recorded.add(name)
+            sums[name] = numbers[cursor + 1 : cursor + 1 + width]
+            cursor += 1 + width
+        return sums, recorded
+
+    def _reduce_extremes(self, distributed: bool, device: torch.device | str) -> dict[str, float]:
+        names = [name for name, metric in self._table.items() if metric.reduction in _EXTREMES]
+        signs = [1.0 if self._table[name].reduction is Reduction.MAX else -1.0 for name in names]
+        held = [self._extremes.get(name) for name in names]
+        vector = torch.tensor(
+            [-math.inf if value is None else sign * value for sign, value in zip(signs, held, strict=True)],
+            dtype=torch.float64,
+            device=device,
+        )
+        if distributed:
+            dist.all_reduce(vector, op=dist.ReduceOp.MAX)
+        found = zip(names, signs, vector.tolist(), strict=True)
+        return {name: sign * value for name, sign, value in found if value != -math.inf}

@@ -1,0 +1,128 @@
+"""The run directory: made once by rank 0, never reused without ``--clean``, and only deleted if it is one of ours.
+
+<run.dir>/config.yaml            the resolved configuration
+<run.dir>/metrics.jsonl          one JSON object a step
+<run.dir>/samples/step_NNNN.jsonl   sampled responses with their scores
+<run.dir>/tensorboard/           if TensorBoard is installed or required
+<run.dir>/export/hf              the trained policy
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import logging
+import math
+import shutil
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from vapo_mcore.errors import ConfigError
+
+_MARKER = ".vapo_mcore_run"
+logger = logging.getLogger(__name__)
+
+
+class RunDirectory:
+    """Paths and writers of one run. Only rank 0 holds one with writers; other ranks use the paths they need from the config."""
+
+    def __init__(self, path: Path, *, tensorboard: bool) -> None:
+        self.path = path
+        self.samples = path / "samples"
+        self.export_hf = path / "export" / "hf"
+        self.critic_hf = path / "critic_pretrained" / "hf"
+        self._metrics = open(path / "metrics.jsonl", "a", encoding="utf-8")  # noqa: SIM115 (kept open for the run, closed in close())
+        self._tensorboard = _TensorBoard(path / "tensorboard") if tensorboard else None
+
+    @classmethod
+    def create(cls, path: str | Path, *, clean: bool, config_yaml: str, tensorboard: bool | None) -> RunDirectory:
+        """Make the directory and save the resolved config. Raises ConfigError if it is in use or cannot be made.
+
+        ``tensorboard``: None = when installed, True = required, False = off.
+        """
+        path = Path(path)
+        installed = importlib.util.find_spec("tensorboard") is not None
+        if tensorboard and not installed:
+            raise ConfigError(
+                "run.tensorboard = true, but the package tensorboard is not installed; install it or set run.tensorboard to null"
+            )
+        _make_empty(path, clean)
+        try:
+            (path / _MARKER).touch()
+            (path / "samples").mkdir()
+            (path / "config.yaml").write_text(config_yaml, encoding="utf-8")
+            return cls(path, tensorboard=installed if tensorboard is None else tensorboard)
+        except OSError as error:
+            raise ConfigError(f"run.dir = {str(path)!r} cannot be written: {error}") from error
+
+    def write_metrics(self, row: Mapping[str, Any]) -> None:
+        """Append one step. Undefined and non-finite numbers become null; the latter are named under ``metrics/nonfinite``."""
+        clean = dict(row)
+        nonfinite = [name for name, value in row.items() if isinstance(value, float) and not math.isfinite(value)]
+        for name in nonfinite:
+            clean[name] = None
+        if nonfinite:
+            clean["metrics/nonfinite"] = nonfinite
+        self._metrics.write(json.dumps(clean, allow_nan=False) + "\n")
+        self._metrics.flush()
+        if self._tensorboard is not None:
+            self._tensorboard.write(clean)
+
+    def write_samples(self, name: str, samples: Iterable[Mapping[str, Any]]) -> Path:
+        """Write ``samples/<name>.jsonl``, one response a line."""
+        path = self.samples / f"{name}.jsonl"
+        with open(path, "w", encoding="utf-8") as file:
+            for sample in samples:
+                file.write(json.dumps(sample, ensure_ascii=False) + "\n")
+        return path
+
+    def close(self) -> None:
+        self._metrics.close()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+
+
+def _make_empty(path: Path, clean: bool) -> None:
+    if path.is_symlink() or (path.exists() and not path.is_dir()):
+        raise ConfigError(f"run.dir = {str(path)!r} exists and is not a directory; give another run.dir")
+    if path.exists() and any(path.iterdir()):
+        if not (path / _MARKER).is_file():
+            raise ConfigError(
+                f"run.dir = {str(path)!r} holds files that are not a run of vapo-mcore; nothing was touched, give another run.dir"
+            )
+        if not clean:
+            raise ConfigError(f"run.dir = {str(path)!r} already holds a run; give another run.dir, or --clean to delete that run first")
+        shutil.rmtree(path)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"run.dir = {str(path)!r} cannot be made: {error}") from error
+
+
+class _TensorBoard:
+    """Scalars and histograms by step. A failure after the start only warns, once: a tracker never stops training."""
+
+    def __init__(self, path: Path) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(path))
+        self._broken = False
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        if self._broken:
+            return
+        stage, step = row.get("stage", "rl"), row["step"]
+        prefix = "" if stage == "rl" else f"{stage}/"
+        try:
+            for name, value in row.items():
+                if isinstance(value, int | float) and not isinstance(value, bool) and name != "step":
+                    self._writer.add_scalar(prefix + name, value, step)
+            self._writer.flush()
+        except Exception as error:  # noqa: BLE001 (any fault of a tracker is its own)
+            self._broken = True
+            logger.warning("TensorBoard failed and is switched off for the rest of the run: %s", error)
+
+    def close(self) -> None:
+        if not self._broken:
+            self._writer.close()
