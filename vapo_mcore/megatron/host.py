@@ -9,7 +9,9 @@ does nothing at all. Every use of Megatron in this package happens inside the sc
 from __future__ import annotations
 
 import contextlib
+import importlib
 import logging
+import sys
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -152,9 +154,29 @@ def megatron_scope(device: torch.device | None = None) -> Iterator[None]:
 
 
 def import_megatron() -> None:
-    """Import Megatron-Core once, without its warnings about libraries that a CPU machine cannot have."""
+    """Import Megatron-Core once, without its warnings about libraries that a CPU machine cannot have.
+
+    Megatron decorates its fused functions with ``torch.compile`` when it is imported. Without CUDA that is left out: the
+    compiler would trace through the replacements above, and on CPU the functions are not worth a compilation.
+    """
+    if "megatron.core" in sys.modules:
+        return
+    for module in ("megatron", "torch.distributed"):  # deprecations inside the libraries: nothing a user can act on
+        warnings.filterwarnings("ignore", module=module + r"\b")
+    compile_function = torch.compile
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         logging.getLogger("megatron").setLevel(logging.WARNING)
-        import megatron.core  # noqa: F401
-        import megatron.core.optimizer  # noqa: F401
+        try:
+            if not HAS_CUDA:
+                importlib.import_module("torch._dynamo")  # it tables the functions of torch when imported: it must see the real ones
+
+                torch.compile = _leave_uncompiled  # type: ignore[assignment]
+            import megatron.core.jit  # noqa: F401
+            import megatron.core.optimizer  # noqa: F401
+        finally:
+            torch.compile = compile_function
+
+
+def _leave_uncompiled(function: Any = None, **_options: Any) -> Any:
+    return function if function is not None else lambda decorated: decorated

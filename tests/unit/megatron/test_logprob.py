@@ -1,0 +1,65 @@
+"""Log-prob and entropy function against torch's own softmax in float64, values and gradients."""
+
+import pytest
+import torch
+
+from vapo_mcore.megatron.logprob import vocab_parallel_logprobs
+
+
+def reference(logits: torch.Tensor, labels: torch.Tensor, vocab: int, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+    logp = torch.log_softmax(logits[:, :vocab] / temperature, -1)
+    return logp.gather(1, labels[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+@pytest.mark.parametrize("entropy", [False, True])
+@pytest.mark.parametrize("chunk_elements", [1, 70, 1 << 20])
+@pytest.mark.parametrize("vocab", [32, 27])
+def test_values_and_gradients(temperature: float, entropy: bool, chunk_elements: int, vocab: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = (torch.randn(9, 32, generator=generator, dtype=torch.float64) * 5).requires_grad_()
+    labels = torch.randint(0, vocab, (9,), generator=generator)
+    weight, weight_entropy = torch.randn(2, 9, generator=generator, dtype=torch.float64)
+    expected, expected_entropy = reference(logits, labels, vocab, temperature)
+    ((expected * weight).sum() + (expected_entropy * weight_entropy).sum() * entropy).backward()
+
+    single = logits.detach().float().requires_grad_()
+    got, got_entropy = vocab_parallel_logprobs(
+        single, labels, vocab_size=vocab, temperature=temperature, entropy=entropy, chunk_elements=chunk_elements
+    )
+    loss = (got * weight.float()).sum()
+    if entropy:
+        assert got_entropy is not None
+        torch.testing.assert_close(got_entropy, expected_entropy.float(), atol=1e-5, rtol=0)
+        loss = loss + (got_entropy * weight_entropy.float()).sum()
+    else:
+        assert got_entropy is None
+    loss.backward()
+    torch.testing.assert_close(got, expected.float(), atol=1e-5, rtol=0)
+    torch.testing.assert_close(single.grad, logits.grad.float(), atol=1e-5, rtol=1e-5)
+    assert (single.grad[:, vocab:] == 0).all()
+
+
+def test_temperature_is_applied_before_the_softmax() -> None:
+    """Logits 2, 0 at T = 0.5: log-prob of token 0 is -0.0181; the raw one is -0.1269 and the raw one over T -0.2538."""
+    logits = torch.tensor([[2.0, 0.0]])
+    got, _ = vocab_parallel_logprobs(logits, torch.tensor([0]), vocab_size=2, temperature=0.5)
+    assert got.item() == pytest.approx(-0.018150, abs=1e-6)
+
+
+def test_bfloat16_logits_keep_a_float32_softmax() -> None:
+    logits = torch.randn(5, 64, generator=torch.Generator().manual_seed(1)).bfloat16().requires_grad_()
+    labels = torch.arange(5)
+    got, _ = vocab_parallel_logprobs(logits, labels, vocab_size=64, temperature=0.7)
+    expected, _ = reference(logits.detach().double(), labels, 64, 0.7)
+    torch.testing.assert_close(got, expected.float(), atol=2e-6, rtol=0)
+    got.sum().backward()
+    assert logits.grad is not None and logits.grad.dtype == torch.bfloat16
+
+
+def test_huge_logits_do_not_overflow() -> None:
+    logits = torch.tensor([[1e4, -1e4, 0.0]], requires_grad=True)
+    got, entropy = vocab_parallel_logprobs(logits, torch.tensor([0]), vocab_size=3, entropy=True)
+    assert entropy is not None
+    (got.sum() + entropy.sum()).backward()
+    assert got.item() == 0.0 and torch.isfinite(logits.grad).all()
