@@ -1,0 +1,218 @@
+"""Advantage estimators: packed (decoupled) GAE, group-relative, process-supervised and REINFORCE; whitening.
+
+Sources: GAE, Schulman et al. 2015 (arXiv:1506.02438); decoupled GAE, VC-PPO (arXiv:2503.01491); length-adaptive GAE, VAPO
+(arXiv:2504.05118); GRPO with outcome and process supervision, DeepSeekMath (arXiv:2402.03300); Dr. GRPO (arXiv:2503.20783); RLOO
+(arXiv:2402.14740); REINFORCE++ (arXiv:2501.03262). Nothing here is differentiated: results carry no gradient.
+"""
+
+from typing import Literal
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+
+from vapo_mcore.algorithm import gae_kernel
+from vapo_mcore.algorithm.lambdas import length_adaptive_lambda, sigmoid_lambda
+from vapo_mcore.algorithm.segments import check_packed, masked_moments, sequence_ids
+
+__all__ = [
+    "group_advantages",
+    "length_adaptive_lambda",
+    "packed_gae",
+    "packed_gae_decoupled",
+    "process_advantages",
+    "reinforce_pp_advantages",
+    "reward_to_go",
+    "sigmoid_lambda",
+    "whiten",
+]
+
+GRPO_STD_EPS = 1e-6
+WHITEN_EPS = 1e-8
+
+
+def packed_gae(
+    rewards: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    cu_seqlens: Tensor,
+    lam: float | Tensor,
+    gamma: float = 1.0,
+    bootstrap: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """``(advantages, returns)`` of GAE with one lambda: ``packed_gae_decoupled`` with lam_policy = lam_critic, returns = A + V."""
+    return packed_gae_decoupled(rewards, values, mask, cu_seqlens, lam, lam, gamma, bootstrap)
+
+
+@torch.no_grad()
+def packed_gae_decoupled(
+    rewards: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    cu_seqlens: Tensor,
+    lam_policy: float | Tensor,
+    lam_critic: float | Tensor,
+    gamma: float = 1.0,
+    bootstrap: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Advantages with lambda_policy and returns with lambda_critic, in one pass (VC-PPO's decoupled GAE).
+
+    delta_t = r_t + gamma V(s_{t+1}) - V(s_t);  A_t = delta_t + gamma lambda A_{t+1};  R_t = A_t(lambda_critic) + V(s_t).
+    Masked tokens in between (tool output) are skipped: no decay and no TD error; the next unmasked token's value is the successor.
+
+    rewards, values: float [total]; mask: bool [total]; cu_seqlens: int [n + 1]; lam_policy, lam_critic: float or float [n], in
+    [0, 1]; gamma in [0, 1]; bootstrap: float [n], V of the state after the last response token (0 where the response finished), or
+    None for 0 everywhere. Returns two tensors [total] in the dtype of ``values`` (float32 for 16-bit ones), 0 at masked positions.
+
+    The recurrence runs in float64 on the CPU. Tensors on another device are copied there and the results back, which
+    synchronises; a rank's 17 bytes a token are a few milliseconds of transfer for a million tokens. ``ValueError`` for shapes,
+    lambda or gamma out of range. NaN at an unmasked token gives NaN: ``checks.check_finite`` is the place that reports it.
+    """
+    check_packed(cu_seqlens, mask, rewards=rewards, values=values)
+    if not 0.0 <= gamma <= 1.0:
+        raise ValueError(f"gamma must lie in [0, 1], got {gamma}")
+    num_sequences = cu_seqlens.numel() - 1
+    dtype = values.dtype if values.dtype in (torch.float32, torch.float64) else torch.float32
+    advantages, returns = gae_kernel.gae(
+        _to_numpy(rewards.to(dtype)),
+        _to_numpy(values.to(dtype)),
+        _to_numpy(mask.bool()),
+        _to_numpy(cu_seqlens.long()),
+        _lambda_array("lam_policy", lam_policy, num_sequences),
+        _lambda_array("lam_critic", lam_critic, num_sequences),
+        float(gamma),
+        _bootstrap_array(bootstrap, num_sequences),
+        torch.get_num_threads(),
+    )
+    return torch.from_numpy(advantages).to(values.device), torch.from_numpy(returns).to(values.device)
+
+
+def reward_to_go(
+    rewards: Tensor, mask: Tensor, cu_seqlens: Tensor, gamma: float = 1.0, bootstrap: Tensor | None = None
+) -> Tensor:
+    """sum_k gamma^k r_{t+k} over the response's own unmasked tokens [+ gamma^K bootstrap]; [total], 0 at masked positions.
+
+    The Monte-Carlo return (GAE's return at lambda = 1, which needs no values), and plain REINFORCE's advantage: with one terminal
+    reward and gamma = 1 every token gets that raw reward.
+    """
+    return packed_gae(rewards, torch.zeros_like(rewards), mask, cu_seqlens, 1.0, gamma, bootstrap)[0]
+
+
+def reinforce_pp_advantages(
+    rewards: Tensor, mask: Tensor, cu_seqlens: Tensor, gamma: float = 1.0, group: "dist.ProcessGroup | None" = None
+) -> Tensor:
+    """REINFORCE++ (arXiv:2501.03262): the batch-whitened reward-to-go; ``rewards`` hold the KL penalty where it is used.
+
+    ``group`` as in ``whiten``: a collective over its ranks.
+    """
+    return whiten(reward_to_go(rewards, mask, cu_seqlens, gamma), mask, group)
+
+
+def group_advantages(
+    scores: Tensor, groups: Tensor, kind: Literal["grpo", "dr_grpo", "rloo"], valid: Tensor | None = None
+) -> Tensor:
+    """Group-relative advantage of each response: [n], in the dtype of ``scores`` (float32 for integers).
+
+    ``grpo``: (r - mean) / (population std + 1e-6) in the group (DeepSeekMath, section 4.1.2); ``dr_grpo``: r - mean; ``rloo``: r
+    minus the mean of the others. A group of one gives 0 for every kind.
+
+    scores: [n]; groups: int [n], any labels, in any order; valid: bool [n] or None. Responses that are not valid (grading failed)
+    are in no statistics and get 0; their score may be NaN.
+    """
+    scores = scores if scores.is_floating_point() else scores.float()
+    valid = torch.ones_like(scores, dtype=torch.bool) if valid is None else valid.bool()
+    if not scores.shape == groups.shape == valid.shape or scores.dim() != 1:
+        raise ValueError(f"scores {tuple(scores.shape)}, groups {tuple(groups.shape)} and valid {tuple(valid.shape)} must all be [n]")
+    if kind not in ("grpo", "dr_grpo", "rloo"):
+        raise ValueError(f"kind must be grpo, dr_grpo or rloo, got {kind!r}")
+    centred, std, count = _centre_in_groups(scores, groups, valid)
+    if kind == "grpo":
+        result = centred / (std + GRPO_STD_EPS)
+    elif kind == "dr_grpo":
+        result = centred
+    else:  # r - (sum - r)/(n - 1) = (r - mean) n/(n - 1)
+        result = centred * count / (count - 1).clamp(min=1.0)
+    return torch.where(valid, result, torch.zeros_like(result)).to(scores.dtype)
+
+
+def process_advantages(
+    step_rewards: Tensor,
+    step_mask: Tensor,
+    mask: Tensor,
+    cu_seqlens: Tensor,
+    groups: Tensor,
+    *,
+    normalise: Literal["group", "batch"] = "group",
+    valid: Tensor | None = None,
+) -> Tensor:
+    """GRPO with process supervision: a token gets the sum of the normalised rewards of its own and later steps; [total].
+
+    Step rewards are normalised with the mean and population std over all step rewards of the response's group (DeepSeekMath,
+    section 4.1.3) or of the batch (``normalise="batch"``); std + 1e-6 as in outcome supervision, one step alone gives 0.
+
+    step_rewards: float [total], read only where step_mask (bool [total], True at the last token of each step) is True; groups: int
+    [n]; valid: bool [n], responses left out of the statistics (their advantages are 0). The batch is what is given in this call.
+    """
+    check_packed(cu_seqlens, mask, step_rewards=step_rewards, step_mask=step_mask)
+    if normalise not in ("group", "batch"):
+        raise ValueError(f"normalise must be group or batch, got {normalise!r}")
+    owner = sequence_ids(cu_seqlens)
+    step_mask = step_mask.bool() if valid is None else step_mask.bool() & valid.bool()[owner]
+    rewards = step_rewards[step_mask]
+    labels = groups[owner[step_mask]] if normalise == "group" else torch.zeros_like(owner[step_mask])
+    centred, std, _ = _centre_in_groups(rewards, labels, torch.ones_like(rewards, dtype=torch.bool))
+    normalised = torch.zeros(mask.numel(), dtype=torch.float64, device=mask.device)
+    normalised[step_mask] = centred / (std + GRPO_STD_EPS)
+    # Over all positions, not over the mask: a step may end on a token that is not trained on, its reward still counts before it.
+    advantages = reward_to_go(normalised, torch.ones_like(step_mask), cu_seqlens)
+    return torch.where(mask.bool(), advantages, torch.zeros_like(advantages)).to(step_rewards.dtype)
+
+
+def whiten(x: Tensor, mask: Tensor, group: "dist.ProcessGroup | None" = None) -> Tensor:
+    """(x - mean) / sqrt(var + 1e-8) over the unmasked tokens; 0 at masked positions; [total] in the dtype of ``x``.
+
+    Population variance, two passes in float64. With ``group`` the statistics are over all its ranks: a collective, every rank
+    calls it, also one with no tokens; pass the group over which tokens are distinct (data parallel), not one that holds copies.
+    None means this process alone. One unmasked token or none in all gives zeros.
+    """
+    mask = mask.bool()
+    count, mean, variance = masked_moments(x, mask, group)
+    keep = mask & (count > 1)
+    clean = torch.where(mask, x.detach().double(), mean)
+    return torch.where(keep, (clean - mean) / (variance + WHITEN_EPS).sqrt(), torch.zeros_like(clean)).to(x.dtype)
+
+
+def _centre_in_groups(scores: Tensor, groups: Tensor, valid: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """``(score - group mean, group's population std, group's size)`` for each entry, float64, statistics over valid entries only."""
+    labels, index = torch.unique(groups, return_inverse=True)
+    weight = valid.double()
+    clean = torch.where(valid, scores.detach().double(), torch.zeros_like(weight))
+    zeros = torch.zeros(labels.numel(), dtype=torch.float64, device=scores.device)
+    count = zeros.index_add(0, index, weight)
+    centred = clean - (zeros.index_add(0, index, clean) / count.clamp(min=1.0))[index]
+    variance = zeros.index_add(0, index, centred.square() * weight) / count.clamp(min=1.0)
+    return centred, variance.sqrt()[index], count[index]
+
+
+def _to_numpy(x: Tensor) -> NDArray:  # type: ignore[type-arg]
+    return x.detach().cpu().contiguous().numpy()
+
+
+def _lambda_array(name: str, lam: float | Tensor, num_sequences: int) -> NDArray[np.float64]:
+    """float64 [n]; ``ValueError`` unless scalar or [n], all in [0, 1]."""
+    array = _to_numpy(torch.as_tensor(lam, dtype=torch.float64))
+    if array.shape not in ((), (num_sequences,)):
+        raise ValueError(f"{name} must be a number or [{num_sequences}], one a sequence; got shape {array.shape}")
+    if not bool(np.all((array >= 0) & (array <= 1))):
+        raise ValueError(f"{name} must lie in [0, 1]; got {array.min()} to {array.max()}")
+    return np.ascontiguousarray(np.broadcast_to(array, (num_sequences,)))
+
+
+def _bootstrap_array(bootstrap: Tensor | None, num_sequences: int) -> NDArray[np.float64]:
+    if bootstrap is None:
+        return np.zeros(num_sequences)
+    if tuple(bootstrap.shape) != (num_sequences,):
+        raise ValueError(f"bootstrap must be [{num_sequences}], one a sequence; got {tuple(bootstrap.shape)}")
+    return _to_numpy(bootstrap.double())

@@ -1,0 +1,101 @@
+"""The gap between the sampler's and the trainer's log-probs: measured always, corrected if asked for.
+
+w_t = exp(logp_trainer_old - logp_rollout) is the ratio of the policy that is trained to the policy that sampled. Same weights, other
+kernels: it is close to 1 and still biases the gradient. These run on whole sequences outside the training engine.
+"""
+
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from vapo_mcore.algorithm.kl import LOG_RATIO_CLAMP, k3, masked_difference
+from vapo_mcore.algorithm.segments import all_reduce_sum, check_packed, response_lengths, sequence_ids
+
+ImportanceKind = Literal["off", "token_truncate", "token_mask", "sequence_mask"]
+
+
+@torch.no_grad()
+def importance_weights(
+    old_logprobs: Tensor,
+    rollout_logprobs: Tensor,
+    mask: Tensor,
+    cu_seqlens: Tensor,
+    *,
+    kind: ImportanceKind,
+    cap: float = 2.0,
+    low: float = 0.5,
+) -> Tensor:
+    """Weights that multiply the policy loss terms; float ``[total]``, no gradient, 0 at masked tokens.
+
+    With w_t = exp(old_logprobs - rollout_logprobs), log-ratio clamped to +-20:
+
+    - ``off``: 1;
+    - ``token_truncate``: min(w_t, cap) (truncated importance sampling; ``low`` is not used);
+    - ``token_mask``: w_t where low <= w_t <= cap, 0 elsewhere (icepop);
+    - ``sequence_mask``: w_t for all tokens of a response whose geometric mean of w lies in [low, cap], 0 for all tokens of the
+      others. The geometric mean does not grow with the length, so one band suits short and long responses.
+    """
+    check_packed(cu_seqlens, mask, old_logprobs=old_logprobs, rollout_logprobs=rollout_logprobs)
+    if kind not in ("off", "token_truncate", "token_mask", "sequence_mask"):
+        raise ValueError(f"kind must be off, token_truncate, token_mask or sequence_mask, got {kind!r}")
+    if not 0.0 <= low < cap:
+        raise ValueError(f"0 <= low < cap is required, got low {low} and cap {cap}")
+    mask = mask.bool()
+    if kind == "off":
+        return mask.float()
+    log_ratio = masked_difference(old_logprobs, rollout_logprobs, mask).clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
+    ratio = log_ratio.exp()
+    if kind == "token_truncate":
+        weights = ratio.clamp(max=cap)
+    elif kind == "token_mask":
+        weights = torch.where((ratio >= low) & (ratio <= cap), ratio, torch.zeros_like(ratio))
+    else:
+        owner = sequence_ids(cu_seqlens)
+        sums = torch.zeros(cu_seqlens.numel() - 1, dtype=torch.float64, device=mask.device).index_add(0, owner, log_ratio.double())
+        geometric_mean = (sums / response_lengths(mask, cu_seqlens).clamp(min=1)).exp()
+        accepted = ((geometric_mean >= low) & (geometric_mean <= cap))[owner]
+        weights = torch.where(accepted, ratio, torch.zeros_like(ratio))
+    return torch.where(mask, weights, torch.zeros_like(weights))
+
+
+@torch.no_grad()
+def mismatch_statistics(
+    old_logprobs: Tensor,
+    rollout_logprobs: Tensor,
+    mask: Tensor,
+    *,
+    cap: float = 2.0,
+    low: float = 0.5,
+    group: "dist.ProcessGroup | None" = None,
+) -> dict[str, float]:
+    """How far sampler and trainer are apart, over unmasked tokens of all ranks of ``group`` (a collective; None: this process).
+
+    ``logprob_abs_mean``, ``logprob_abs_max``: |old_logprobs - rollout_logprobs|; ``kl``: k3 estimate of KL(rollout || trainer);
+    ``ratio_mean``, ``ratio_max``: of w = exp(difference); ``ess``: effective sample size (sum w)^2 / (N sum w^2), in (0, 1], 1 when
+    equal; ``beyond_cap_frac``: share with w > cap; ``below_low_frac``: share with w < low. Without tokens the differences are 0,
+    ratios and ess 1.
+    """
+    mask = mask.bool()
+    difference = masked_difference(old_logprobs, rollout_logprobs, mask).double()
+    log_ratio = difference.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
+    ratio = torch.where(mask, log_ratio.exp(), torch.zeros_like(log_ratio))
+    counts = [mask.sum(), difference.abs().sum(), k3(log_ratio).sum(), ratio.sum(), ratio.square().sum(), (ratio > cap).sum()]
+    sums = all_reduce_sum(torch.stack([x.double() for x in [*counts, (mask & (ratio < low)).sum()]]), group)
+    maxima = torch.cat([torch.stack([difference.abs(), ratio]), difference.new_zeros(2, 1)], 1).amax(1)
+    if group is not None:
+        dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=group)
+    tokens, absolute, kl, total, squares, beyond, below = sums.tolist()
+    absolute_max, ratio_max = maxima.tolist()
+    count = max(tokens, 1.0)
+    return {
+        "logprob_abs_mean": absolute / count,
+        "logprob_abs_max": absolute_max,
+        "kl": kl / count,
+        "ratio_mean": total / count if tokens else 1.0,
+        "ratio_max": ratio_max if tokens else 1.0,
+        "ess": total**2 / (tokens * squares) if tokens else 1.0,
+        "beyond_cap_frac": beyond / count,
+        "below_low_frac": below / count,
+    }

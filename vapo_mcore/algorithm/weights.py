@@ -1,0 +1,84 @@
+"""Per-token loss weights and the denominators of a whole mini-batch, fixed before packing.
+
+A loss is sum_t w_t term_t with w_t from here. The denominators count the whole mini-batch (all micro-batches, all ranks), so the
+sum over every micro-batch and rank is the mini-batch's loss, however it was split, and its gradient too.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from vapo_mcore.algorithm.segments import response_lengths
+
+Aggregation = Literal["token", "sequence", "fixed_length"]
+
+
+@dataclass(frozen=True)
+class Denominators:
+    """Counts over a whole mini-batch, as exact Python integers.
+
+    tokens: unmasked tokens; sequences: responses with at least one of them; positive_tokens: unmasked tokens of correct responses.
+    """
+
+    tokens: int
+    sequences: int
+    positive_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.sequences <= self.tokens or not 0 <= self.positive_tokens <= self.tokens:
+            raise ValueError(f"impossible counts (0 <= sequences <= tokens, 0 <= positive_tokens <= tokens): {self}")
+
+    @classmethod
+    def from_lengths(cls, lengths: Tensor, positive: Tensor | None = None) -> "Denominators":
+        """From one row a response: lengths int [n], its unmasked tokens (0 where it is filtered); positive bool [n], the raw verdict."""
+        lengths = lengths.long()
+        positive_tokens = 0 if positive is None else int(lengths[positive.bool()].sum())
+        return cls(tokens=int(lengths.sum()), sequences=int((lengths > 0).sum()), positive_tokens=positive_tokens)
+
+    @classmethod
+    def from_mask(cls, mask: Tensor, cu_seqlens: Tensor, positive: Tensor | None = None) -> "Denominators":
+        """From the tokens themselves: mask bool [total], cu_seqlens [n + 1], positive bool [n]."""
+        return cls.from_lengths(response_lengths(mask, cu_seqlens), positive)
+
+
+def token_weights(
+    mask: Tensor,
+    cu_seqlens: Tensor,
+    aggregation: Aggregation,
+    max_length: int | None = None,
+    denominators: Denominators | None = None,
+) -> Tensor:
+    """float32 ``[total]`` weights w_t, 0 at masked tokens.
+
+    ``token``: 1 / N (DAPO Eq. 12, VAPO Eq. 7); ``sequence``: 1 / (n l_i), the mean over responses of their token means (VAPO Eq. 6);
+    ``fixed_length``: 1 / (n L_max), Dr. GRPO, needs ``max_length`` = L_max. N counts unmasked tokens, n responses that have any,
+    both of ``denominators`` (None: of this call, which then is the whole mini-batch); l_i counts response i's own, so a response
+    must not be split between calls. Without unmasked tokens all weights are 0.
+    """
+    if aggregation not in ("token", "sequence", "fixed_length"):
+        raise ValueError(f"aggregation must be token, sequence or fixed_length, got {aggregation!r}")
+    mask = mask.bool()
+    if denominators is None:
+        denominators = Denominators.from_mask(mask, cu_seqlens)
+    if aggregation == "token":
+        return mask.float() / max(denominators.tokens, 1)
+    if aggregation == "fixed_length":
+        if max_length is None or max_length <= 0:
+            raise ValueError(f"aggregation fixed_length divides by max_length, which must be a positive integer, got {max_length}")
+        return mask.float() / (max(denominators.sequences, 1) * max_length)
+    per_response = 1.0 / (max(denominators.sequences, 1) * response_lengths(mask, cu_seqlens).clamp(min=1).double())
+    spread = torch.repeat_interleave(per_response.float(), cu_seqlens.diff().long())
+    return torch.where(mask, spread, torch.zeros_like(spread))
+
+
+def positive_token_weights(mask: Tensor, positive_mask: Tensor, denominators: Denominators | None = None) -> Tensor:
+    """float32 ``[total]``: 1 / (unmasked tokens of correct responses in the mini-batch) at those tokens, 0 elsewhere (VAPO Eq. 9).
+
+    positive_mask: bool [total], True at the tokens of correct responses. Its own denominator: a mini-batch without correct
+    responses has weights of exactly 0.
+    """
+    chosen = mask.bool() & positive_mask.bool()
+    count = int(chosen.sum()) if denominators is None else denominators.positive_tokens
+    return chosen.float() / max(count, 1)
