@@ -31,7 +31,7 @@ SMALL_HEAD_OUTPUT_STD = 0.1
 """Standard deviation of the values that a ``small`` head gives on hidden states of unit root mean square."""
 
 
-class TensorPipelineLayout(Protocol):
+class ParallelLayout(Protocol):
     """What loading and exporting need of the parallel context."""
 
     @property
@@ -46,6 +46,10 @@ class TensorPipelineLayout(Protocol):
     def pipeline_model_parallel_rank(self) -> int: ...
     @property
     def pipeline_model_parallel_group(self) -> Any: ...
+    @property
+    def context_parallel_rank(self) -> int: ...
+    @property
+    def data_parallel_rank(self) -> int: ...
 
 
 @dataclass
@@ -63,7 +67,7 @@ def load_hf_into(
     chunks: Sequence[nn.Module],
     folder: str | Path,
     architecture: ModelArchitecture,
-    parallel: TensorPipelineLayout,
+    parallel: ParallelLayout,
     *,
     role: Role,
     head_init: HeadInit | None = None,
@@ -101,7 +105,7 @@ def load_hf_into(
     return report
 
 
-def _require_complete_pipeline(plan: Sequence[MappedTensor], held: dict[int, Tensor], parallel: TensorPipelineLayout) -> None:
+def _require_complete_pipeline(plan: Sequence[MappedTensor], held: dict[int, Tensor], parallel: ParallelLayout) -> None:
     size = parallel.pipeline_model_parallel_size
     stages: list[list[int]] = [list(held)]
     if size > 1:
@@ -112,7 +116,7 @@ def _require_complete_pipeline(plan: Sequence[MappedTensor], held: dict[int, Ten
 
 @torch.no_grad()
 def _fill(
-    parameter: Tensor, entry: MappedTensor, source: SafetensorsFolder, architecture: ModelArchitecture, parallel: TensorPipelineLayout
+    parameter: Tensor, entry: MappedTensor, source: SafetensorsFolder, architecture: ModelArchitecture, parallel: ParallelLayout
 ) -> None:
     handles = [source.tensor(name) for name in entry.hf_names]
     tp, rank = parallel.tensor_model_parallel_size, parallel.tensor_model_parallel_rank
@@ -154,7 +158,7 @@ def _all_finite(value: Tensor) -> bool:
     return math.isfinite(low.item()) and math.isfinite(high.item())
 
 
-def _require_tied(source: SafetensorsFolder, architecture: ModelArchitecture, parallel: TensorPipelineLayout) -> None:
+def _require_tied(source: SafetensorsFolder, architecture: ModelArchitecture, parallel: ParallelLayout) -> None:
     """A tied checkpoint may store its output layer too, but only as the same numbers: Megatron keeps one of them."""
     shape, embedding = source.info("lm_head.weight").shape, source.info("model.embed_tokens.weight").shape
     size, rank = parallel.tensor_model_parallel_size, parallel.tensor_model_parallel_rank

@@ -61,6 +61,8 @@ class Copy:
 
     name = "copy"
     sharded = False
+    row_blocks = False
+    """Whether ``unshard`` is concatenation along rows."""
 
     def merge(self, tensors: Sequence[Tensor], arch: ModelArchitecture) -> Tensor:
         """HF tensors in rule order -> the full Megatron tensor."""
@@ -89,6 +91,7 @@ class Column(Copy):
 
     name = "column"
     sharded = True
+    row_blocks = True
 
     def shard(self, full: Tensor, tp: int, rank: int, arch: ModelArchitecture) -> Tensor:
         start, stop = block(full.shape[0], tp, rank)
@@ -140,6 +143,7 @@ class Gated(Column):
     """Gate and up projections, ``[ffn, ...]`` each. The full tensor is ``[gate; up]``, and so is every rank's block of it."""
 
     name = "gated"
+    row_blocks = False
 
     def merge(self, tensors: Sequence[Tensor], arch: ModelArchitecture) -> Tensor:
         gate, up = tensors

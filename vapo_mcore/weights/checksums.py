@@ -1,0 +1,48 @@
+"""Checksums of tensors, the same on every device, for comparing both sides of a weight sync."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_PIECE_WORDS = 1 << 22
+_MULTIPLIERS = (0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64))
+_GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
+_MASK = (1 << 64) - 1
+
+
+def tensor_checksum(tensor: Tensor) -> str:
+    """``"<type>:<shape>:<16 hex digits>"`` of the exact bits of a tensor.
+
+    The digits are a 64-bit sum over the tensor's 8-byte words, each mixed with its position first (the finaliser of splitmix64;
+    Steele, Lea and Flood 2014), so that a changed bit, a swap or a shift changes the result. It is computed where the tensor
+    lies, with a few passes of integer arithmetic and bounded temporary memory; it guards against errors, not against forgery.
+    """
+    raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    whole = raw.numel() // 8 * 8
+    words = raw[:whole]
+    if words.storage_offset() % 8:
+        words = words.clone()
+    words = words.view(torch.int64)
+    total = 0
+    for start in range(0, words.numel(), _PIECE_WORDS):
+        total += _mixed_sum(words[start : start + _PIECE_WORDS], start)
+    if whole < raw.numel():
+        tail = raw.new_zeros(8)
+        tail[: raw.numel() - whole] = raw[whole:]
+        total += _mixed_sum(tail.view(torch.int64), words.numel())
+    shape = "x".join(str(size) for size in tensor.shape)
+    return f"{str(tensor.dtype).removeprefix('torch.')}:{shape}:{total & _MASK:016x}"
+
+
+def _mixed_sum(words: Tensor, start: int) -> int:
+    mixed = torch.arange(start + 1, start + 1 + words.numel(), dtype=torch.int64, device=words.device)
+    mixed.mul_(_GOLDEN).add_(words)
+    for shift, multiplier in zip((30, 27), _MULTIPLIERS, strict=True):
+        mixed.bitwise_xor_(_logical_shift(mixed, shift)).mul_(multiplier)
+    mixed.bitwise_xor_(_logical_shift(mixed, 31))
+    return int(mixed.sum().item())
+
+
+def _logical_shift(words: Tensor, bits: int) -> Tensor:
+    return (words >> bits).bitwise_and_((1 << (64 - bits)) - 1)

@@ -1,0 +1,245 @@
+"""Megatron weights as Hugging Face tensors: a collective generator of buckets that feeds weight sync and saving.
+
+Within a bucket the shards travel first (one broadcast per owning pipeline stage of 1/TP of the bytes) and are gathered over tensor
+parallelism on every rank afterwards, so that a bucket costs a handful of large transfers whatever the number of its tensors.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from vapo_mcore.config.architecture import ModelArchitecture
+from vapo_mcore.errors import CheckpointError
+from vapo_mcore.weights.loader import ParallelLayout
+from vapo_mcore.weights.plan import MappedTensor, Role, global_parameters, match_parameters, plan_mapping, require_complete
+from vapo_mcore.weights.writer import DEFAULT_MAX_SHARD_BYTES, SafetensorsWriter, copy_companions, new_folder
+
+DEFAULT_BUCKET_BYTES = 256 << 20
+
+
+@dataclass(frozen=True)
+class _Item:
+    """A plan entry with what the manifest says about it: the pipeline rank that holds it, its type, and its shape on a TP rank."""
+
+    index: int
+    entry: MappedTensor
+    owner: int
+    dtype: torch.dtype
+    shard_shape: tuple[int, ...]
+
+    @property
+    def shard_numel(self) -> int:
+        return math.prod(self.shard_shape)
+
+
+class Exporter:
+    """Exports the weights of one model, as often as wanted; the manifest is exchanged once, when the object is made.
+
+    Collective over tensor and pipeline parallelism: all those ranks construct it, and iterate :meth:`buckets`, together.
+    ``chunks`` are this rank's unwrapped GPTModel chunks; parameters are read anew at each export.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[nn.Module],
+        architecture: ModelArchitecture,
+        parallel: ParallelLayout,
+        *,
+        role: Role,
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    ) -> None:
+        self.architecture, self.parallel, self.role = architecture, parallel, role
+        self.plan = plan_mapping(architecture, role)
+        if any(entry.is_expert for entry in self.plan):
+            raise CheckpointError("exporting a mixture of experts from a running job is not available; use the offline conversion")
+        self._parameters = {
+            index: parameter
+            for index, parameter in match_parameters(self.plan, global_parameters(chunks)).items()
+            if not self.plan[index].tied_copy
+        }
+        self._items = self._exchange_manifest()
+        tp = parallel.tensor_model_parallel_size
+        # A bucket's shards, their gathered copies and the merged tensors exist at the same time.
+        self._buckets = list(_group(self._items, bucket_bytes / (2 + 1 / tp), tp))
+
+    @property
+    def names(self) -> list[str]:
+        """HF names in the order of export."""
+        return [name for item in self._items for name in item.entry.hf_names]
+
+    @property
+    def manifest(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """HF name -> (shape, type) of everything that is exported, in order."""
+        return {
+            name: (shape, item.dtype) for item in self._items for name, shape in zip(item.entry.hf_names, item.entry.hf_shapes, strict=True)
+        }
+
+    @torch.no_grad()
+    def buckets(self) -> Iterator[list[tuple[str, Tensor]]]:
+        """Full HF tensors on every rank, in the parameters' types, a bucket at a time.
+
+        Temporary memory is about ``bucket_bytes``; a tensor group larger than that is a bucket of its own. Tensors may share memory
+        with the parameters: read them, do not change them, and let go of them before the next bucket.
+        """
+        for items in self._buckets:
+            bucket = self._export(items)
+            yield bucket
+            del bucket
+
+    def _export(self, items: Sequence[_Item]) -> list[tuple[str, Tensor]]:
+        tp = self.parallel.tensor_model_parallel_size
+        shards = self._on_all_stages(items)
+        gathered = self._gather_shards([shard for item, shard in zip(items, shards, strict=True) if item.entry.functions.sharded])
+        named: list[tuple[str, Tensor]] = []
+        for item, shard in zip(items, shards, strict=True):
+            kind = item.entry.functions
+            blocks = next(gathered) if kind.sharded and tp > 1 else shard[None]  # [TP, flat shard], one row if replicated
+            if kind.row_blocks and blocks.is_contiguous():  # a bucket of one tensor: rank order is row order, nothing to copy
+                full = blocks.view(-1, *item.shard_shape[1:])
+            else:
+                full = kind.unshard([block.view(item.shard_shape) for block in blocks], self.architecture)
+            named += zip(item.entry.hf_names, kind.split(full, self.architecture), strict=True)
+        return named
+
+    def _on_all_stages(self, items: Sequence[_Item]) -> list[Tensor]:
+        """This TP rank's flat shard of every item: the parameters themselves without pipeline parallelism, else received copies."""
+        rank, size = self.parallel.pipeline_model_parallel_rank, self.parallel.pipeline_model_parallel_size
+        if size == 1:
+            return [self._shard(item) for item in items]
+        shards: list[Tensor] = [torch.empty(0)] * len(items)
+        by_owner = sorted(range(len(items)), key=lambda position: items[position].owner)
+        device = next(iter(self._parameters.values())).device
+        for owner, group in groupby(by_owner, key=lambda position: items[position].owner):
+            positions = list(group)
+            sizes = [items[position].shard_numel for position in positions]
+            if owner == rank:
+                flat = torch.cat([self._shard(items[position]) for position in positions])
+            else:
+                flat = torch.empty(sum(sizes), dtype=items[0].dtype, device=device)
+            dist.broadcast(flat.view(torch.uint8), group=self.parallel.pipeline_model_parallel_group, group_src=owner)
+            for position, shard in zip(positions, flat.split(sizes), strict=True):
+                shards[position] = shard
+        return shards
+
+    def _shard(self, item: _Item) -> Tensor:
+        parameter = self._parameters[item.index].detach()
+        assert tuple(parameter.shape) == item.shard_shape, (
+            f"{item.entry.mcore_name} is {tuple(parameter.shape)}: are the weights offloaded?"
+        )
+        return parameter.reshape(-1)
+
+    def _gather_shards(self, shards: Sequence[Tensor]) -> Iterator[Tensor]:
+        """For each flat shard, the blocks of all TP ranks, [TP, flat shard]; one collective for all of them."""
+        tp = self.parallel.tensor_model_parallel_size
+        if tp == 1 or not shards:
+            return
+        local = torch.cat(list(shards))
+        gathered = local.new_empty((tp, local.numel()))
+        dist.all_gather_into_tensor(gathered.view(torch.uint8), local.view(torch.uint8), group=self.parallel.tensor_model_parallel_group)
+        sizes = [shard.numel() for shard in shards]
+        del local
+        yield from gathered.split(sizes, dim=1)
+
+    def _exchange_manifest(self) -> list[_Item]:
+        held = {index: parameter.dtype for index, parameter in self._parameters.items()}
+        stages: list[dict[int, torch.dtype]] = [held]
+        if self.parallel.pipeline_model_parallel_size > 1:
+            stages = [{} for _ in range(self.parallel.pipeline_model_parallel_size)]
+            dist.all_gather_object(stages, held, group=self.parallel.pipeline_model_parallel_group)
+        owners = {index: (stage, dtype) for stage, tensors in enumerate(stages) for index, dtype in tensors.items()}
+        require_complete(self.plan, owners)
+        tp = self.parallel.tensor_model_parallel_size
+        return [
+            _Item(index, entry, *owners[index], entry.shard_shape(tp, self.architecture))
+            for index, entry in enumerate(self.plan)
+            if not entry.tied_copy
+        ]
+
+
+def _group(items: Sequence[_Item], limit: float, tp: int) -> Iterator[list[_Item]]:
+    """Consecutive items of one type, together at most ``limit`` bytes when gathered, at least one item."""
+    bucket: list[_Item] = []
+    size = 0
+    for item in items:
+        item_bytes = item.shard_numel * item.dtype.itemsize * (tp if item.entry.functions.sharded else 1)
+        if bucket and (size + item_bytes > limit or item.dtype != bucket[0].dtype):
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(item)
+        size += item_bytes
+    if bucket:
+        yield bucket
+
+
+def export_tensors(
+    chunks: Sequence[nn.Module],
+    architecture: ModelArchitecture,
+    parallel: ParallelLayout,
+    *,
+    role: Role,
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+) -> Iterator[list[tuple[str, Tensor]]]:
+    """One export (see :class:`Exporter`, which to keep when exporting every step)."""
+    return Exporter(chunks, architecture, parallel, role=role, bucket_bytes=bucket_bytes).buckets()
+
+
+def save_hf(
+    exporter: Exporter,
+    source: str | Path,
+    destination: str | Path,
+    *,
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int = DEFAULT_MAX_SHARD_BYTES,
+) -> None:
+    """Write the model as a Hugging Face folder. Collective over the whole world; global rank 0 writes.
+
+    ``source``: the folder that the model was loaded from, for config, tokenizer and the like. ``dtype``: type of the weights
+    on disk, that of the parameters if None (a critic's head stays in float32). ``destination`` appears complete, at the end, or
+    not at all; every rank raises the writer's CheckpointError (destination exists, disk full).
+    """
+    failure: list[CheckpointError | None] = [None]
+    parallel = exporter.parallel
+    if dist.get_rank() == 0:
+        buckets = exporter.buckets()
+        try:
+            _write_hf(exporter, buckets, Path(source), Path(destination), dtype, max_shard_bytes)
+        except CheckpointError as error:
+            failure[0] = error
+            for _ in buckets:  # the other ranks are in this collective: see it to its end, then tell them
+                pass
+    elif parallel.data_parallel_rank == 0 and parallel.context_parallel_rank == 0:
+        for _ in exporter.buckets():
+            pass
+    dist.broadcast_object_list(failure, src=0)
+    if failure[0] is not None:
+        raise failure[0]
+
+
+def _write_hf(
+    exporter: Exporter,
+    buckets: Iterator[list[tuple[str, Tensor]]],
+    source: Path,
+    destination: Path,
+    dtype: torch.dtype | None,
+    max_shard_bytes: int,
+) -> None:
+    manifest = {name: (shape, _stored_type(name, kept, dtype)) for name, (shape, kept) in exporter.manifest.items()}
+    trunk_dtype = next(iter(manifest.values()))[1]
+    with new_folder(destination) as folder:
+        copy_companions(source, folder, exporter.architecture, role=exporter.role, dtype=trunk_dtype)
+        with SafetensorsWriter(folder, manifest, max_shard_bytes=max_shard_bytes) as writer:
+            for bucket in buckets:
+                for name, tensor in bucket:
+                    writer.write(name, tensor)
+
+
+def _stored_type(name: str, kept: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
+    return kept if wanted is None or name.startswith("score.") else wanted

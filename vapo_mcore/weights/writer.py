@@ -1,0 +1,198 @@
+"""Writing Hugging Face model folders: sharded safetensors tensor by tensor, published whole or not at all.
+
+Shapes and types are known beforehand, so each shard's header is written first and every tensor goes straight to its place: memory is
+one tensor, whatever the shard size.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from vapo_mcore.config.architecture import ModelArchitecture
+from vapo_mcore.errors import CheckpointError
+from vapo_mcore.weights.families import HF_CLASS_PREFIX
+from vapo_mcore.weights.plan import Role
+from vapo_mcore.weights.reader import DTYPES, INDEX_NAME, SINGLE_NAME
+
+DEFAULT_MAX_SHARD_BYTES = 5_000_000_000
+_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf")
+_NOT_COPIED = {"config.json", INDEX_NAME, "pytorch_model.bin.index.json"}
+_COPIED_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".md", ".tiktoken", ".spm")
+_COPIED_NAMES = {"LICENSE", "NOTICE", "USE_POLICY"}
+
+Manifest = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+
+
+@contextmanager
+def new_folder(destination: str | Path) -> Iterator[Path]:
+    """A temporary folder beside ``destination`` that takes its name at the end, or disappears if the body fails.
+
+    Raises CheckpointError where the destination exists or the disk is full.
+    """
+    destination = Path(destination)
+    refuse_existing(destination)
+    temporary = destination.parent / f".{destination.name}.incomplete-{os.getpid()}"
+    try:
+        temporary.mkdir(parents=True)
+        yield temporary
+        for path in temporary.rglob("*"):
+            _sync(path)
+        refuse_existing(destination)
+        temporary.rename(destination)
+        _sync(destination.parent)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise CheckpointError(f"no space left on the disk while writing {destination}; nothing was published") from error
+        raise CheckpointError(f"cannot write {destination}: {error}") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def refuse_existing(destination: str | Path) -> None:
+    """Raise CheckpointError where something is at ``destination`` already."""
+    if os.path.lexists(destination):
+        raise CheckpointError(f"{destination} exists already and is never overwritten; choose another folder or remove it")
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class SafetensorsWriter:
+    """Writes the tensors of ``manifest`` (name -> (shape, type)) into ``folder``, in any order, each exactly once.
+
+    One ``model.safetensors``, or shards of at most ``max_shard_bytes`` (a larger tensor has its own) with an index, named as
+    transformers does. Use as a context manager: leaving it checks that nothing is missing.
+    """
+
+    def __init__(self, folder: str | Path, manifest: Manifest, *, max_shard_bytes: int = DEFAULT_MAX_SHARD_BYTES) -> None:
+        assert manifest, "nothing to write"
+        self.folder = Path(folder)
+        self._left = set(manifest)
+        self._manifest = manifest
+        shards = _shards(manifest, max_shard_bytes)
+        count = len(shards)
+        names = [SINGLE_NAME] if count == 1 else [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+        total = sum(_num_bytes(shape, dtype) for shape, dtype in manifest.values())
+        free = shutil.disk_usage(self.folder).free
+        if total > free:
+            raise CheckpointError(f"no space left: {self.folder.parent} has {free / 1e9:.1f} GB free, the model takes {total / 1e9:.1f} GB")
+        self._descriptors: list[int] = []
+        self._places: dict[str, tuple[int, int]] = {}
+        for name, tensors in zip(names, shards, strict=True):
+            self._start_shard(self.folder / name, tensors)
+        if count > 1:
+            weight_map = {tensor: name for name, tensors in zip(names, shards, strict=True) for tensor in tensors}
+            write_json(self.folder / INDEX_NAME, {"metadata": {"total_size": total}, "weight_map": weight_map})
+
+    def _start_shard(self, file: Path, names: list[str]) -> None:
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        end = 0
+        for name in names:
+            shape, dtype = self._manifest[name]
+            start, end = end, end + _num_bytes(shape, dtype)
+            header[name] = {"dtype": _DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+        encoded = json.dumps(header, separators=(",", ":")).encode()
+        encoded += b" " * (-len(encoded) % 8)
+        descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        self._descriptors.append(descriptor)
+        _write_all(descriptor, memoryview(len(encoded).to_bytes(8, "little") + encoded), 0)
+        os.ftruncate(descriptor, 8 + len(encoded) + end)
+        for name in names:
+            self._places[name] = (descriptor, 8 + len(encoded) + header[name]["data_offsets"][0])
+
+    def write(self, name: str, tensor: Tensor) -> None:
+        """Write one tensor, cast to the manifest's type."""
+        assert name in self._left, f"{name} is not in the manifest or was written before"
+        shape, dtype = self._manifest[name]
+        assert tuple(tensor.shape) == shape, f"{name} is {tuple(tensor.shape)}, the manifest says {shape}"
+        data = tensor.detach().to(device="cpu", dtype=dtype).contiguous().reshape(-1).view(torch.uint8).numpy()
+        descriptor, offset = self._places[name]
+        _write_all(descriptor, memoryview(data), offset)  # type: ignore[arg-type]
+        self._left.discard(name)
+
+    def close(self) -> None:
+        for descriptor in self._descriptors:
+            os.close(descriptor)
+        self._descriptors.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+        if kind is None:
+            assert not self._left, f"never written: {sorted(self._left)[:5]}"
+
+
+def _num_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    return math.prod(shape) * dtype.itemsize
+
+
+def _shards(manifest: Manifest, max_shard_bytes: int) -> list[list[str]]:
+    shards: list[list[str]] = [[]]
+    size = 0
+    for name, (shape, dtype) in manifest.items():
+        tensor_bytes = _num_bytes(shape, dtype)
+        if shards[-1] and size + tensor_bytes > max_shard_bytes:
+            shards.append([])
+            size = 0
+        shards[-1].append(name)
+        size += tensor_bytes
+    return shards
+
+
+def _write_all(descriptor: int, data: memoryview, offset: int) -> None:
+    done = 0
+    while done < len(data):
+        done += os.pwrite(descriptor, data[done : done + (1 << 30)], offset + done)
+
+
+def write_json(path: Path, content: Any) -> None:
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def copy_companions(source: str | Path, folder: Path, architecture: ModelArchitecture, *, role: Role, dtype: torch.dtype) -> list[str]:
+    """Copy everything but the weights of a model folder: config, tokenizer, chat template, generation config, licence.
+
+    ``config.json`` stays as it is but for the type of the weights and, for a critic, the class (a token classifier with
+    one label, which is how transformers calls a scalar head on every token). Returns the names of the copied files.
+    """
+    source = Path(source)
+    write_json(folder / "config.json", _config(source, architecture, role, dtype))
+    copied = []
+    for file in sorted(source.iterdir()):
+        weights = file.name.endswith(_WEIGHT_SUFFIXES) or file.name in _NOT_COPIED
+        if file.is_file() and not weights and (file.name.endswith(_COPIED_SUFFIXES) or file.name in _COPIED_NAMES):
+            shutil.copyfile(file, folder / file.name)
+            copied.append(file.name)
+    return copied
+
+
+def _config(source: Path, architecture: ModelArchitecture, role: Role, dtype: torch.dtype) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(dtype).removeprefix("torch.")
+    prefix = HF_CLASS_PREFIX[architecture.family]
+    if role == "critic":
+        config["architectures"] = [f"{prefix}ForTokenClassification"]
+        config["id2label"], config["label2id"] = {"0": "value"}, {"value": 0}
+    else:
+        config["architectures"] = [f"{prefix}ForCausalLM"]
+    return config
