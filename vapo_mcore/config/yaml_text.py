@@ -6,7 +6,7 @@ Reading refuses duplicate keys and keys that are not strings, all of them at onc
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, ClassVar
 
 import yaml
 
@@ -30,7 +30,7 @@ def _resolvers() -> dict[str, list[tuple[str, re.Pattern[str]]]]:
 
 
 class _Loader(yaml.SafeLoader):
-    yaml_implicit_resolvers = _resolvers()
+    yaml_implicit_resolvers: ClassVar = _resolvers()
 
     def __init__(self, stream: str) -> None:
         super().__init__(stream)
@@ -56,7 +56,7 @@ class _Loader(yaml.SafeLoader):
 class _Dumper(yaml.SafeDumper):
     """Quotes what either YAML version would take for something else than text."""
 
-    yaml_implicit_resolvers = {
+    yaml_implicit_resolvers: ClassVar = {
         key: _resolvers().get(key, []) + yaml.SafeDumper.yaml_implicit_resolvers.get(key, [])
         for key in {*_resolvers(), *yaml.SafeDumper.yaml_implicit_resolvers}
     }

@@ -1,0 +1,59 @@
+# make setup       environment in .venv (Python 3.11, CPU)
+# make quickstart  setup, then train the tiny model with VAPO
+# make test        all tests but the slow ones; test-fast: unit tests; test-slow: the slow ones
+# make lint        ruff and mypy
+# make bench       benchmarks, one JSON object a line
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+
+PYTHON ?= python3.11
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+INSTALLED := $(VENV)/.installed
+TINY := models/tiny/.made
+BENCHMARKS := $(filter-out benchmarks/gpu_%,$(wildcard benchmarks/*.py))
+
+.PHONY: setup quickstart test test-fast test-slow lint format bench clean
+
+setup: $(INSTALLED)
+
+$(INSTALLED): requirements/cpu.txt pyproject.toml
+	@command -v $(PYTHON) > /dev/null || { echo "error: $(PYTHON) is not installed; install it or give PYTHON=..." >&2; exit 2; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) install --no-deps --requirement requirements/cpu.txt
+	$(PIP) install --no-deps --no-build-isolation --editable .
+	$(BIN)/python -c "import torch"
+	touch $@
+
+$(TINY): tools/make_tiny_model.py | $(INSTALLED)
+	$(BIN)/python tools/make_tiny_model.py --output models/tiny
+	touch $@
+
+quickstart: $(INSTALLED) $(TINY)
+	$(BIN)/vapo-mcore train examples/configs/quickstart.yaml --clean
+
+test: $(INSTALLED)
+	$(BIN)/python -m pytest tests -m "not slow"
+
+test-fast: $(INSTALLED)
+	$(BIN)/python -m pytest tests/unit -m "not slow"
+
+test-slow: $(INSTALLED)
+	$(BIN)/python -m pytest tests -m slow
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: $(INSTALLED)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(INSTALLED)
+	@for benchmark in $(BENCHMARKS); do OMP_NUM_THREADS=1 $(BIN)/python $$benchmark; done
+
+clean:
+	rm -rf .pytest_cache .ruff_cache .mypy_cache .hypothesis build *.egg-info
