@@ -1,0 +1,52 @@
+"""What the scripts in this folder share: errors printed without a traceback, and folders that appear whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from vapo_mcore.errors import VapoError
+
+
+def run(main: Callable[[], None]) -> None:
+    """Call ``main``; a VapoError is printed alone and ends the process with its exit code, any other exception is a bug and keeps its traceback."""
+    try:
+        main()
+    except VapoError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+
+
+@contextmanager
+def folder_written_atomically(output: Path) -> Iterator[Path]:
+    """Yield an empty temporary folder beside ``output`` and rename it to ``output`` on success; on failure nothing is left.
+
+    A previous ``output`` is replaced only once the new content is complete. The caller decides whether replacing is allowed.
+    """
+    output = output.absolute()
+    output.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{output.name}.", suffix=".partial", dir=output.parent))
+    try:
+        yield temporary
+        temporary.chmod(0o777 & ~_umask())  # mkdtemp makes it private
+        if output.exists():
+            replaced = Path(tempfile.mkdtemp(prefix=f".{output.name}.", suffix=".replaced", dir=output.parent))
+            os.rename(output, replaced)  # onto an empty folder: allowed and atomic
+            os.rename(temporary, output)
+            shutil.rmtree(replaced)
+        else:
+            os.rename(temporary, output)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def _umask() -> int:
+    current = os.umask(0)
+    os.umask(current)
+    return current
