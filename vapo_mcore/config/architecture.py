@@ -77,7 +77,11 @@ def architecture_from_config(raw: dict[str, Any], where: str = "config.json") ->
         hint = f"; nearest supported: {near[0]!r}" if near else ""
         supported = ", ".join(sorted(_FAMILY_BY_MODEL_TYPE))
         raise CheckpointError(f"{where}: model_type {model_type!r} is not supported (supported: {supported}){hint}")
-    required = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size", "rms_norm_eps")
+    moe = family == "qwen3_moe"
+    required = ["num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size", "rms_norm_eps"]
+    if moe:
+        experts_key = "num_local_experts" if "num_local_experts" in raw else "num_experts"  # transformers 5 and 4
+        required += [experts_key, "num_experts_per_tok", "moe_intermediate_size"]
     bad = [f"{key} = {raw.get(key)!r}" for key in required if not _positive_number(raw.get(key))]
     if bad:
         raise CheckpointError(f"{where}: missing or not a positive number: {', '.join(bad)}")
@@ -88,8 +92,11 @@ def architecture_from_config(raw: dict[str, Any], where: str = "config.json") ->
     if raw.get("hidden_act", "silu") != "silu":
         raise CheckpointError(f"{where}: hidden_act {raw['hidden_act']!r} is not supported, only 'silu'")
     _refuse_sliding_window(raw, family, where)
+    if moe and (raw.get("mlp_only_layers") or raw.get("decoder_sparse_step", 1) != 1):
+        raise CheckpointError(
+            f"{where}: mixtures of experts with some dense layers (mlp_only_layers, decoder_sparse_step) are not supported"
+        )
     theta, scaling = _rope(raw, where)
-    moe = family == "qwen3_moe"
     attention_bias = bool(raw.get("attention_bias", False))
     return ModelArchitecture(
         family=family,
@@ -108,7 +115,7 @@ def architecture_from_config(raw: dict[str, Any], where: str = "config.json") ->
         qkv_bias=family == "qwen2" or attention_bias,
         attention_output_bias=family != "qwen2" and attention_bias,
         qk_norm=family in ("qwen3", "qwen3_moe"),
-        num_experts=int(raw["num_experts"]) if moe else None,
+        num_experts=int(raw[experts_key]) if moe else None,
         num_experts_per_token=int(raw["num_experts_per_tok"]) if moe else None,
         moe_ffn_hidden_size=int(raw["moe_intermediate_size"]) if moe else None,
         norm_topk_prob=bool(raw.get("norm_topk_prob", False)),

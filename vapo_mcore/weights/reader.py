@@ -125,7 +125,7 @@ class FolderTensor:
     def read(self, rows: tuple[int, int] | None = None, columns: tuple[int, int] | None = None) -> Tensor:
         shape = self.info.shape
         if not shape:
-            assert rows is None and columns is None
+            assert (rows, columns) == (None, None)
             return self._read_rows(0, 1, ())
         start, stop = rows or (0, shape[0])
         assert 0 <= start <= stop <= shape[0], (self.name, rows)
