@@ -235,7 +235,8 @@ def longest_sequence_fits_a_microbatch(s: Subject) -> str | None:
     padding = f", padded to {padded} (a multiple of {c.parallel.microbatch_multiple} for TP/CP)" if padded != longest else ""
     return (
         f"{c.batch.max_tokens_per_microbatch} tokens cannot hold the longest sequence: data.max_prompt_length + "
-        f"rollout.max_response_length = {c.data.max_prompt_length} + {c.rollout.max_response_length} = {longest}{padding}; use at least {padded}"
+        f"rollout.max_response_length = {c.data.max_prompt_length} + {c.rollout.max_response_length} = {longest}{padding}; "
+        f"use at least {padded}"
     )
 
 
@@ -280,12 +281,15 @@ def _repeated_names(names: list[str]) -> str | None:
 # --- sampling and rewards ---------------------------------------------------------------------------------------------
 
 
+_CUTS_THE_DISTRIBUTION = "cuts the distribution that training samples from, so the trainer's log-probs would be biased"
+
+
 @rule("rollout.top_p")
 def training_samples_the_whole_distribution(s: Subject) -> str | None:
     top_p = s.config.rollout.top_p
     if top_p == 1.0:
         return None
-    return f"{top_p} cuts the distribution that training samples from, so the trainer's log-probs would be biased; use 1.0 (eval.top_p is free)"
+    return f"{top_p} {_CUTS_THE_DISTRIBUTION}; use 1.0 (eval.top_p is free)"
 
 
 @rule("rollout.top_k")
@@ -293,7 +297,7 @@ def training_samples_all_tokens(s: Subject) -> str | None:
     top_k = s.config.rollout.top_k
     if top_k == -1:
         return None
-    return f"{top_k} cuts the distribution that training samples from, so the trainer's log-probs would be biased; use -1"
+    return f"{top_k} {_CUTS_THE_DISTRIBUTION}; use -1"
 
 
 @rule("rollout.dynamic_sampling.enabled", "batch.responses_per_prompt")
@@ -327,7 +331,10 @@ def group_estimators_need_groups(s: Subject) -> str | None:
     estimator, size = s.config.algorithm.advantage.estimator, s.config.batch.responses_per_prompt
     if estimator not in GROUP_ESTIMATORS or size > 1:
         return None
-    return f"1 makes every advantage of algorithm.advantage.estimator = {estimator!r} zero (a group of one); use at least 2, or another estimator"
+    return (
+        f"1 makes every advantage of algorithm.advantage.estimator = {estimator!r} zero (a group of one); "
+        "use at least 2, or another estimator"
+    )
 
 
 @rule("algorithm.advantage.lambda_policy.min", "algorithm.advantage.lambda_policy.max", "algorithm.advantage.lambda_policy.kind")
@@ -343,7 +350,10 @@ def importance_correction_needs_recomputed_logprobs(s: Subject) -> str | None:
     kind = s.config.algorithm.policy_loss.importance_correction.kind
     if kind == "off" or s.config.rollout.old_logprobs == "recompute":
         return None
-    return f"{kind!r} compares the trainer's old log-probs with the rollout's, but rollout.old_logprobs = 'rollout' makes them the same; use 'recompute'"
+    return (
+        f"{kind!r} compares the trainer's old log-probs with the rollout's, but rollout.old_logprobs = 'rollout' makes them "
+        "the same; use 'recompute'"
+    )
 
 
 @rule("algorithm.policy_loss.importance_correction.low", "algorithm.policy_loss.importance_correction.cap")
@@ -367,7 +377,10 @@ def kl_has_a_coefficient(s: Subject) -> str | None:
     kl = s.config.algorithm.kl
     if kl.place == "off" or kl.coef > 0:
         return None
-    return f"0 with algorithm.kl.place = {kl.place!r} would load a reference model for nothing; give a coefficient (DeepSeekMath: 0.04) or place: off"
+    return (
+        f"0 with algorithm.kl.place = {kl.place!r} would load a reference model for nothing; "
+        "give a coefficient (DeepSeekMath: 0.04) or place: off"
+    )
 
 
 # --- critic -----------------------------------------------------------------------------------------------------------

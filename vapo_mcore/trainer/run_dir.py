@@ -73,8 +73,7 @@ class RunDirectory:
         """Write ``samples/<name>.jsonl``, one response a line."""
         path = self.samples / f"{name}.jsonl"
         with open(path, "w", encoding="utf-8") as file:
-            for sample in samples:
-                file.write(json.dumps(sample, ensure_ascii=False) + "\n")
+            file.writelines(json.dumps(sample, ensure_ascii=False) + "\n" for sample in samples)
         return path
 
     def close(self) -> None:
@@ -83,7 +82,9 @@ class RunDirectory:
             self._tensorboard.close()
 
 
-def _make_empty(path: Path, clean: bool) -> None:
+def check_run_directory(path: str | Path, *, clean: bool) -> None:
+    """Raise ConfigError unless a run may use ``path``: it is new or empty, or holds a run and ``clean`` allows deleting it."""
+    path = Path(path)
     if path.is_symlink() or (path.exists() and not path.is_dir()):
         raise ConfigError(f"run.dir = {str(path)!r} exists and is not a directory; give another run.dir")
     if path.exists() and any(path.iterdir()):
@@ -93,8 +94,13 @@ def _make_empty(path: Path, clean: bool) -> None:
             )
         if not clean:
             raise ConfigError(f"run.dir = {str(path)!r} already holds a run; give another run.dir, or --clean to delete that run first")
-        shutil.rmtree(path)
+
+
+def _make_empty(path: Path, clean: bool) -> None:
+    check_run_directory(path, clean=clean)
     try:
+        if path.exists():
+            shutil.rmtree(path)
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"run.dir = {str(path)!r} cannot be made: {error}") from error

@@ -1,0 +1,63 @@
+"""Starting the processes of a run on this machine: exit codes, error messages, signals, no process left behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.torchrun import ROOT, run_bounded
+
+LAUNCHER = "import sys; from vapo_mcore.launch.local import launch; sys.exit(launch('tests.distributed.launch_worker', sys.argv[1:], 2))"
+
+
+def _run(how: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    return run_bounded([sys.executable, "-c", LAUNCHER, how, str(folder)], timeout=60)
+
+
+def test_workers_get_torchruns_environment(tmp_path: Path) -> None:
+    result = _run("fine", tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"rank_0": "2 127.0.0.1 1", "rank_1": "2 127.0.0.1 1"}
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "message"),
+    [
+        ("same_error", 2, "error: the model is not there\n"),
+        ("own_error", 2, "error (rank 1): a disk is full\n"),
+        ("killed", 128 + signal.SIGKILL, "error: the process of rank 1 was ended by signal SIGKILL\n"),
+        ("exit_3", 3, ""),
+    ],
+)
+def test_failure_is_told_once_and_gives_the_exit_code(how: str, code: int, message: str, tmp_path: Path) -> None:
+    result = _run(how, tmp_path)
+    assert (result.returncode, result.stderr) == (code, message)
+
+
+def test_crash_shows_the_workers_traceback_only(tmp_path: Path) -> None:
+    result = _run("crash", tmp_path)
+    assert result.returncode == 1
+    assert result.stderr.count("Traceback") == 1
+    assert "ValueError: a bug" in result.stderr
+
+
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
+def test_signal_ends_all_processes(sent: signal.Signals, tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", LAUNCHER, "wait", str(tmp_path)]
+    process = subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    deadline = time.monotonic() + 60
+    while len(list(tmp_path.iterdir())) < 2:
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    process.send_signal(sent)
+    _, stderr = process.communicate(timeout=40)
+    assert process.returncode == 128 + sent
+    assert "Traceback" not in stderr or sent == signal.SIGINT  # a worker of this test does not catch the interrupt itself
+    with pytest.raises(ProcessLookupError):
+        os.killpg(process.pid, 0)

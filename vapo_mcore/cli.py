@@ -1,0 +1,132 @@
+"""The command line: ``vapo-mcore config | train``. Arguments and configuration are checked before torch is imported."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from vapo_mcore import __version__
+from vapo_mcore.errors import ConfigError, VapoError
+
+if TYPE_CHECKING:
+    from vapo_mcore.config.schema import Config
+
+_OVERRIDES_HELP = "settings that replace those of FILE, with YAML values: batch.mini_batch_size=64 data.train.0.path=x.jsonl critic=null"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code: 0 done, 2 an error of the user's that was explained, 130 interrupted."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        options = _parse(arguments)
+        if options.command == "config":
+            return _config(options)
+        return _train(options, arguments)
+    except VapoError as error:
+        _report(str(error))
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # the reader of our output is gone, for example ``| head``
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+
+
+def _parse(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="vapo-mcore", description="Train language models with VAPO on Megatron-Core and vLLM.")
+    parser.add_argument("--version", action="version", version=f"vapo-mcore {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    config = commands.add_parser("config", help="check a configuration and print it resolved")
+    config.add_argument("--skip-paths", action="store_true", help="do not look at the model folder and the data files")
+
+    train = commands.add_parser("train", help="train; starts the processes it needs on this machine, unless torchrun started it")
+    train.add_argument("--dry-run", action="store_true", help="check everything that can be checked without loading a model, then stop")
+    train.add_argument("--clean", action="store_true", help="delete the run that run.dir holds, then start")
+
+    for command in (config, train):
+        command.add_argument("file", metavar="FILE", help="YAML configuration")
+        command.add_argument("overrides", metavar="KEY=VALUE", nargs="*", default=[], help=_OVERRIDES_HELP)
+    options, rest = parser.parse_known_args(arguments)
+    unknown = [argument for argument in rest if argument.startswith("-")]
+    if unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    options.overrides += rest  # settings after an option, which argparse does not join to those before it
+    return options
+
+
+def _config(options: argparse.Namespace) -> int:
+    from vapo_mcore.config import load_config
+
+    print(load_config(options.file, options.overrides, check_paths=not options.skip_paths).to_yaml(), end="", flush=True)
+    return 0
+
+
+def _train(options: argparse.Namespace, arguments: list[str]) -> int:
+    from vapo_mcore.launch import local
+
+    config = _load_on_every_rank(options)
+    world_size = config.parallel.world_size
+    if local.under_torchrun():
+        if int(os.environ["WORLD_SIZE"]) != world_size:
+            raise ConfigError(
+                f"parallel.world_size = {world_size}, but torchrun started {os.environ['WORLD_SIZE']} processes; make them the same"
+            )
+    else:
+        from vapo_mcore.trainer.run_dir import check_run_directory
+
+        check_run_directory(config.run.dir, clean=options.clean)
+        if options.dry_run:
+            print(_plan(config), flush=True)
+            return 0
+        if world_size > 1:
+            return local.launch("vapo_mcore.cli", arguments, world_size)
+        local.become_single_process()
+
+    from vapo_mcore.trainer.main import run_training
+
+    return run_training(config, clean=options.clean)
+
+
+def _load_on_every_rank(options: argparse.Namespace) -> Config:
+    """The configuration; under torchrun its faults, which all ranks find, are left to rank 0 to tell."""
+    from vapo_mcore.config import load_config
+
+    try:
+        return load_config(options.file, options.overrides)
+    except ConfigError as error:
+        if os.environ.get("RANK", "0") == "0":
+            raise
+        time.sleep(2.0)  # torchrun ends all ranks once one has gone: rank 0 speaks first
+        raise SystemExit(error.exit_code) from error
+
+
+def _report(message: str) -> None:
+    from vapo_mcore.launch.local import report_error
+
+    report_error(message)
+
+
+def _plan(config: Config) -> str:
+    """What a run of ``config`` would do, for ``--dry-run``."""
+    p, b = config.parallel, config.batch
+    pretraining = config.critic.value_pretraining.max_steps if config.uses_critic else 0
+    return "\n".join(
+        (
+            f"configuration is valid; nothing was started (run directory {config.run.dir})",
+            f"processes: {p.world_size} = tensor {p.tensor_model_parallel_size} x pipeline {p.pipeline_model_parallel_size}"
+            f" x context {p.context_parallel_size} x data {p.data_parallel_size}",
+            f"a step: {b.prompts_per_step} prompts x {b.responses_per_prompt} responses = {b.responses_per_step} responses,"
+            f" {b.updates_per_step * config.policy.epochs} policy updates in mini-batches of {b.mini_batch_size}",
+            f"steps: {pretraining} of value pretraining, then {config.run.steps}",
+            f"advantages: {config.algorithm.advantage.estimator}, {'with' if config.uses_critic else 'without'} critic",
+        )
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,110 @@
+"""The processes of a run on this machine: torchrun's elastic agent inside the launching process, and errors told once.
+
+A worker that stops with a ``VapoError`` leaves its message in a folder that the launcher reads, so that an error all
+ranks have is printed once, and one rank's own error with its rank.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import sys
+import tempfile
+import time
+import uuid
+from pathlib import Path
+
+_ERRORS_VARIABLE = "VAPO_MCORE_ERRORS"  # folder for the workers' error messages, set by the launcher
+_WAIT_FOR_OTHERS_SECONDS = 2.0
+
+
+def under_torchrun() -> bool:
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def become_single_process() -> None:
+    """Give this process the environment that torchrun gives the only process of a world of one."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    world_of_one = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in world_of_one.items()})
+
+
+def launch(module: str, arguments: list[str], processes: int) -> int:
+    """Run ``python -m module arguments`` in ``processes`` processes and return the exit code of the run.
+
+    Signals to the launcher reach the workers (they have 30 s to stop); the result is then 128 + signal. One failed
+    worker ends the others; its exit code is the result.
+    """
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # its reports repeat what the workers say
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=processes,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        local_addr="127.0.0.1",
+        max_restarts=0,
+    )
+    with tempfile.TemporaryDirectory(prefix="vapo_mcore_errors_") as folder:
+        os.environ[_ERRORS_VARIABLE] = folder
+        try:
+            elastic_launch(config, sys.executable)("-u", "-m", module, *arguments)
+        except ChildFailedError as error:
+            return _report(Path(folder), {rank: failure.exitcode for rank, failure in error.failures.items()}, processes)
+        except SignalException as stopped:
+            return 128 + int(stopped.sigval)
+        finally:
+            os.environ.pop(_ERRORS_VARIABLE, None)
+    return 0
+
+
+def _report(folder: Path, exit_codes: dict[int, int], processes: int) -> int:
+    """Print the workers' messages and return the run's exit code.
+
+    A worker that was ended because another failed has exit code -SIGTERM: it is named only when nothing else failed.
+    """
+    messages = {int(path.name): path.read_text(encoding="utf-8") for path in sorted(folder.iterdir()) if path.name.isdigit()}
+    print_errors(messages, processes)
+    failed = {rank: code for rank, code in exit_codes.items() if code != -signal.SIGTERM} or exit_codes
+    for rank, code in sorted(failed.items()):
+        if code < 0:
+            print(f"error: the process of rank {rank} was ended by signal {signal.Signals(-code).name}", file=sys.stderr)
+    codes = [code for _, code in sorted(failed.items())]
+    code = next((code for code in codes if code > 2), next((code for code in codes if code > 0), codes[0]))
+    return code if code > 0 else 128 - code
+
+
+def print_errors(messages: dict[int, str], processes: int) -> None:
+    """One line of ``error:`` for what all ranks say, else one for each message with the ranks that said it."""
+    for message in dict.fromkeys(messages[rank] for rank in sorted(messages)):
+        ranks = [rank for rank, other in sorted(messages.items()) if other == message]
+        same_everywhere = len(ranks) == processes
+        where = "" if same_everywhere else f" (rank {', '.join(map(str, ranks))})"
+        print(f"error{where}: {message}", file=sys.stderr)
+
+
+def report_error(message: str) -> None:
+    """Tell the user of an error in this process: through the launcher if there is one, else on stderr."""
+    rank, processes = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    folder = os.environ.get(_ERRORS_VARIABLE)
+    if folder is None or not Path(folder).is_dir():
+        where = f" (rank {rank})" if rank else ""
+        print(f"error{where}: {message}", file=sys.stderr, flush=True)
+        return
+    unfinished = Path(folder) / f".{rank}"
+    unfinished.write_text(message, encoding="utf-8")
+    unfinished.rename(Path(folder) / str(rank))
+    # The agent ends the other workers as soon as one is gone: those with the same error get time to say so.
+    deadline = time.monotonic() + _WAIT_FOR_OTHERS_SECONDS
+    while sum(path.name.isdigit() for path in Path(folder).iterdir()) < processes and time.monotonic() < deadline:
+        time.sleep(0.05)
