@@ -1,0 +1,41 @@
+"""Builds the rollout engine that the configuration names; there is no switch to another one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from vapo_mcore.config.schema import RolloutConfig
+from vapo_mcore.rollout.base import Replica, RolloutEngine
+
+
+def build_rollout_engine(
+    config: RolloutConfig,
+    model_path: str | Path,
+    dtype: torch.dtype,
+    *,
+    tensor_parallel_size: int,
+    max_model_len: int,
+    rank: int,
+    world_size: int,
+    seed: int,
+) -> RolloutEngine:
+    """The engine of this rank, asleep. All ranks call this together, with the process group initialised.
+
+    Args:
+        tensor_parallel_size: ranks of a vLLM replica; replicas are contiguous ranks. A transformers replica is always one rank.
+        max_model_len: longest prompt and response together, in tokens.
+        seed: the same on all ranks.
+
+    Raises ConfigError or RolloutError when the engine cannot be had: vLLM missing, model not supported, lengths beyond the model's.
+    """
+    if config.engine == "vllm":
+        from vapo_mcore.rollout.vllm_engine import VllmEngine
+
+        replica = Replica.of_rank(rank, world_size, tensor_parallel_size)
+        return VllmEngine(model_path, dtype, config.vllm, replica, rank=rank, max_model_len=max_model_len, seed=seed)
+    from vapo_mcore.rollout.transformers_engine import TransformersEngine
+
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    return TransformersEngine(model_path, dtype, Replica.of_rank(rank, world_size, 1), max_model_len=max_model_len, device=device)

@@ -1,0 +1,130 @@
+"""What every rollout engine does alike: the states, the checks of requests and names, the bookkeeping of a weight sync."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+
+from torch import Tensor
+
+from vapo_mcore.errors import RolloutError
+from vapo_mcore.rollout.base import EngineState, Generation, GenerationRequest, Replica, SamplingConfig, SyncReport, WeightBuckets
+from vapo_mcore.rollout.weight_stream import WeightStream, require_same_names
+
+_SHOWN = 5
+
+
+class StatefulEngine(ABC):
+    """The part of a RolloutEngine that does not depend on what generates. A subclass implements the ``_`` methods.
+
+    Args:
+        replica: which replica this rank belongs to.
+        parameter_shapes: HF name -> shape of every tensor that a weight sync must deliver.
+        vocab_size: rows of the embedding; prompt tokens lie below it.
+        max_model_len: tokens of prompt and response together that the engine was built for.
+    """
+
+    def __init__(self, replica: Replica, parameter_shapes: Mapping[str, tuple[int, ...]], *, vocab_size: int, max_model_len: int) -> None:
+        self.replica = replica
+        self.parameter_shapes = dict(parameter_shapes)
+        self.vocab_size = vocab_size
+        self.max_model_len = max_model_len
+        self._state = EngineState.ASLEEP
+        self._last_sync: SyncReport | None = None
+
+    @property
+    def state(self) -> EngineState:
+        return self._state
+
+    @property
+    def replica_index(self) -> int:
+        return self.replica.index
+
+    @property
+    def num_replicas(self) -> int:
+        return self.replica.count
+
+    @property
+    def is_replica_leader(self) -> bool:
+        return self.replica.rank_in_replica == 0
+
+    @property
+    def last_sync(self) -> SyncReport | None:
+        return self._last_sync
+
+    def generate(self, requests: Sequence[GenerationRequest], sampling: SamplingConfig) -> list[Generation]:
+        self._require("generate", EngineState.READY)
+        self._check_requests(requests, sampling)
+        return self._generate(requests, sampling) if requests else []
+
+    def update_weights(
+        self, buckets: WeightBuckets, expected_names: Collection[str], *, checksum: Callable[[Tensor], str] | None = None
+    ) -> SyncReport:
+        """See RolloutEngine. Wrong names leave the engine as it was, without weights; an interrupted load leaves it ``BROKEN``."""
+        self._require("update_weights", EngineState.WEIGHTS_AWAKE)
+        require_same_names(expected_names, self.parameter_shapes)
+        start = time.perf_counter()
+        stream = WeightStream(buckets, self.parameter_shapes, checksum)
+        self._state = EngineState.BROKEN
+        self._load_weights(stream)
+        self._state = EngineState.WEIGHTS_AWAKE
+        stream.finish()
+        seconds = time.perf_counter() - start
+        self._last_sync = SyncReport(stream.names, stream.bytes, seconds, seconds - stream.produce_seconds, stream.checksums)
+        self._state = EngineState.WEIGHTS_LOADED
+        return self._last_sync
+
+    def sleep(self) -> None:
+        self._require("sleep", EngineState.WEIGHTS_AWAKE, EngineState.WEIGHTS_LOADED, EngineState.READY)
+        self._sleep()
+        self._state = EngineState.ASLEEP
+
+    def wake_weights(self) -> None:
+        self._require("wake_weights", EngineState.ASLEEP)
+        self._wake_weights()
+        self._state = EngineState.WEIGHTS_AWAKE
+
+    def wake_kv_cache(self) -> None:
+        self._require("wake_kv_cache", EngineState.WEIGHTS_LOADED)
+        self._wake_kv_cache()
+        self._state = EngineState.READY
+
+    @abstractmethod
+    def _generate(self, requests: Sequence[GenerationRequest], sampling: SamplingConfig) -> list[Generation]: ...
+
+    @abstractmethod
+    def _load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None: ...
+
+    @abstractmethod
+    def _sleep(self) -> None: ...
+
+    @abstractmethod
+    def _wake_weights(self) -> None: ...
+
+    @abstractmethod
+    def _wake_kv_cache(self) -> None: ...
+
+    def _require(self, call: str, *allowed: EngineState) -> None:
+        if self._state not in allowed:
+            needed = " or ".join(state.name for state in allowed)
+            raise RolloutError(f"rollout engine: {call} needs state {needed}, but the engine is {self._state.name} ({self._state.value})")
+
+    def _check_requests(self, requests: Sequence[GenerationRequest], sampling: SamplingConfig) -> None:
+        """Raise RolloutError naming the first requests that the engine could only cut or misread."""
+        longest = self.max_model_len - sampling.max_tokens
+        faults = []
+        for request in requests:
+            length = len(request.prompt_token_ids)
+            if length == 0:
+                faults.append(f"{request.prompt_id!r}: empty prompt")
+            elif length > longest:
+                faults.append(
+                    f"{request.prompt_id!r}: {length} prompt tokens + max_tokens = {sampling.max_tokens} exceed "
+                    f"the engine's {self.max_model_len}"
+                )
+            elif max(request.prompt_token_ids) >= self.vocab_size or min(request.prompt_token_ids) < 0:
+                faults.append(f"{request.prompt_id!r}: a token id outside the model's vocabulary of {self.vocab_size}")
+        if faults:
+            more = f"; and {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else ""
+            raise RolloutError(f"{len(faults)} of {len(requests)} requests cannot be generated: {'; '.join(faults[:_SHOWN])}{more}")

@@ -1,0 +1,145 @@
+"""Generation by Hugging Face transformers, for machines without vLLM: every process is a replica of its own.
+
+Prompts are padded on the left inside this engine, because transformers batches that way; requests and results stay ragged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vapo_mcore.rollout.base import Generation, GenerationRequest, Replica, SamplingConfig
+from vapo_mcore.rollout.hf_folder import require_supported, stop_token_ids
+from vapo_mcore.rollout.stateful import StatefulEngine
+from vapo_mcore.rollout.token_sampling import draw, uniform_numbers
+
+CACHE_BYTES = 1 << 30
+COMPACT_BELOW = 0.75  # share of unfinished rows under which the finished ones are dropped from the KV cache
+
+
+class TransformersEngine(StatefulEngine):
+    """A rollout engine on ``AutoModelForCausalLM`` (see RolloutEngine); weights are kept in ``dtype`` on ``device``.
+
+    A response depends on its request and on the weights, not on the other requests of the call, up to the rounding of batched
+    matrix products.
+    """
+
+    def __init__(self, folder: str | Path, dtype: torch.dtype, replica: Replica, *, max_model_len: int, device: torch.device) -> None:
+        architecture = require_supported(folder, max_model_len)
+        self.stop_ids = torch.tensor(stop_token_ids(folder), device=device)
+        self.device, self.dtype = device, dtype
+        self.model = _uninitialised_model(folder, dtype).to(device)
+        self._parameters = dict(self.model.named_parameters())
+        shapes = {name: tuple(parameter.shape) for name, parameter in self._parameters.items()}
+        super().__init__(replica, shapes, vocab_size=architecture.vocab_size, max_model_len=max_model_len)
+        values_per_token = 2 * architecture.num_layers * architecture.num_key_value_heads * architecture.head_dim
+        self._cached_tokens = CACHE_BYTES // (values_per_token * dtype.itemsize)
+        self._sleep()
+
+    def _sleep(self) -> None:
+        for parameter in self._parameters.values():
+            parameter.data = parameter.data.new_empty(0)
+
+    def _wake_weights(self) -> None:
+        for name, parameter in self._parameters.items():
+            parameter.data = torch.empty(self.parameter_shapes[name], dtype=self.dtype, device=self.device)
+
+    def _wake_kv_cache(self) -> None:
+        """The cache lives only while it generates."""
+
+    def _load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        for name, tensor in weights:
+            self._parameters[name].data.copy_(tensor)
+
+    @torch.inference_mode()
+    def _generate(self, requests: Sequence[GenerationRequest], sampling: SamplingConfig) -> list[Generation]:
+        by_length = sorted(range(len(requests)), key=lambda i: len(requests[i].prompt_token_ids))
+        generations: dict[int, Generation] = {}
+        while by_length:
+            longest = len(requests[by_length[-1]].prompt_token_ids) + sampling.max_tokens
+            rows = max(1, self._cached_tokens // longest)
+            by_length, batch = by_length[:-rows], by_length[-rows:]
+            generations |= zip(batch, self._generate_batch([requests[i] for i in batch], sampling), strict=True)
+        return [generations[i] for i in range(len(requests))]
+
+    def _generate_batch(self, requests: list[GenerationRequest], sampling: SamplingConfig) -> list[Generation]:
+        """One padded batch. ``rows`` are the requests in the KV cache, ``live`` marks those of them that are unfinished."""
+        n, steps = len(requests), sampling.max_tokens
+        uniforms = uniform_numbers([request.seed for request in requests], steps).to(self.device)
+        tokens = torch.zeros((n, steps), dtype=torch.int64, device=self.device)
+        logprobs = torch.zeros((n, steps), dtype=torch.float32, device=self.device)
+        lengths = torch.full((n,), steps, device=self.device)
+        stopped = torch.zeros(n, dtype=torch.bool, device=self.device)
+        rows, live = torch.arange(n, device=self.device), torch.ones(n, dtype=torch.bool, device=self.device)
+        batch = _LeftPaddedBatch(self.model, [request.prompt_token_ids for request in requests], self.device)
+        for step in range(steps):
+            sampled, drawn_logprobs = draw(batch.logits, uniforms[rows, step], sampling)
+            tokens[rows[live], step], logprobs[rows[live], step] = sampled[live], drawn_logprobs[live]
+            ended = live & torch.isin(sampled, self.stop_ids)
+            lengths[rows[ended]], stopped[rows[ended]] = step + 1, True
+            live &= ~ended
+            unfinished = int(live.sum())
+            if unfinished == 0 or step == steps - 1:
+                break
+            if unfinished < COMPACT_BELOW * len(rows):
+                keep = live.nonzero()[:, 0]
+                batch.select(keep)
+                rows, live, sampled = rows[keep], live[keep], sampled[keep]
+            batch.append(sampled)
+        return [
+            Generation(request, ids[:length], values[:length], "stop" if stop else "length")
+            for request, ids, values, length, stop in zip(
+                requests, tokens.tolist(), logprobs.tolist(), lengths.tolist(), stopped.tolist(), strict=True
+            )
+        ]
+
+
+class _LeftPaddedBatch:
+    """Prompts in a model's KV cache, and the logits ``[n, vocab]`` of each row's next token."""
+
+    def __init__(self, model: Any, prompts: Sequence[Sequence[int]], device: torch.device) -> None:
+        from transformers import DynamicCache
+
+        self.model = model
+        longest = max(len(prompt) for prompt in prompts)
+        ids = torch.tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts], device=device)
+        self.mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
+        self.cache = DynamicCache(config=model.config)
+        self.logits = self._forward(ids, (self.mask.cumsum(-1) - 1).clamp(min=0))
+
+    def append(self, tokens: Tensor) -> None:
+        """Feed one token ``[n]`` to each row."""
+        self.mask = torch.cat([self.mask, self.mask.new_ones((len(tokens), 1))], dim=1)
+        self.logits = self._forward(tokens[:, None], self.mask.sum(-1, keepdim=True) - 1)
+
+    def select(self, rows: Tensor) -> None:
+        """Keep only ``rows``, in that order."""
+        self.cache.batch_select_indices(rows)
+        self.mask, self.logits = self.mask[rows], self.logits[rows]
+
+    def _forward(self, ids: Tensor, positions: Tensor) -> Tensor:
+        output = self.model(
+            input_ids=ids,
+            attention_mask=self.mask,
+            position_ids=positions,
+            past_key_values=self.cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        return output.logits[:, -1]
+
+
+def _uninitialised_model(folder: str | Path, dtype: torch.dtype) -> Any:
+    """The model with buffers (rotary frequencies) as they should be and parameters of any value: a sync brings them."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.initialization import no_init_weights
+
+    config = AutoConfig.from_pretrained(str(folder), local_files_only=True)
+    with no_init_weights():
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+    model.tie_weights()
+    return model.eval().requires_grad_(False)

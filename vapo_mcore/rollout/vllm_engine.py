@@ -1,0 +1,241 @@
+"""vLLM inside the training processes: each replica is a run of contiguous ranks that all schedule alike.
+
+vLLM is imported when an engine is built. What is particular to it, and why it is set:
+
+- ``external_launcher``: every rank runs the whole scheduler and its own shard of the model, in step with its replica's other ranks;
+- ``load_format="dummy"``: the first weights arrive through the same sync as all later ones, and no rank reads the checkpoint;
+- ``logprobs_mode="processed_logprobs"``: log-probs of the distribution that was sampled from, not of the raw logits;
+- no tokenizer, no generation config: requests and results are token ids, the stop ids are given explicitly, and no default of the
+  model folder (a repetition penalty, a top-k) can slip into the sampling.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.util
+import os
+import random
+import uuid
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from vapo_mcore.config.schema import VllmConfig
+from vapo_mcore.errors import ConfigError, RolloutError
+from vapo_mcore.rollout.base import Generation, GenerationRequest, Replica, SamplingConfig
+from vapo_mcore.rollout.hf_folder import parameter_shapes, require_supported, stop_token_ids
+from vapo_mcore.rollout.stateful import StatefulEngine
+from vapo_mcore.rollout.weight_stream import listed
+
+RUN_KEY = "vapo_mcore_run"  # in vLLM's additional_config: the name of this run, for RunScopedCPUWorker
+_HAS_CUDA = torch.cuda.is_available()
+
+
+class VllmEngine(StatefulEngine):
+    """A rollout engine on vLLM (see RolloutEngine). All ranks construct it together, inside an initialised process group.
+
+    On CUDA the states are vLLM's sleep mode: asleep is level 2 (weights and KV cache discarded). vLLM's CPU backend cannot release
+    its memory, so there the states only guard the order of calls.
+    """
+
+    def __init__(
+        self, folder: str | Path, dtype: torch.dtype, config: VllmConfig, replica: Replica, *, rank: int, max_model_len: int, seed: int
+    ) -> None:
+        _require_installed()
+        architecture = require_supported(folder, max_model_len)
+        self._stop_ids = list(stop_token_ids(folder))
+        shapes = parameter_shapes(folder)
+        _prepare_environment(rank)
+        with _random_state_kept(), warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # vLLM's own use of deprecated torch names
+            self._llm = _start(_engine_arguments(folder, dtype, config, replica, max_model_len=max_model_len, seed=seed))
+        super().__init__(replica, shapes, vocab_size=architecture.vocab_size, max_model_len=max_model_len)
+        _require_parameters_of(self._llm, shapes)
+        self._sleep()
+
+    def _sleep(self) -> None:
+        if _HAS_CUDA:
+            self._llm.sleep(level=2)
+
+    def _wake_weights(self) -> None:
+        if _HAS_CUDA:
+            self._llm.wake_up(tags=["weights"])
+
+    def _wake_kv_cache(self) -> None:
+        if _HAS_CUDA:
+            self._llm.wake_up(tags=["kv_cache"])
+        if not self._llm.reset_prefix_cache():
+            raise RolloutError("vLLM could not drop its prefix cache after a weight sync: requests are still running")
+
+    def _load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights)})
+        unloaded = self._llm.apply_model(_parameters_without_storage)[0]
+        if unloaded:
+            raise RolloutError(f"vLLM left parameters without values after a weight sync: {listed(unloaded)}")
+
+    def _generate(self, requests: Sequence[GenerationRequest], sampling: SamplingConfig) -> list[Generation]:
+        prompts = [{"prompt_token_ids": list(request.prompt_token_ids)} for request in requests]
+        parameters = [_sampling_parameters(request, sampling, self._stop_ids) for request in requests]
+        with _random_state_kept(), _uncompiled_on_cpu():
+            outputs = self._llm.generate(prompts, parameters, use_tqdm=False)
+        generations = [_generation(request, output.outputs[0]) for request, output in zip(requests, outputs, strict=True)]
+        self._require_agreement(generations)
+        return generations
+
+    def _require_agreement(self, generations: Sequence[Generation]) -> None:
+        """The ranks of a replica must hold the same responses; training on anything else would mix them up silently."""
+        if self.replica.size == 1:
+            return
+        from vllm.distributed.parallel_state import get_tp_group
+
+        digest = hashlib.blake2b(digest_size=8)
+        for generation in generations:
+            digest.update(np.asarray([len(generation.token_ids), *generation.token_ids], dtype=np.int64).tobytes())
+        mine = torch.tensor([int.from_bytes(digest.digest(), "little", signed=True)])
+        all_ranks = mine.new_empty(self.replica.size)
+        dist.all_gather_into_tensor(all_ranks, mine, group=get_tp_group().cpu_group)
+        if not bool((all_ranks == mine).all()):
+            raise RolloutError(f"the ranks of rollout replica {self.replica.index} sampled different responses to the same requests")
+
+
+def _require_installed() -> None:
+    if importlib.util.find_spec("vllm") is None:
+        raise ConfigError(
+            "rollout.engine = 'vllm', but vLLM is not installed in this Python environment; install vapo-mcore[gpu] (with CUDA) or "
+            "vapo-mcore[cpu], or set rollout.engine: transformers"
+        )
+
+
+def _prepare_environment(rank: int) -> None:
+    """Environment variables that vLLM reads when it is imported or started."""
+    if not dist.is_initialized():
+        raise RolloutError("the process group must exist before the vLLM engine: it is how the ranks of a replica talk")
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine lives in this process
+    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # training in the same process needs its threads where they are
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.setdefault("RANK", str(rank))  # torchrun sets these two; a world of one may be without
+    os.environ.setdefault("LOCAL_RANK", "0")
+    allocator = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "") + os.environ.get("PYTORCH_ALLOC_CONF", "")
+    if _HAS_CUDA and "expandable_segments:true" in allocator.lower():
+        raise ConfigError("PYTORCH_CUDA_ALLOC_CONF has expandable_segments:True, which vLLM's sleep mode cannot work with; unset it")
+
+
+def _engine_arguments(
+    folder: str | Path, dtype: torch.dtype, config: VllmConfig, replica: Replica, *, max_model_len: int, seed: int
+) -> dict[str, Any]:
+    """Arguments of ``vllm.LLM``."""
+    arguments: dict[str, Any] = {
+        "model": str(folder),
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "generation_config": "vllm",
+        "dtype": str(dtype).removeprefix("torch."),
+        "tensor_parallel_size": replica.size,
+        "distributed_executor_backend": "external_launcher",
+        "enforce_eager": config.enforce_eager,
+        "max_model_len": max_model_len,
+        "max_num_seqs": config.max_num_seqs,
+        "max_num_batched_tokens": config.max_num_batched_tokens,
+        "num_gpu_blocks_override": config.num_gpu_blocks,
+        "logprobs_mode": "processed_logprobs",
+        "seed": seed % 2**32,  # numpy's range; every response has a seed of its own, this one only has to be equal on all ranks
+        "disable_log_stats": True,
+    }
+    if _HAS_CUDA:
+        return arguments | {"enable_sleep_mode": True, "gpu_memory_utilization": config.gpu_memory_utilization}
+    return arguments | {
+        "kv_cache_memory_bytes": int(config.kv_cache_gib * 2**30),
+        "worker_cls": "vapo_mcore.rollout.vllm_worker.RunScopedCPUWorker",
+        "additional_config": {RUN_KEY: _run_key()},
+    }
+
+
+def _run_key() -> str:
+    """A random name that all ranks agree on."""
+    key = [uuid.uuid4().hex[:12]]
+    dist.broadcast_object_list(key, src=0)
+    return key[0]
+
+
+def _start(arguments: dict[str, Any]) -> Any:
+    try:
+        from vllm import LLM
+    except ImportError as error:
+        raise RolloutError(f"vLLM is installed but cannot be imported: {error}; repair it or set rollout.engine: transformers") from error
+    try:
+        return LLM(**arguments)
+    except (ValueError, RuntimeError, torch.OutOfMemoryError) as error:
+        raise RolloutError(f"vLLM could not start with model {arguments['model']!r}: {error}") from error
+
+
+def _require_parameters_of(llm: Any, shapes: dict[str, tuple[int, ...]]) -> None:
+    """vLLM's own parameters, unpacked (``qkv_proj`` -> ``q_proj``, ...), must be the HF names: then a complete sync fills all of them."""
+    names, packed = llm.apply_model(lambda model: ([name for name, _ in model.named_parameters()], dict(model.packed_modules_mapping)))[0]
+    unpacked: set[str] = set()
+    for name in names:
+        module, _, leaf = name.rpartition(".")
+        parent, _, module = module.rpartition(".")
+        unpacked |= {".".join(filter(None, (parent, part, leaf))) for part in packed.get(module, [module])}
+    if unpacked != set(shapes):
+        raise RolloutError(
+            "vLLM builds another model from this folder than transformers does; only in vLLM: "
+            f"{listed(unpacked - set(shapes)) or 'nothing'}; only in transformers: {listed(set(shapes) - unpacked) or 'nothing'}"
+        )
+
+
+def _parameters_without_storage(model: torch.nn.Module) -> list[str]:
+    return [name for name, parameter in model.named_parameters() if parameter.is_meta]
+
+
+def _sampling_parameters(request: GenerationRequest, sampling: SamplingConfig, stop_ids: list[int]) -> Any:
+    from vllm import SamplingParams
+
+    return SamplingParams(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        max_tokens=sampling.max_tokens,
+        seed=request.seed,
+        stop_token_ids=stop_ids,
+        logprobs=0,  # of the sampled token only
+        flat_logprobs=True,
+        detokenize=False,
+    )
+
+
+def _generation(request: GenerationRequest, completion: Any) -> Generation:
+    token_ids, logprobs = list(completion.token_ids), completion.logprobs
+    if completion.finish_reason not in ("stop", "length") or logprobs is None or logprobs.token_ids != token_ids:
+        raise RolloutError(
+            f"vLLM did not complete the response to {request.prompt_id!r} (sample {request.sample_index}): finish reason "
+            f"{completion.finish_reason!r}, {len(token_ids)} tokens, {len(logprobs or [])} log-probs"
+        )
+    return Generation(request, token_ids, logprobs.logprobs, completion.finish_reason)
+
+
+@contextlib.contextmanager
+def _random_state_kept() -> Iterator[None]:
+    """vLLM seeds and draws from the process's random generators; training in the same process must not notice."""
+    python, numpy_state = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[torch.cuda.current_device()] if _HAS_CUDA else []):
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpy_state)
+
+
+def _uncompiled_on_cpu() -> contextlib.AbstractContextManager[Any]:
+    """vLLM compiles a one-line helper (the rank of the sampled token) at the first generation; a C++ compiler takes some 15 s for it.
+
+    In eager mode it gives the same numbers at the same speed. On CUDA compilation is left to vLLM.
+    """
+    return contextlib.nullcontext() if _HAS_CUDA else torch.compiler.set_stance("force_eager")
