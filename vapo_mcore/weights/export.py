@@ -143,7 +143,9 @@ class Exporter:
             return
         local = torch.cat(list(shards))
         gathered = local.new_empty((tp, local.numel()))
-        dist.all_gather_into_tensor(gathered.view(-1).view(torch.uint8), local.view(torch.uint8), group=self.parallel.tensor_model_parallel_group)
+        dist.all_gather_into_tensor(
+            gathered.view(-1).view(torch.uint8), local.view(torch.uint8), group=self.parallel.tensor_model_parallel_group
+        )
         sizes = [shard.numel() for shard in shards]
         del local
         yield from gathered.split(sizes, dim=1)

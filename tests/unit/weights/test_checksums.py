@@ -23,7 +23,17 @@ def test_equal_bits_equal_checksum(dtype: torch.dtype, shape: tuple[int, ...]) -
 def test_every_small_change_shows() -> None:
     base = torch.randn(50, 7, generator=torch.Generator().manual_seed(2))
     seen = {tensor_checksum(base)}
-    changed = [base.flip(0), base.flip(1), base.roll(1, 0), base.roll(1, 1), base.t(), base.reshape(7, 50), base.reshape(-1), base.bfloat16(), -base]
+    changed = [
+        base.flip(0),
+        base.flip(1),
+        base.roll(1, 0),
+        base.roll(1, 1),
+        base.t(),
+        base.reshape(7, 50),
+        base.reshape(-1),
+        base.bfloat16(),
+        -base,
+    ]
     changed += [base.view(torch.int32).bitwise_xor(bit).view(torch.float32) for bit in (1, 1 << 20)]
     for first in range(0, 50, 7):
         for second in range(first + 1, 50, 5):

@@ -94,7 +94,9 @@ def test_transformer_engine_names_are_the_same_parameters() -> None:
 def test_local_experts_get_global_numbers() -> None:
     arch = make_arch(family="qwen3_moe", num_experts=4, num_experts_per_token=1, moe_ffn_hidden_size=8)
     for spelling in (0, 1):
-        few = Chunk(make_arch(family="qwen3_moe", num_experts=2, num_experts_per_token=1, moe_ffn_hidden_size=8), "policy", spelling=spelling)
+        few = Chunk(
+            make_arch(family="qwen3_moe", num_experts=2, num_experts_per_token=1, moe_ffn_hidden_size=8), "policy", spelling=spelling
+        )
         names = {plan_entry.hf_names[-1] for plan_entry in _held(arch, few) if plan_entry.is_expert}
         assert names == {f"model.layers.{n}.mlp.experts.{e}.{p}_proj.weight" for n in (0, 1) for e in (2, 3) for p in ("up", "down")}
 

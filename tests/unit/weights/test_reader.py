@@ -50,7 +50,9 @@ def test_tensors_and_parts_are_exact(sharded: Path, monkeypatch: pytest.MonkeyPa
             folder.read("c")
 
 
-@pytest.mark.parametrize("name", ["../evil.safetensors", "/etc/evil.safetensors", "sub/evil.safetensors", "..\\evil.safetensors", "a.bin", 3])
+@pytest.mark.parametrize(
+    "name", ["../evil.safetensors", "/etc/evil.safetensors", "sub/evil.safetensors", "..\\evil.safetensors", "a.bin", 3]
+)
 def test_path_tricks_in_the_index_are_refused(sharded: Path, name: object) -> None:
     save_file({"a": torch.zeros(1)}, sharded.parent / "evil.safetensors")
     write_index(sharded, {"a": name})
