@@ -8,6 +8,8 @@ Frames used below, all flat over the sequences of one micro-batch:
 
 Padding rule: with CP > 1 each sequence is padded to a multiple of ``2 * cp``; the total is padded to a multiple of
 ``tp * 2 * cp`` (``tp`` when cp = 1) by lengthening the last sequence, so that sequence parallelism divides each rank's part.
+``pad_to`` asks for a larger total; the difference becomes sequences of pads of their own, kept short so that attention over them
+is cheap (pipeline schedules that need equal shapes use it).
 
 Split rule (Megatron-Core and Transformer Engine, load-balanced causal attention): a padded sequence of L tokens is cut into
 ``2 * cp`` chunks, and rank r holds chunk r and then chunk ``2 * cp - 1 - r``; ranks hold their parts sequence after sequence.
@@ -34,6 +36,20 @@ def pad_multiples(context_parallel_size: int, tensor_parallel_size: int) -> tupl
     return sequence, sequence * tensor_parallel_size
 
 
+PAD_SEQUENCE_TOKENS = 512
+"""About how long a sequence of pads is made (a multiple of the total's multiple): attention over them stays linear."""
+
+
+def _pad_sequences(needed: int, pad_to: int | None, multiple: int, *, dummy: bool) -> Tensor:
+    """Lengths of the sequences of pads that fill a layout up, int64; at least one for a layout without sequences."""
+    target = max(pad_to or needed, multiple if dummy else 0)
+    if target < needed or (target - needed) % multiple:
+        raise ValueError(f"cannot pad {needed} tokens to {pad_to}: it must not be below and the difference a multiple of {multiple}")
+    size = max(1, PAD_SEQUENCE_TOKENS // multiple) * multiple
+    whole, rest = divmod(target - needed, size)
+    return torch.tensor([size] * whole + [rest] * (rest > 0), dtype=torch.int64)
+
+
 class ThdLayout:
     """Padded and split view of the sequences of one micro-batch, seen from one context-parallel rank.
 
@@ -42,10 +58,12 @@ class ThdLayout:
             dummy sequence of pads as long as the pad multiple, with ``num_tokens`` 0.
         context_parallel_size, context_parallel_rank: degree and rank of the context-parallel group.
         tensor_parallel_size: degree of tensor (and sequence) parallelism.
+        pad_to: padded tokens in all, at least what the sequences need and a multiple of the total's multiple; None: no more
+            than needed.
         device: where the index tensors live; tensors given to the methods must be on it.
 
     Raises:
-        ValueError: a length below 1, or a rank outside the group.
+        ValueError: a length below 1, a rank outside the group, or a ``pad_to`` that cannot be met.
     """
 
     def __init__(
@@ -55,6 +73,7 @@ class ThdLayout:
         context_parallel_size: int = 1,
         context_parallel_rank: int = 0,
         tensor_parallel_size: int = 1,
+        pad_to: int | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
         if not 0 <= context_parallel_rank < context_parallel_size:
@@ -66,11 +85,16 @@ class ThdLayout:
         self.context_parallel_rank = context_parallel_rank
         self.device = torch.device(device)
         sequence_multiple, total_multiple = pad_multiples(context_parallel_size, tensor_parallel_size)
+        padded = (real + sequence_multiple - 1).div(sequence_multiple, rounding_mode="floor") * sequence_multiple
         if real.numel():
-            padded = (real + sequence_multiple - 1).div(sequence_multiple, rounding_mode="floor") * sequence_multiple
             padded[-1] += -int(padded.sum()) % total_multiple
-        else:
-            padded = torch.tensor([total_multiple])
+        padded = torch.cat([padded, _pad_sequences(int(padded.sum()), pad_to, total_multiple, dummy=not real.numel())])
+        self._arguments = {
+            "context_parallel_size": context_parallel_size,
+            "context_parallel_rank": context_parallel_rank,
+            "tensor_parallel_size": tensor_parallel_size,
+            "device": device,
+        }
         self.is_dummy = real.numel() == 0
         self.num_tokens = int(real.sum())
         self.num_padded_tokens = int(padded.sum())
@@ -83,6 +107,9 @@ class ThdLayout:
     def _build_indices(self, real: Tensor, padded: Tensor) -> None:
         """All index tensors, on the host first: a few small vector operations, then one copy each to the device."""
         cp, rank = self.context_parallel_size, self.context_parallel_rank
+        count = real.numel()
+        # Sequences of pads alone, a dummy's included, are sequences of length 0 here.
+        real = torch.cat([real, real.new_zeros(padded.numel() - count)])
         starts, starts_padded = cumulative(real), cumulative(padded)
         # Local frame -> padded frame. With one rank the "two chunks" are the whole sequence.
         owner = segment_ids(padded // cp)
@@ -90,7 +117,7 @@ class ThdLayout:
         chunk = (padded // (2 * cp) if cp > 1 else padded)[owner]
         second = offset >= chunk
         position = torch.where(second, (2 * cp - 1 - rank) * chunk + offset - chunk, rank * chunk + offset)
-        is_real = position < real[owner] if real.numel() else torch.zeros_like(second)
+        is_real = position < real[owner]
         # Packed frame -> all ranks' local frames laid end to end (what an all-gather over the group returns).
         token_owner, token_position = segment_ids(real), segment_positions(real)
         token_chunk = (padded // (2 * cp) if cp > 1 else padded)[token_owner]
@@ -101,15 +128,19 @@ class ThdLayout:
         def put(x: Tensor) -> Tensor:
             return x.to(self.device, non_blocking=True)
 
-        self.lengths, self.padded_lengths = put(real), put(padded)
-        self.cu_seqlens, self.cu_seqlens_padded = put(starts), put(starts_padded.to(torch.int32))
+        self.lengths, self.padded_lengths = put(real[:count]), put(padded)
+        self.cu_seqlens, self.cu_seqlens_padded = put(starts[: count + 1]), put(starts_padded.to(torch.int32))
         self.local_index = put(starts_padded[owner] + position)
         self.position_ids = put(position)
         self.local_token_mask = put(is_real)
         self.unshard_index = put(holder * self.num_local_tokens + in_holder)
         self._real_slots = put(is_real.nonzero().squeeze(1))
-        self._real_sources = put((starts[owner] + position)[is_real] if real.numel() else starts[:0])
-        self._first, self._last = put(starts[:-1]), put(starts[1:] - 1)
+        self._real_sources = put((starts[owner] + position)[is_real])
+        self._first, self._last = put(starts[:count]), put(starts[1 : count + 1] - 1)
+
+    def with_padding(self, pad_to: int) -> ThdLayout:
+        """The same sequences in a layout of ``pad_to`` padded tokens."""
+        return self if pad_to == self.num_padded_tokens else ThdLayout(self.lengths_list, pad_to=pad_to, **self._arguments)
 
     @property
     def num_sequences(self) -> int:

@@ -42,15 +42,15 @@ class _GatherContext(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
-        gathered = local.new_empty((group.size(), *local.shape))
+        gathered = local.new_empty((group.size() * local.shape[0], *local.shape[1:]))
         dist.all_gather_into_tensor(gathered, local.contiguous(), group=group)
-        return gathered
+        return gathered.view(group.size(), *local.shape)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
         group = ctx.group
         local = grad.new_empty(grad.shape[1:])
-        dist.reduce_scatter_tensor(local, grad.contiguous(), group=group)
+        dist.reduce_scatter_tensor(local, grad.flatten(0, 1), group=group)
         return local, None
 
 

@@ -12,7 +12,7 @@ Everything runs through Megatron-Core's pipeline schedules. Two conventions meet
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -158,7 +158,7 @@ class MegatronModel:
         """
         names = outputs or (("values",) if self.role == "critic" else ("logprobs",))
         raw_names = ("values",) if self.role == "critic" else names
-        feed = _Feed(microbatches)
+        feed = _Feed(self._equal_shapes(microbatches))
 
         def collect(output: Tensor, number: int) -> dict[str, Tensor]:
             return self._head_outputs(output, self._prepare(feed, number), temperature, "entropy" in raw_names)
@@ -166,7 +166,7 @@ class MegatronModel:
         stored = self._run(feed, collect, forward_only=True)
         result: dict[str, list[Tensor]] = {name: [] for name in names}
         for name in raw_names:
-            gathered = self._gather_outputs(microbatches, [entry[name] for entry in stored] if stored else None)
+            gathered = self._gather_outputs(feed.microbatches, [entry[name] for entry in stored] if stored else None)
             for microbatch, packed in zip(microbatches, gathered, strict=True):
                 if name in result:
                     result[name].append(microbatch.layout.shift_right(packed, 0.0))
@@ -202,7 +202,7 @@ class MegatronModel:
     def accumulate(self, microbatches: Sequence[MicroBatch], loss: LossFunction) -> dict[str, float]:
         """Forward and backward alone: gradients of the mini-batch in the buffers, and its reduced statistics."""
         assert self.optimizer is not None, f"the {self.role} was built without an optimizer"
-        feed = _Feed(microbatches, tuple(loss.tensors))
+        feed = _Feed(self._equal_shapes(microbatches), tuple(loss.tensors))
         for chunk in self.wrapped:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
@@ -240,6 +240,17 @@ class MegatronModel:
 
     # ------------------------------------------------------------------ shared
 
+    def _equal_shapes(self, microbatches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
+        """The same micro-batches, padded to one size where the interleaved schedule runs.
+
+        Megatron's exchange of shapes mixes up the two directions between two interleaved stages (both neighbours are the same
+        rank), so shapes do not travel there: they are equal instead.
+        """
+        if self.config.variable_seq_lengths:
+            return microbatches
+        size = max(microbatch.layout.num_padded_tokens for microbatch in microbatches)
+        return [replace(microbatch, layout=microbatch.layout.with_padding(size)) for microbatch in microbatches]
+
     def _run(self, feed: _Feed, finish: Callable[[Tensor, int], Any], *, forward_only: bool) -> list[Any]:
         """Drive Megatron's schedule; ``finish`` turns an output of the last stage into what is stored."""
         from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -255,7 +266,8 @@ class MegatronModel:
                 data_iterator=feed.iterators(len(self.wrapped)),
                 model=self.wrapped if len(self.wrapped) > 1 else self.wrapped[0],
                 num_microbatches=len(feed.microbatches),
-                seq_length=1,  # shapes travel with the tensors: variable_seq_lengths
+                # with variable_seq_lengths shapes travel with the tensors and this is ignored
+                seq_length=feed.microbatches[0].layout.num_padded_tokens,
                 micro_batch_size=1,
                 forward_only=forward_only,
                 collect_non_loss_data=forward_only,

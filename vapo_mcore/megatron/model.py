@@ -115,11 +115,15 @@ def transformer_config(architecture: ModelArchitecture, model: ModelConfig, para
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
-        variable_seq_lengths=True,
+        variable_seq_lengths=parallel.virtual_pipeline_model_parallel_size is None,  # see MegatronModel._equal_shapes
         moe_token_dispatcher_type="alltoall",  # variable_seq_lengths is refused with the default one, dense models included
         calculate_per_token_loss=True,
         batch_p2p_comm=False,
-        perform_initialization=False,  # every weight comes from a file
+        # Every weight comes from a file. Leaving initialisation out is no option: without it Megatron does not mark
+        # tensor-parallel weights as such, and the gradient norm then misses all shards but the first.
+        init_method=_uninitialized,
+        output_layer_init_method=_uninitialized,
+        embedding_init_method=_uninitialized,
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
         bias_dropout_fusion=False,
@@ -129,6 +133,10 @@ def transformer_config(architecture: ModelArchitecture, model: ModelConfig, para
         deallocate_pipeline_outputs=True,
         **recompute,
     )
+
+
+def _uninitialized(weight: Tensor) -> Tensor:
+    return weight
 
 
 def packed_block_spec(config: Any, attention: Attention, vp_stage: int | None) -> Any:

@@ -1,0 +1,175 @@
+"""A fixed small training problem and its right answers in float64, from plain transformers without packing.
+
+The batch has responses of length 1 and 2, a response whose tokens are all masked, and one with a masked gap in its middle
+(a tool call). Nothing here uses the code under test.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+SHAPES = [(3, 5), (1, 1), (4, 2), (2, 9), (6, 1), (5, 12), (3, 7), (2, 3), (4, 6), (1, 10), (2, 17), (3, 4)]
+"""(prompt, response) tokens of each sequence."""
+FULLY_MASKED, WITH_GAP = 8, 5
+POSITIVE = (0, 3, 5, 9)
+CLIP_LOW, CLIP_HIGH, MU, ENTROPY, VALUE_CLIP = 0.2, 0.28, 0.1, 0.01, 0.3
+MAX_LENGTH = 20
+VOCAB = 70
+MODELS = ("qwen2", "qwen2_tied", "qwen3", "llama_tied", "one_kv_head")
+
+
+def make_model(name: str, folder: Path) -> None:
+    """Write a random float32 HF model of four layers; all have more than two heads, GQA and an odd vocabulary."""
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+    common = dict(
+        vocab_size=VOCAB,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        tie_word_embeddings=name.endswith("tied"),
+        initializer_range=0.15,
+    )
+    torch.manual_seed(sum(map(ord, name)))
+    model: torch.nn.Module
+    if name.startswith("qwen2"):
+        model = Qwen2ForCausalLM(Qwen2Config(**common))
+    elif name == "qwen3":
+        model = Qwen3ForCausalLM(Qwen3Config(**common, head_dim=24))
+    elif name == "one_kv_head":
+        model = Qwen3ForCausalLM(Qwen3Config(**(common | {"num_key_value_heads": 1}), head_dim=16))
+    else:
+        scaling = {
+            "rope_type": "llama3",
+            "factor": 4.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+            "rope_theta": 10000.0,
+        }
+        model = LlamaForCausalLM(LlamaConfig(**common, rope_parameters=scaling))
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            if parameter.ndim == 1:  # biases and norms that would hide a wrong mapping if they were all 0 or 1
+                parameter.add_(torch.randn_like(parameter) * (0.1 if "norm" in parameter_name else 0.3))
+    model.save_pretrained(folder)
+
+
+def make_batch() -> dict[str, list[Tensor]]:
+    """Token-aligned tensors, one list entry a sequence."""
+    generator = torch.Generator().manual_seed(7)
+    batch: dict[str, list[Tensor]] = {}
+    for row, (prompt, response) in enumerate(SHAPES):
+        length = prompt + response
+        mask = torch.arange(length) >= prompt
+        if row == FULLY_MASKED:
+            mask = torch.zeros(length, dtype=torch.bool)
+        if row == WITH_GAP:
+            mask[prompt + 3 : prompt + 6] = False
+        columns = {
+            "tokens": torch.randint(0, VOCAB, (length,), generator=generator),
+            "response_mask": mask,
+            "advantages": torch.randn(length, generator=generator),
+            "noise": torch.randn(length, generator=generator) * 0.2,
+            "returns": torch.rand(length, generator=generator),
+            "old_values": torch.randn(length, generator=generator) * 0.3,
+            "positive": mask & torch.tensor(row in POSITIVE),
+        }
+        for name, value in columns.items():
+            batch.setdefault(name, []).append(value)
+    return batch
+
+
+def head_weights(hidden_size: int) -> tuple[Tensor, Tensor]:
+    """A value head that is not zero, so that the trunk receives gradients: weight [1, hidden], bias [1]."""
+    generator = torch.Generator().manual_seed(11)
+    return torch.randn(1, hidden_size, generator=generator) * 0.1, torch.full((1,), 0.05)
+
+
+def per_token_weights(batch: dict[str, list[Tensor]], aggregation: str) -> list[Tensor]:
+    """Weight of each token's term in the loss, from the definitions of the three aggregations."""
+    counts = [int(mask.sum()) for mask in batch["response_mask"]]
+    used = sum(count > 0 for count in counts)
+    scale = {
+        "token": [1 / sum(counts)] * len(counts),
+        "sequence": [1 / (used * max(count, 1)) for count in counts],
+        "fixed_length": [1 / (used * MAX_LENGTH)] * len(counts),
+    }[aggregation]
+    return [mask.double() * factor for mask, factor in zip(batch["response_mask"], scale, strict=True)]
+
+
+class Oracle:
+    """Right answers of one model: forward quantities, then losses with their gradients, all in float64."""
+
+    def __init__(self, folder: Path, batch: dict[str, list[Tensor]]) -> None:
+        os.environ["HF_HUB_OFFLINE"] = "1"
+        from transformers import AutoModelForCausalLM
+
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager")
+        self.batch = batch
+        self.tied = self.model.config.tie_word_embeddings
+        weight, bias = head_weights(self.model.config.hidden_size)
+        self.head = torch.nn.Parameter(weight.double()), torch.nn.Parameter(bias.double())
+
+    def policy_outputs(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Log-probs of each token (0 for the first) and entropies of the distributions they were drawn from."""
+        logprobs, entropies = [], []
+        for tokens in self.batch["tokens"]:
+            logp = torch.log_softmax(self.model(tokens[None]).logits[0, :-1], -1)
+            logprobs.append(torch.cat([logp.new_zeros(1), logp.gather(1, tokens[1:, None])[:, 0]]))
+            entropies.append(torch.cat([logp.new_zeros(1), -(logp.exp() * logp).sum(-1)]))
+        return logprobs, entropies
+
+    def values(self) -> tuple[list[Tensor], Tensor]:
+        """V(s_t) of each token (0 for the first), and the outputs at the last tokens."""
+        values, last = [], []
+        for tokens in self.batch["tokens"]:
+            hidden = self.model.model(tokens[None]).last_hidden_state[0]
+            raw = hidden @ self.head[0][0] + self.head[1]
+            values.append(torch.cat([raw.new_zeros(1), raw[:-1]]))
+            last.append(raw[-1])
+        return values, torch.stack(last)
+
+    def policy_loss(self, aggregation: str, old_logprobs: list[Tensor]) -> Tensor:
+        logprobs, entropies = self.policy_outputs()
+        weights = per_token_weights(self.batch, aggregation)
+        positives = sum(int(mask.sum()) for mask in self.batch["positive"])
+        tokens = sum(int(mask.sum()) for mask in self.batch["response_mask"])
+        total = torch.zeros((), dtype=torch.float64)
+        for row, logp in enumerate(logprobs):
+            ratio = (logp - old_logprobs[row]).exp()
+            advantage = self.batch["advantages"][row].double()
+            objective = torch.minimum(ratio * advantage, ratio.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH) * advantage)
+            total = total - (weights[row] * objective).sum()
+            total = total - MU * (logp * self.batch["positive"][row]).sum() / positives
+            total = total - ENTROPY * (entropies[row] * self.batch["response_mask"][row]).sum() / tokens
+        return total
+
+    def value_loss(self) -> Tensor:
+        values, _ = self.values()
+        weights = per_token_weights(self.batch, "token")
+        total = torch.zeros((), dtype=torch.float64)
+        for row, value in enumerate(values):
+            target, old = self.batch["returns"][row].double(), self.batch["old_values"][row].double()
+            clipped = old + (value - old).clamp(-VALUE_CLIP, VALUE_CLIP)
+            total = total + (weights[row] * 0.5 * torch.maximum((value - target) ** 2, (clipped - target) ** 2)).sum()
+        return total
+
+    def gradients(self, loss: Tensor, critic: bool) -> dict[str, Tensor]:
+        """HF name -> gradient; the head as ``score.*``."""
+        self.model.zero_grad(set_to_none=True)
+        for parameter in self.head:
+            parameter.grad = None
+        loss.backward()
+        result = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
+        if critic:
+            result |= {"score.weight": self.head[0].grad, "score.bias": self.head[1].grad}
+        return result

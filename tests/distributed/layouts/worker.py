@@ -1,0 +1,313 @@
+"""torchrun worker: every layout of one world size against the float64 answers and the single process. Prints one JSON line a case.
+
+    torchrun --nproc-per-node N worker.py WORKDIR
+
+WORKDIR holds the models; N = 1 writes the reference files that the other world sizes compare with.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import problem
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from vapo_mcore.algorithm.losses import policy_loss_terms, positive_nll_terms, value_loss_terms
+from vapo_mcore.config.architecture import read_architecture
+from vapo_mcore.config.schema import OptimizerConfig
+from vapo_mcore.data.microbatch import MicroBatch
+from vapo_mcore.data.thd import ThdLayout
+from vapo_mcore.megatron.engine import MegatronModel
+from vapo_mcore.megatron.parallel import ParallelContext, initialize_parallel
+from vapo_mcore.weights.export import Exporter
+from vapo_mcore.weights.loader import load_hf_into
+
+LR = 1e-3
+# eps well above the rounding noise of a gradient element (some 1e-9 where their root mean square is 2e-3): with AdamW's usual 1e-8 the update of an
+# element whose gradient is nearly zero is its noise, scaled up to a full learning rate.
+OPTIMIZER = OptimizerConfig(lr=LR, eps=1e-5, weight_decay=0.1, clip_grad=1.0, warmup_rollouts=0)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A layout with a model, and how the sequences are packed into micro-batches."""
+
+    model: str
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    vpp: int | None = None
+    sequence_parallel: bool | None = None
+    microbatches: int = 3
+    aggregation: str = "token"
+    recompute: str = "none"
+
+    @property
+    def name(self) -> str:
+        world = dist.get_world_size()
+        parts = [f"tp{self.tp}", f"pp{self.pp}", f"cp{self.cp}", f"dp{world // (self.tp * self.pp * self.cp)}"]
+        parts += [f"vpp{self.vpp}"] if self.vpp else []
+        parts += ["no_sp"] if self.sequence_parallel is False else []
+        parts += [self.recompute] if self.recompute != "none" else []
+        return "-".join([self.model, *parts, f"mb{self.microbatches}", self.aggregation])
+
+
+def cases(world: int) -> list[Case]:
+    every = problem.MODELS
+    if world == 1:
+        extra = [Case("qwen2", microbatches=1), Case("qwen2", microbatches=12), Case("qwen2", recompute="full"), Case("qwen3", recompute="selective")]
+        return [Case(model, aggregation=kind) for model in every for kind in ("token", "sequence", "fixed_length")] + extra
+    if world == 2:
+        result = [Case(model, **degrees) for model in every for degrees in ({"tp": 2}, {"pp": 2}, {"cp": 2}, {})]
+        result += [Case(model, pp=2, vpp=2) for model in ("qwen2", "qwen2_tied", "qwen3")]
+        result += [Case("qwen2", tp=2, sequence_parallel=False), Case("qwen3", tp=2, sequence_parallel=False)]
+        result += [Case("qwen2", **degrees, aggregation=kind) for degrees in ({"cp": 2}, {}) for kind in ("sequence", "fixed_length")]
+        result += [Case("qwen2", microbatches=m) for m in (1, 7)] + [Case("llama_tied", pp=2, vpp=2, microbatches=1)]
+        result += [Case("qwen2_tied", tp=2, recompute="full"), Case("qwen3", tp=2, recompute="selective"), Case("qwen2", cp=2, recompute="full")]
+        return result
+    if world == 4:
+        degrees4: tuple[dict[str, Any], ...] = ({"tp": 2, "pp": 2}, {"tp": 2, "cp": 2}, {"pp": 2, "cp": 2}, {"tp": 2}, {"tp": 4}, {"pp": 2, "vpp": 2})
+        return [Case(model, **degrees) for model in ("qwen2", "qwen2_tied", "qwen3") for degrees in degrees4] + [
+            Case("one_kv_head", tp=2, pp=2),
+            Case("llama_tied", tp=2, pp=2),
+            Case("qwen2", cp=4),
+            Case("qwen2", pp=4),
+            Case("qwen2", tp=2, cp=2, aggregation="sequence"),
+        ]
+    return [
+        Case("qwen2", tp=2, pp=2, cp=2),
+        Case("qwen2_tied", tp=2, pp=2, cp=2),
+        Case("qwen3", tp=2, pp=2, vpp=2),
+        Case("one_kv_head", tp=2, cp=2, aggregation="sequence"),
+    ]
+
+
+class PolicyTestLoss:
+    """Surrogate + positive NLL - entropy bonus, from the package's per-token terms and prepared weights."""
+
+    tensors = ("old_logprobs", "advantages", "loss_weight", "positive", "positive_weight", "token_weight")
+    temperature = 1.0
+    needs_entropy = True
+
+    def __call__(self, outputs: dict[str, Tensor], batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        terms, extra = policy_loss_terms(
+            outputs["logprobs"],
+            batch["old_logprobs"],
+            batch["advantages"],
+            batch["mask"],
+            clip_low=problem.CLIP_LOW,
+            clip_high=problem.CLIP_HIGH,
+        )
+        nll = positive_nll_terms(outputs["logprobs"], batch["mask"], batch["positive"])
+        loss = (terms * batch["loss_weight"]).sum() + problem.MU * (nll * batch["positive_weight"]).sum()
+        loss = loss - problem.ENTROPY * (outputs["entropy"] * batch["token_weight"]).sum()
+        return loss, {"approx_kl": (extra["approx_kl"] * batch["token_weight"]).sum()}
+
+
+class ValueTestLoss:
+    tensors = ("old_values", "returns", "token_weight")
+    temperature = 1.0
+    needs_entropy = False
+
+    def __call__(self, outputs: dict[str, Tensor], batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        terms, _ = value_loss_terms(outputs["values"], batch["old_values"], batch["returns"], batch["mask"], clip=problem.VALUE_CLIP)
+        return (terms * batch["token_weight"]).sum(), {}
+
+
+def token_tensors(aggregation: str, old_logprobs: list[Tensor]) -> dict[str, list[Tensor]]:
+    batch = problem.make_batch()
+    positives = sum(int(mask.sum()) for mask in batch["positive"])
+    float_ = lambda parts: [part.float() for part in parts]  # noqa: E731
+    return {
+        **{name: batch[name] for name in ("tokens", "response_mask", "positive", "returns", "old_values", "advantages")},
+        "old_logprobs": float_(old_logprobs),
+        "loss_weight": float_(problem.per_token_weights(batch, aggregation)),
+        "token_weight": float_(problem.per_token_weights(batch, "token")),
+        "positive_weight": [mask.float() / positives for mask in batch["positive"]],
+    }
+
+
+def split_rows(case: Case, parallel: ParallelContext) -> list[list[int]]:
+    """This DP rank's rows by micro-batch: uneven over ranks, in a shuffled order, with an empty micro-batch on some rank."""
+    rows = torch.randperm(len(problem.SHAPES), generator=torch.Generator().manual_seed(3)).tolist()
+    dp, rank, count = parallel.data_parallel_size, parallel.data_parallel_rank, case.microbatches
+    count = -(-max(count, parallel.pipeline_model_parallel_size) // parallel.microbatch_group) * parallel.microbatch_group
+    share = rows if dp == 1 else (rows[:7] if rank == 0 else rows[7 + (rank - 1) :: dp - 1])
+    parts = [share[number::count] for number in range(count)]
+    if rank == dp - 1 and count > 2:  # the last rank's last micro-batch is empty
+        parts[0], parts[-1] = parts[0] + parts[-1], []
+    return parts
+
+
+def microbatches(case: Case, parallel: ParallelContext, tensors: dict[str, list[Tensor]]) -> tuple[list[list[int]], list[MicroBatch]]:
+    parts = split_rows(case, parallel)
+    result = []
+    for rows in parts:
+        layout = ThdLayout(
+            [tensors["tokens"][row].numel() for row in rows],
+            context_parallel_size=parallel.context_parallel_size,
+            context_parallel_rank=parallel.context_parallel_rank,
+            tensor_parallel_size=parallel.tensor_model_parallel_size,
+        )
+        packed = {name: torch.cat([parts_[row] for row in rows]) if rows else parts_[0][:0] for name, parts_ in tensors.items()}
+        result.append(MicroBatch(layout, torch.tensor(rows, dtype=torch.int64), packed))
+    return parts, result
+
+
+def build(role: str, case: Case, folder: Path, parallel: ParallelContext) -> MegatronModel:
+    architecture = read_architecture(folder)
+
+    def load(chunks: list[Any]) -> None:
+        load_hf_into(chunks, folder, architecture, parallel, role=role, head_init="zero" if role == "critic" else None)  # type: ignore[arg-type]
+        if role == "critic" and hasattr(chunks[-1], "output_layer"):
+            weight, bias = problem.head_weights(architecture.hidden_size)
+            with torch.no_grad():
+                chunks[-1].output_layer.weight.copy_(weight)
+                chunks[-1].output_layer.bias.copy_(bias)
+
+    model = SimpleNamespace(dtype="float32", attention="auto", recompute=case.recompute)
+    return MegatronModel(role, architecture, model, parallel, load_weights=load, optimizer=OPTIMIZER)  # type: ignore[arg-type]
+
+
+def gradients(model: MegatronModel, exporter: Exporter) -> dict[str, Tensor]:
+    """HF name -> whole gradient: shards of the distributed optimizer, of TP and of PP put together."""
+    for chunk in model.wrapped:
+        for buffer in chunk.buffers:
+            group = buffer.data_parallel_group
+            for bucket in buffer.buckets if group.size() > 1 else ():
+                shard = bucket.grad_data.chunk(group.size())[group.rank()].clone()
+                dist.all_gather_into_tensor(bucket.grad_data, shard, group=group)
+    parameters = exporter._parameters
+    exporter._parameters = {index: parameter.main_grad for index, parameter in parameters.items()}
+    result = {name: tensor.clone() for bucket in exporter.buckets() for name, tensor in bucket}
+    exporter._parameters = parameters
+    return result
+
+
+def weights(exporter: Exporter) -> dict[str, Tensor]:
+    return {name: tensor.clone() for bucket in exporter.buckets() for name, tensor in bucket}
+
+
+def worst(got: list[Tensor], expected: list[Tensor], rows: list[int]) -> float:
+    return max((float((one.double() - expected[row].double()).abs().max()) for one, row in zip(got, rows, strict=True)), default=0.0)
+
+
+def gradient_error(got: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """Largest relative norm of a difference; gradients that are nearly zero count by an absolute bound (1e-7 of the total norm)."""
+    assert set(got) == set(expected), sorted(set(got) ^ set(expected))
+    floor = 1e-2 * torch.stack([tensor.double().norm() for tensor in expected.values()]).norm().item() / len(expected) ** 0.5
+    return max(float((got[name].double() - value.double()).norm()) / max(float(value.double().norm()), floor) for name, value in expected.items())
+
+
+class Reference:
+    """Right answers of one model, made by the world of one and read by the others."""
+
+    def __init__(self, workdir: Path, model: str) -> None:
+        self.folder, self.path = workdir / model, workdir / f"{model}.reference.safetensors"
+        self.sizes = [sum(shape) for shape in problem.SHAPES]
+        if dist.get_world_size() == 1 and not self.path.exists():
+            save_file(self._make(), self.path)
+        self.data = load_file(self.path)
+
+    def _make(self) -> dict[str, Tensor]:
+        batch = problem.make_batch()
+        oracle = problem.Oracle(self.folder, batch)
+        logprobs, entropies = oracle.policy_outputs()
+        values, last = oracle.values()
+        old = [(logp.detach() + noise.double()) for logp, noise in zip(logprobs, batch["noise"], strict=True)]
+        data = {"logprobs": torch.cat(logprobs), "entropy": torch.cat(entropies), "values": torch.cat(values), "last": last, "old": torch.cat(old)}
+        for kind in ("token", "sequence", "fixed_length"):
+            loss = oracle.policy_loss(kind, old)
+            data |= {f"policy.{kind}.grad.{name}": grad for name, grad in oracle.gradients(loss, critic=False).items()}
+            data[f"policy.{kind}.loss"] = loss
+        loss = oracle.value_loss()
+        data |= {f"critic.token.grad.{name}": grad for name, grad in oracle.gradients(loss, critic=True).items()}
+        data["critic.token.loss"] = loss
+        return {name: tensor.detach().clone().contiguous() for name, tensor in data.items()}
+
+    def by_row(self, name: str) -> list[Tensor]:
+        return list(self.data[name].split(self.sizes))
+
+    def group(self, prefix: str) -> dict[str, Tensor]:
+        return {name.removeprefix(prefix): tensor for name, tensor in self.data.items() if name.startswith(prefix)}
+
+
+def check(case: Case, reference: Reference, workdir: Path) -> dict[str, float]:
+    world = dist.get_world_size()
+    degrees = dict(
+        world_size=world,
+        tensor_model_parallel_size=case.tp,
+        pipeline_model_parallel_size=case.pp,
+        virtual_pipeline_model_parallel_size=case.vpp,
+        context_parallel_size=case.cp,
+        expert_model_parallel_size=1,
+        sequence_parallel=case.sequence_parallel,
+        timeout_minutes=5,
+    )
+    parallel = initialize_parallel(SimpleNamespace(**degrees))  # type: ignore[arg-type]
+    parts, batches = microbatches(case, parallel, token_tensors(case.aggregation, reference.by_row("old")))
+    rows = [row for part in parts for row in part]
+    errors: dict[str, float] = {}
+    for role in ("policy", "critic"):
+        model = build(role, case, reference.folder, parallel)
+        exporter = Exporter(model.chunks, model.architecture, parallel, role=role)  # type: ignore[arg-type]
+        if role == "policy":
+            outputs = model.forward(batches, outputs=("logprobs", "entropy"))
+        else:
+            outputs = model.forward(batches, outputs=("values", "bootstrap_values"))
+            last = torch.cat(outputs.pop("bootstrap_values"))
+            errors["bootstrap"] = float((last.double() - reference.data["last"][rows]).abs().max()) if rows else 0.0
+        for name, tensors in outputs.items():
+            sizes = [[reference.sizes[row] for row in part] for part in parts]
+            got = [piece for tensor, size in zip(tensors, sizes, strict=True) for piece in tensor.split(size)]
+            errors[name] = worst(got, reference.by_row(name), rows)
+        kind = case.aggregation if role == "policy" else "token"
+        loss: Any = PolicyTestLoss() if role == "policy" else ValueTestLoss()
+        stats = model.accumulate(batches, loss)
+        expected = reference.data[f"{role}.{kind}.loss"].item()
+        errors[f"{role}_loss"] = abs(stats["loss"] - expected)
+        expected_grads = reference.group(f"{role}.{kind}.grad.")
+        errors[f"{role}_gradient"] = gradient_error(gradients(model, exporter), expected_grads)
+        results = [model.train_step(batches, loss) for _ in range(2)]
+        norm = torch.stack([grad.norm() for grad in expected_grads.values()]).norm().item()
+        errors[f"{role}_grad_norm"] = abs(results[0].grad_norm - norm) / norm
+        errors[f"{role}_weights_over_lr"] = compare_weights(weights(exporter), workdir / f"{case.model}.{role}.{kind}.weights.safetensors")
+    table = torch.tensor(list(errors.values()), dtype=torch.float64)
+    dist.all_reduce(table, op=dist.ReduceOp.MAX)
+    return dict(zip(errors, table.tolist(), strict=True))
+
+
+def compare_weights(got: dict[str, Tensor], path: Path) -> float:
+    """Largest difference to the single process after two updates, in learning rates; the single process writes the file."""
+    if dist.get_world_size() == 1 and not path.exists():
+        save_file(got, path)
+    expected = load_file(path)
+    assert set(got) == set(expected)
+    return max(float((got[name] - value).abs().max()) for name, value in expected.items()) / LR
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    workdir = Path(sys.argv[1])
+    from vapo_mcore.megatron.parallel import initialize_distributed
+
+    initialize_distributed(5)
+    only = sys.argv[2] if len(sys.argv) > 2 else ""
+    for case in cases(dist.get_world_size()):
+        if only in case.name:
+            errors = check(case, Reference(workdir, case.model), workdir)
+            if dist.get_rank() == 0:
+                print(json.dumps({"case": case.name, **{name: float(f"{value:.3g}") for name, value in errors.items()}}), flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
