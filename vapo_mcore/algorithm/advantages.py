@@ -89,9 +89,7 @@ def packed_gae_decoupled(
     return torch.from_numpy(advantages).to(values.device), torch.from_numpy(returns).to(values.device)
 
 
-def reward_to_go(
-    rewards: Tensor, mask: Tensor, cu_seqlens: Tensor, gamma: float = 1.0, bootstrap: Tensor | None = None
-) -> Tensor:
+def reward_to_go(rewards: Tensor, mask: Tensor, cu_seqlens: Tensor, gamma: float = 1.0, bootstrap: Tensor | None = None) -> Tensor:
     """sum_k gamma^k r_{t+k} over the response's own unmasked tokens [+ gamma^K bootstrap]; [total], 0 at masked positions.
 
     The Monte-Carlo return (GAE's return at lambda = 1, which needs no values), and plain REINFORCE's advantage: with one terminal
@@ -110,9 +108,7 @@ def reinforce_pp_advantages(
     return whiten(reward_to_go(rewards, mask, cu_seqlens, gamma), mask, group)
 
 
-def group_advantages(
-    scores: Tensor, groups: Tensor, kind: Literal["grpo", "dr_grpo", "rloo"], valid: Tensor | None = None
-) -> Tensor:
+def group_advantages(scores: Tensor, groups: Tensor, kind: Literal["grpo", "dr_grpo", "rloo"], valid: Tensor | None = None) -> Tensor:
     """Group-relative advantage of each response: [n], in the dtype of ``scores`` (float32 for integers).
 
     ``grpo``: (r - mean) / (population std + 1e-6) in the group (DeepSeekMath, section 4.1.2); ``dr_grpo``: r - mean; ``rloo``: r

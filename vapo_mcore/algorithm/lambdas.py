@@ -38,7 +38,7 @@ def sigmoid_lambda(
 
 
 def lambda_statistics(lam: Tensor, bins: int = 20) -> dict[str, float | list[int]]:
-    """``mean``, ``min``, ``max``, ``zero_frac`` (share of responses at exactly 0) and ``histogram`` (counts in ``bins`` equal bins of [0, 1]).
+    """``mean``, ``min``, ``max``, ``zero_frac`` (share at exactly 0) and ``histogram`` (counts in ``bins`` equal bins of [0, 1]).
 
     Over all responses given; rows are known on every rank, so no reduction is needed. Without responses the numbers are 0.
     """

@@ -14,7 +14,8 @@ def check_packed(cu_seqlens: Tensor, mask: Tensor, **tensors: Tensor | None) -> 
     if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 1 or cu_seqlens.is_floating_point():
         raise ValueError(f"cu_seqlens must be a 1-D integer tensor [n + 1], got {cu_seqlens.dtype} {tuple(cu_seqlens.shape)}")
     if int(cu_seqlens[0]) != 0 or int(cu_seqlens[-1]) != total or bool((cu_seqlens.diff() < 0).any()):
-        raise ValueError(f"cu_seqlens must rise from 0 to {total} (the number of tokens), got {cu_seqlens[:8].tolist()} ... {int(cu_seqlens[-1])}")
+        given = f"{cu_seqlens[:8].tolist()} ... {int(cu_seqlens[-1])}"
+        raise ValueError(f"cu_seqlens must rise from 0 to {total} (the number of tokens), got {given}")
 
 
 def sequence_ids(cu_seqlens: Tensor) -> Tensor:

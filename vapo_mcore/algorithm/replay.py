@@ -1,0 +1,185 @@
+"""Self-imitation: a bounded buffer of the run's own correct responses, replayed as an NLL loss (Oh et al. 2018, arXiv:1806.05635).
+
+A data structure and nothing else: no model, no files, no random state of its own. Kept in insertion order; the same additions give
+the same contents on every rank.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+Eviction = Literal["fifo", "top_reward", "frozen"]
+
+
+@dataclass(frozen=True)
+class ReplaySample:
+    """Packed responses. tokens int64 [total] (prompt and response); response_mask bool [total]; cu_seqlens int64 [n + 1]; rewards
+    float32 [n]; steps int64 [n], the rollout each was sampled in; prompt_ids, n strings."""
+
+    tokens: Tensor
+    response_mask: Tensor
+    cu_seqlens: Tensor
+    rewards: Tensor
+    steps: Tensor
+    prompt_ids: list[str]
+
+
+@dataclass(frozen=True, eq=False)
+class _Entry:
+    tokens: Tensor
+    response_mask: Tensor
+    reward: float
+    step: int
+    prompt_id: str
+
+
+class ReplayBuffer:
+    """At most ``capacity`` responses, at most ``top_k`` a prompt.
+
+    From each batch the ``top_k`` eligible responses of highest reward of every prompt are candidates. They join what is there, and
+    the buffer keeps, up to both limits, the first in the order that ``eviction`` names:
+
+    - ``fifo``: newest first;
+    - ``top_reward``: highest reward first, the newer among equals;
+    - ``frozen``: oldest first; once it is full, or ``freeze`` was called, nothing is admitted any more.
+
+    A response that is in the buffer already (same prompt, same tokens) is not stored twice: it counts as newly sampled
+    (in a frozen buffer nothing changes).
+    """
+
+    def __init__(self, capacity: int, *, eviction: Eviction = "top_reward", top_k: int = 1) -> None:
+        if capacity < 1 or top_k < 1:
+            raise ValueError(f"capacity and top_k must be at least 1, got {capacity} and {top_k}")
+        if eviction not in ("fifo", "top_reward", "frozen"):
+            raise ValueError(f"eviction must be fifo, top_reward or frozen, got {eviction!r}")
+        self.capacity = capacity
+        self.eviction = eviction
+        self.top_k = top_k
+        self.is_frozen = False
+        self._entries: list[_Entry] = []  # oldest first
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def freeze(self) -> None:
+        """Admit nothing from now on (``frozen`` only: the end of the phase that fills the buffer)."""
+        if self.eviction != "frozen":
+            raise ValueError(f"only a frozen buffer can be frozen; this one evicts by {self.eviction}")
+        self.is_frozen = True
+
+    def add(
+        self,
+        tokens: Tensor,
+        response_mask: Tensor,
+        cu_seqlens: Tensor,
+        rewards: Tensor,
+        eligible: Tensor,
+        prompt_ids: Sequence[str],
+        step: int,
+    ) -> int:
+        """Offer a rollout; returns how many of its responses are in the buffer afterwards.
+
+        tokens int64 [total]; response_mask bool [total]; cu_seqlens int [n + 1]; rewards float [n]; eligible bool [n]: responses the
+        verifier called correct, others are never imitated; prompt_ids: n strings; step: the rollout's number. Tensors are copied
+        to the CPU. A response without unmasked tokens is never a candidate.
+        """
+        if self.is_frozen:
+            return 0
+        bounds, scores = cu_seqlens.tolist(), rewards.float().tolist()
+        if not len(bounds) - 1 == len(scores) == eligible.numel() == len(prompt_ids):
+            counts = f"{len(scores)} rewards, {eligible.numel()} verdicts and {len(prompt_ids)} prompt ids"
+            raise ValueError(f"{counts} for {len(bounds) - 1} responses")
+        by_prompt: dict[str, list[int]] = {}
+        for i in eligible.nonzero().flatten().tolist():
+            if bool(response_mask[bounds[i] : bounds[i + 1]].any()):
+                by_prompt.setdefault(prompt_ids[i], []).append(i)
+        best = sorted(i for rows in by_prompt.values() for i in sorted(rows, key=lambda i: -scores[i])[: self.top_k])
+        offered = []
+        for i in best:
+            span = slice(bounds[i], bounds[i + 1])
+            own = (tokens[span].detach().cpu().clone(), response_mask[span].detach().bool().cpu().clone())
+            offered.append(_Entry(*own, reward=scores[i], step=step, prompt_id=prompt_ids[i]))
+        self._entries = self._trim(self._merge(offered))
+        self.is_frozen = self.eviction == "frozen" and len(self._entries) == self.capacity
+        present = {id(entry) for entry in self._entries}
+        return sum(id(entry) in present for entry in offered)
+
+    def sample(self, count: int, generator: torch.Generator) -> ReplaySample:
+        """``count`` different responses drawn uniformly (all of them, shuffled, if there are fewer)."""
+        order = torch.randperm(len(self._entries), generator=generator)[:count].tolist()
+        return _pack([self._entries[i] for i in order])
+
+    def ages(self, step: int) -> Tensor:
+        """int64 [n]: rollouts since each response was last sampled."""
+        return step - torch.tensor([entry.step for entry in self._entries], dtype=torch.int64)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Tensors, strings and numbers only: loads with ``weights_only=True``."""
+        packed = _pack(self._entries)
+        return {
+            "capacity": self.capacity,
+            "eviction": self.eviction,
+            "top_k": self.top_k,
+            "is_frozen": self.is_frozen,
+            "tokens": packed.tokens,
+            "response_mask": packed.response_mask,
+            "cu_seqlens": packed.cu_seqlens,
+            "rewards": packed.rewards,
+            "steps": packed.steps,
+            "prompt_ids": packed.prompt_ids,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Replace the contents. ``ValueError`` if the state is of a buffer with other settings."""
+        for name in ("capacity", "eviction", "top_k"):
+            if state[name] != getattr(self, name):
+                raise ValueError(f"the saved replay buffer has {name} {state[name]!r}, this one {getattr(self, name)!r}")
+        bounds = state["cu_seqlens"].tolist()
+        columns = zip(bounds, bounds[1:], state["rewards"].tolist(), state["steps"].tolist(), state["prompt_ids"], strict=False)
+        self._entries = [
+            _Entry(state["tokens"][lo:hi].clone(), state["response_mask"][lo:hi].clone(), reward, step, prompt_id)
+            for lo, hi, reward, step, prompt_id in columns
+        ]
+        self.is_frozen = state["is_frozen"]
+
+    def _merge(self, offered: list[_Entry]) -> list[_Entry]:
+        """The entries with the offered ones after them, without repetitions: the newer stays (the older in a frozen buffer)."""
+        merged: dict[tuple[str, bytes], _Entry] = {}
+        for entry in [*self._entries, *offered]:
+            key = (entry.prompt_id, entry.tokens.numpy().tobytes())
+            if key in merged and self.eviction == "frozen":
+                continue
+            merged.pop(key, None)  # so that it moves to the end
+            merged[key] = entry
+        return list(merged.values())
+
+    def _trim(self, entries: list[_Entry]) -> list[_Entry]:
+        """Apply both limits, keeping the first in the order of ``eviction``; the result is in order of arrival again."""
+        order = list(range(len(entries)))
+        if self.eviction != "frozen":
+            order.reverse()
+        if self.eviction == "top_reward":
+            order.sort(key=lambda i: -entries[i].reward)  # stable: newer first among equals
+        kept: list[int] = []
+        per_prompt: dict[str, int] = {}
+        for i in order:
+            used = per_prompt.get(entries[i].prompt_id, 0)
+            if len(kept) < self.capacity and used < self.top_k:
+                per_prompt[entries[i].prompt_id] = used + 1
+                kept.append(i)
+        return [entries[i] for i in sorted(kept)]
+
+
+def _pack(entries: list[_Entry]) -> ReplaySample:
+    lengths = torch.tensor([0, *(len(e.tokens) for e in entries)], dtype=torch.int64)
+    return ReplaySample(
+        tokens=torch.cat([torch.zeros(0, dtype=torch.int64), *(e.tokens for e in entries)]),
+        response_mask=torch.cat([torch.zeros(0, dtype=torch.bool), *(e.response_mask for e in entries)]),
+        cu_seqlens=lengths.cumsum(0),
+        rewards=torch.tensor([e.reward for e in entries], dtype=torch.float32),
+        steps=torch.tensor([e.step for e in entries], dtype=torch.int64),
+        prompt_ids=[e.prompt_id for e in entries],
+    )
