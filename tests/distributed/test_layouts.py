@@ -11,7 +11,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from torchrun import run_torchrun
+
+from tests.torchrun import run_torchrun
 
 HERE = Path(__file__).with_name("layouts")
 sys.path.insert(0, str(HERE))

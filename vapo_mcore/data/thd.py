@@ -89,7 +89,7 @@ class ThdLayout:
         if real.numel():
             padded[-1] += -int(padded.sum()) % total_multiple
         padded = torch.cat([padded, _pad_sequences(int(padded.sum()), pad_to, total_multiple, dummy=not real.numel())])
-        self._arguments = {
+        self._arguments: dict[str, Any] = {
             "context_parallel_size": context_parallel_size,
             "context_parallel_rank": context_parallel_rank,
             "tensor_parallel_size": tensor_parallel_size,

@@ -285,7 +285,9 @@ class MegatronModel:
         if number not in feed.prepared:
             microbatch = feed.microbatches[number]
             layout = microbatch.layout
-            names = {"tokens": "labels", "response_mask": "mask"} if feed.tensors or "response_mask" in microbatch.tensors else {"tokens": "labels"}
+            names = {"tokens": "labels"}
+            if feed.tensors or "response_mask" in microbatch.tensors:
+                names["response_mask"] = "mask"
             names |= {name: name for name in feed.tensors}
             batch = {}
             for source, target in names.items():
@@ -319,4 +321,3 @@ def _ready_sum(chunks: list[Any], num_tokens: Tensor | None = None, **kwargs: An
 
     del num_tokens
     finalize_model_grads(chunks, None, **kwargs)
-

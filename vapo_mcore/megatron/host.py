@@ -172,7 +172,7 @@ def import_megatron() -> None:
                 importlib.import_module("torch._dynamo")  # it tables the functions of torch when imported: it must see the real ones
 
                 torch.compile = _leave_uncompiled  # type: ignore[assignment]
-            import megatron.core.jit  # noqa: F401
+            import megatron.core.jit
             import megatron.core.optimizer  # noqa: F401
         finally:
             torch.compile = compile_function

@@ -267,7 +267,9 @@ def _inverse_frequencies(architecture: ModelArchitecture, plain: Tensor) -> Tens
 
 def trunk_parameters(chunks: list[Any]) -> list[nn.Parameter]:
     """All parameters but those of a value head."""
-    heads = {id(p) for chunk in chunks if isinstance(getattr(chunk, "output_layer", None), ValueHead) for p in chunk.output_layer.parameters()}
+    heads = {
+        id(p) for chunk in chunks if isinstance(getattr(chunk, "output_layer", None), ValueHead) for p in chunk.output_layer.parameters()
+    }
     return [p for chunk in chunks for p in chunk.parameters() if id(p) not in heads]
 
 

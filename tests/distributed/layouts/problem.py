@@ -27,17 +27,17 @@ def make_model(name: str, folder: Path) -> None:
     os.environ["HF_HUB_OFFLINE"] = "1"
     from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-    common = dict(
-        vocab_size=VOCAB,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        tie_word_embeddings=name.endswith("tied"),
-        initializer_range=0.15,
-    )
+    common = {
+        "vocab_size": VOCAB,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 256,
+        "tie_word_embeddings": name.endswith("tied"),
+        "initializer_range": 0.15,
+    }
     torch.manual_seed(sum(map(ord, name)))
     model: torch.nn.Module
     if name.startswith("qwen2"):

@@ -31,8 +31,8 @@ from vapo_mcore.weights.export import Exporter
 from vapo_mcore.weights.loader import load_hf_into
 
 LR = 1e-3
-# eps well above the rounding noise of a gradient element (some 1e-9 where their root mean square is 2e-3): with AdamW's usual 1e-8 the update of an
-# element whose gradient is nearly zero is its noise, scaled up to a full learning rate.
+# eps well above the rounding noise of a gradient element (some 1e-9, where their root mean square is 2e-3): with AdamW's 1e-8 the
+# update of an element whose gradient is nearly zero is its noise, scaled up to a full learning rate.
 OPTIMIZER = OptimizerConfig(lr=LR, eps=1e-5, weight_decay=0.1, clip_grad=1.0, warmup_rollouts=0)
 
 
@@ -63,7 +63,12 @@ class Case:
 def cases(world: int) -> list[Case]:
     every = problem.MODELS
     if world == 1:
-        extra = [Case("qwen2", microbatches=1), Case("qwen2", microbatches=12), Case("qwen2", recompute="full"), Case("qwen3", recompute="selective")]
+        extra = [
+            Case("qwen2", microbatches=1),
+            Case("qwen2", microbatches=12),
+            Case("qwen2", recompute="full"),
+            Case("qwen3", recompute="selective"),
+        ]
         return [Case(model, aggregation=kind) for model in every for kind in ("token", "sequence", "fixed_length")] + extra
     if world == 2:
         result = [Case(model, **degrees) for model in every for degrees in ({"tp": 2}, {"pp": 2}, {"cp": 2}, {})]
@@ -71,10 +76,21 @@ def cases(world: int) -> list[Case]:
         result += [Case("qwen2", tp=2, sequence_parallel=False), Case("qwen3", tp=2, sequence_parallel=False)]
         result += [Case("qwen2", **degrees, aggregation=kind) for degrees in ({"cp": 2}, {}) for kind in ("sequence", "fixed_length")]
         result += [Case("qwen2", microbatches=m) for m in (1, 7)] + [Case("llama_tied", pp=2, vpp=2, microbatches=1)]
-        result += [Case("qwen2_tied", tp=2, recompute="full"), Case("qwen3", tp=2, recompute="selective"), Case("qwen2", cp=2, recompute="full")]
+        result += [
+            Case("qwen2_tied", tp=2, recompute="full"),
+            Case("qwen3", tp=2, recompute="selective"),
+            Case("qwen2", cp=2, recompute="full"),
+        ]
         return result
     if world == 4:
-        degrees4: tuple[dict[str, Any], ...] = ({"tp": 2, "pp": 2}, {"tp": 2, "cp": 2}, {"pp": 2, "cp": 2}, {"tp": 2}, {"tp": 4}, {"pp": 2, "vpp": 2})
+        degrees4: tuple[dict[str, Any], ...] = (
+            {"tp": 2, "pp": 2},
+            {"tp": 2, "cp": 2},
+            {"pp": 2, "cp": 2},
+            {"tp": 2},
+            {"tp": 4},
+            {"pp": 2, "vpp": 2},
+        )
         return [Case(model, **degrees) for model in ("qwen2", "qwen2_tied", "qwen3") for degrees in degrees4] + [
             Case("one_kv_head", tp=2, pp=2),
             Case("llama_tied", tp=2, pp=2),
@@ -204,7 +220,9 @@ def gradient_error(got: dict[str, Tensor], expected: dict[str, Tensor]) -> float
     """Largest relative norm of a difference; gradients that are nearly zero count by an absolute bound (1e-7 of the total norm)."""
     assert set(got) == set(expected), sorted(set(got) ^ set(expected))
     floor = 1e-2 * torch.stack([tensor.double().norm() for tensor in expected.values()]).norm().item() / len(expected) ** 0.5
-    return max(float((got[name].double() - value.double()).norm()) / max(float(value.double().norm()), floor) for name, value in expected.items())
+    return max(
+        float((got[name].double() - value.double()).norm()) / max(float(value.double().norm()), floor) for name, value in expected.items()
+    )
 
 
 class Reference:
@@ -223,7 +241,13 @@ class Reference:
         logprobs, entropies = oracle.policy_outputs()
         values, last = oracle.values()
         old = [(logp.detach() + noise.double()) for logp, noise in zip(logprobs, batch["noise"], strict=True)]
-        data = {"logprobs": torch.cat(logprobs), "entropy": torch.cat(entropies), "values": torch.cat(values), "last": last, "old": torch.cat(old)}
+        data = {
+            "logprobs": torch.cat(logprobs),
+            "entropy": torch.cat(entropies),
+            "values": torch.cat(values),
+            "last": last,
+            "old": torch.cat(old),
+        }
         for kind in ("token", "sequence", "fixed_length"):
             loss = oracle.policy_loss(kind, old)
             data |= {f"policy.{kind}.grad.{name}": grad for name, grad in oracle.gradients(loss, critic=False).items()}
@@ -242,16 +266,16 @@ class Reference:
 
 def check(case: Case, reference: Reference, workdir: Path) -> dict[str, float]:
     world = dist.get_world_size()
-    degrees = dict(
-        world_size=world,
-        tensor_model_parallel_size=case.tp,
-        pipeline_model_parallel_size=case.pp,
-        virtual_pipeline_model_parallel_size=case.vpp,
-        context_parallel_size=case.cp,
-        expert_model_parallel_size=1,
-        sequence_parallel=case.sequence_parallel,
-        timeout_minutes=5,
-    )
+    degrees = {
+        "world_size": world,
+        "tensor_model_parallel_size": case.tp,
+        "pipeline_model_parallel_size": case.pp,
+        "virtual_pipeline_model_parallel_size": case.vpp,
+        "context_parallel_size": case.cp,
+        "expert_model_parallel_size": 1,
+        "sequence_parallel": case.sequence_parallel,
+        "timeout_minutes": 5,
+    }
     parallel = initialize_parallel(SimpleNamespace(**degrees))  # type: ignore[arg-type]
     parts, batches = microbatches(case, parallel, token_tensors(case.aggregation, reference.by_row("old")))
     rows = [row for part in parts for row in part]
