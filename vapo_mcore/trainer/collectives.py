@@ -63,14 +63,3 @@ def fail_together() -> Iterator[None]:
     kind = getattr(errors, found[0][0], VapoError)
     messages = list(dict.fromkeys(message for _, message in found))
     raise kind("\n".join(messages))
-
-
-def first_to_report() -> bool:
-    """True on exactly one of the ranks that call it: whoever asks first. Not a collective, so safe while others hang.
-
-    It lets the first failing rank print its message and keeps the same message from appearing once per rank.
-    """
-    if world()[1] == 1:
-        return True
-    store = dist.distributed_c10d._get_default_store()
-    return bool(store.add("vapo_mcore/reported_errors", 1) == 1)

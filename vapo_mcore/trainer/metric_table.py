@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from vapo_mcore.trainer.metrics import Metric, Reduction
 
-MEAN, SUM, STD, ESS = Reduction.MEAN, Reduction.SUM, Reduction.STD, Reduction.ESS
-MAX, MIN, SAME = Reduction.MAX, Reduction.MIN, Reduction.REPLICATED
+MEAN, STD, MAX, MIN = Reduction.MEAN, Reduction.STD, Reduction.MAX, Reduction.MIN
+POOLED, SAME = Reduction.POOLED, Reduction.REPLICATED
 
 _PROGRESS = (
     Metric("step", SAME, "-", "Number of the step in its stage, from 1. A step is one rollout."),
@@ -94,9 +94,9 @@ _CRITIC = (
     Metric("critic/clip_frac", MEAN, "response tokens of all updates", "Share of tokens where the clipped value loss was the larger one."),
     Metric(
         "critic/explained_variance",
-        Reduction.EXPLAINED_VARIANCE,
+        POOLED,
         "response tokens",
-        "From the values predicted before the step's updates; null when the returns are constant.",
+        "1 - Var(R - V) / Var(R), from the values predicted before the step's updates; null when the returns are constant.",
     ),
     Metric("critic/grad_norm", MEAN, "updates", "Global gradient norm before clipping."),
     Metric("critic/lr", SAME, "-", "Learning rate of the step's last update."),
@@ -120,7 +120,7 @@ _ADVANTAGES = (
         "trained responses",
         "Share of responses whose lambda is 0 (length-adaptive: at most 1 / alpha tokens).",
     ),
-    Metric("gae/lambda_histogram", SAME, "trained responses", "Counts in ten equal bins of [0, 1]."),
+    Metric("gae/lambda_histogram", SAME, "trained responses", "Counts in 20 equal bins of [0, 1]."),
     Metric(
         "kl/reference", MEAN, "response tokens", "KL estimate to the frozen reference, of the configured kind, before the step's updates."
     ),
@@ -128,19 +128,19 @@ _ADVANTAGES = (
 _MISMATCH = (
     Metric(
         "mismatch/logprob_abs_mean",
-        MEAN,
+        POOLED,
         "response tokens",
         "Mean |trainer - rollout| log-probability of the sampled token, same weights on both sides.",
     ),
-    Metric("mismatch/logprob_abs_max", MAX, "response tokens", "Largest such difference (not measured with `old_logprobs: rollout`)."),
-    Metric("mismatch/kl", MEAN, "response tokens", "k3 estimate of KL(rollout || trainer)."),
+    Metric("mismatch/logprob_abs_max", POOLED, "response tokens", "Largest such difference."),
+    Metric("mismatch/kl", POOLED, "response tokens", "k3 estimate of KL(rollout || trainer)."),
     Metric(
         "mismatch/ess",
-        ESS,
+        POOLED,
         "response tokens",
         "Effective sample size of the weights exp(trainer - rollout) as a share of the tokens, 1 when equal.",
     ),
-    Metric("mismatch/beyond_cap_frac", MEAN, "response tokens", "Share of weights above `importance_correction.cap`."),
+    Metric("mismatch/beyond_cap_frac", POOLED, "response tokens", "Share of these weights above `importance_correction.cap`."),
 )
 _SYSTEM = (
     Metric("warnings", SAME, "-", "Checks of this step that failed and were printed (first-step KL, rollout mismatch, skipped updates)."),
@@ -179,10 +179,8 @@ EVALUATION = (
 
 _REDUCTION_TEXT = {
     MEAN: "mean (sum / count over DP, micro-batches and updates)",
-    SUM: "sum over DP",
     STD: "population standard deviation over DP",
-    ESS: "(sum w)^2 / (n sum w^2) over DP",
-    Reduction.EXPLAINED_VARIANCE: "1 - Var(R - V) / Var(R) over DP",
+    POOLED: "over the tokens of all DP ranks together",
     MAX: "maximum over ranks",
     MIN: "minimum over ranks",
     SAME: "from the replicated rows or settings: same on all ranks",
@@ -194,10 +192,10 @@ def render_markdown() -> str:
     lines = [
         "# Metrics",
         "",
-        "`<run.dir>/metrics.jsonl` has one JSON object a step; TensorBoard shows the same numbers. A metric that the mode does not have",
-        "(a critic's, without a critic) is absent; one that is undefined in a step is `null`; a number that is not finite is `null` and named in",
-        '`metrics/nonfinite`. "Response tokens" are those that carry a loss, over all data-parallel ranks, unless said otherwise.',
-        "This page is written by `python -m vapo_mcore.trainer.metric_table`.",
+        "`<run.dir>/metrics.jsonl` has one JSON object a step; TensorBoard shows the same numbers. A metric that the mode does not",
+        "have (a critic's, without a critic) is absent; one that is undefined in a step is `null`; a number that is not finite is `null`",
+        'and named in `metrics/nonfinite`. "Response tokens" are those that carry a loss, over all data-parallel ranks, unless said',
+        "otherwise. This page is written by `python -m vapo_mcore.trainer.metric_table`.",
         "",
         "| metric | over | reduction | meaning |",
         "|---|---|---|---|",
@@ -207,8 +205,8 @@ def render_markdown() -> str:
         "",
         "## Evaluations",
         "",
-        "Evaluated steps carry, for each set of `data.eval`, `eval/<set>/...`; `time/eval` is the time of all of them, outside `time/step`.",
-        "An evaluation before the first step is a row of its own with `step` 0.",
+        "Evaluated steps carry, for each set of `data.eval`, `eval/<set>/...`; `time/eval` is the time of all of them, outside",
+        "`time/step`. An evaluation before the first step is a row of its own with `step` 0.",
         "",
         "| metric | meaning |",
         "|---|---|",

@@ -17,17 +17,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+MetricValue = float | str | Sequence[float] | None
+
 
 class Reduction(Enum):
     """How a metric is put together from all ranks, micro-batches and updates of a step."""
 
     MEAN = "mean"
-    SUM = "sum"
     STD = "population standard deviation"
-    ESS = "(sum w)^2 / (n sum w^2)"
-    EXPLAINED_VARIANCE = "1 - Var(R - V) / Var(R)"
     MAX = "maximum"
     MIN = "minimum"
+    POOLED = "computed over all tokens of all ranks together"
     REPLICATED = "same on all ranks"
 
 
@@ -51,21 +51,6 @@ def _finish_std(slots: Sequence[float]) -> float | None:
     return None if variance is None else math.sqrt(variance)
 
 
-def _finish_ess(slots: Sequence[float]) -> float | None:
-    count, first, second = slots
-    return first * first / (count * second) if count > 0 and second > 0 else None
-
-
-def _finish_explained_variance(slots: Sequence[float]) -> float | None:
-    count, returns_sum, returns_square, error_sum, error_square = slots
-    returns_variance = _variance(count, returns_sum, returns_square)
-    error_variance = _variance(count, error_sum, error_square)
-    # Float64 moments of constant float32 returns leave a rounding residue of about 1e-16 relative: that is "constant".
-    if returns_variance is None or error_variance is None or returns_variance <= 1e-12 * max(1.0, returns_square / count):
-        return None
-    return 1.0 - error_variance / returns_variance
-
-
 def _variance(count: float, first: float, second: float) -> float | None:
     if count <= 0:
         return None
@@ -75,10 +60,7 @@ def _variance(count: float, first: float, second: float) -> float | None:
 
 _SUMMED: dict[Reduction, tuple[int, Callable[[Sequence[float]], float | None]]] = {
     Reduction.MEAN: (2, _finish_mean),
-    Reduction.SUM: (1, lambda slots: slots[0]),
     Reduction.STD: (3, _finish_std),
-    Reduction.ESS: (3, _finish_ess),
-    Reduction.EXPLAINED_VARIANCE: (5, _finish_explained_variance),
 }
 _EXTREMES = (Reduction.MAX, Reduction.MIN)
 
@@ -94,10 +76,10 @@ class StepMetrics:
         self._table = {metric.name: metric for metric in table}
         self._sums: dict[str, list[float | Tensor]] = {}
         self._extremes: dict[str, float] = {}
-        self._replicated: dict[str, float | int | str | list[float] | None] = {}
+        self._final: dict[str, MetricValue] = {}
 
     def add(self, name: str, *slots: float | Tensor) -> None:
-        """Add raw slots to a summed metric: MEAN (sum, count), SUM (sum), STD and ESS (count, sum, sum of squares)."""
+        """Add raw slots to a summed metric: MEAN (sum, count), STD (count, sum, sum of squares)."""
         reduction = self._table[name].reduction
         width = _SUMMED[reduction][0]
         if len(slots) != width:
@@ -108,7 +90,7 @@ class StepMetrics:
             held[index] = held[index] + value
 
     def add_tokens(self, name: str, values: Tensor, mask: Tensor) -> None:
-        """Add a per-token tensor under its mask to a MEAN, STD, ESS, MAX or MIN metric; masked entries are never read."""
+        """Add a per-token tensor under its mask to a MEAN, STD, MAX or MIN metric; masked entries are never read."""
         reduction = self._table[name].reduction
         chosen = values[mask].double()
         if reduction in _EXTREMES:
@@ -116,16 +98,10 @@ class StepMetrics:
                 self.extreme(name, float(chosen.max() if reduction is Reduction.MAX else chosen.min()))
         elif reduction is Reduction.MEAN:
             self.add(name, chosen.sum(), chosen.numel())
-        elif reduction in (Reduction.STD, Reduction.ESS):
+        elif reduction is Reduction.STD:
             self.add(name, chosen.numel(), chosen.sum(), chosen.square().sum())
         else:
             raise ValueError(f"metric {name!r} ({reduction.name}) does not take tokens")
-
-    def add_explained_variance(self, name: str, values: Tensor, returns: Tensor, mask: Tensor) -> None:
-        """Moments of the returns and of ``returns - values`` over the masked tokens."""
-        target = returns[mask].double()
-        error = target - values[mask].double()
-        self.add(name, target.numel(), target.sum(), target.square().sum(), error.sum(), error.square().sum())
 
     def extreme(self, name: str, value: float) -> None:
         """Record a candidate for a MAX or MIN metric."""
@@ -135,29 +111,27 @@ class StepMetrics:
         held = self._extremes.get(name)
         self._extremes[name] = value if held is None else (max(held, value) if larger else min(held, value))
 
-    def put(self, name: str, value: float | int | str | list[float] | None) -> None:
-        """Record a value that is equal on all ranks (computed from replicated rows or already reduced)."""
-        if self._table[name].reduction is not Reduction.REPLICATED:
+    def put(self, name: str, value: MetricValue) -> None:
+        """Record a value that is equal on all ranks: from replicated rows, or from a collective function over all tokens."""
+        if self._table[name].reduction not in (Reduction.POOLED, Reduction.REPLICATED):
             raise ValueError(f"metric {name!r} must be reduced, not put")
-        self._replicated[name] = value
+        self._final[name] = value
 
-    def reduce(
-        self, data_parallel_group: dist.ProcessGroup | None, device: torch.device | str = "cpu"
-    ) -> dict[str, float | int | str | list[float] | None]:
+    def reduce(self, data_parallel_group: dist.ProcessGroup | None, device: torch.device | str = "cpu") -> dict[str, MetricValue]:
         """Collective over the world. Returns final values in the order of the table; recorded nowhere means absent.
 
         ``data_parallel_group`` None means a single process. A mean over nothing, or an undefined value, is None.
         """
         sums, recorded = self._reduce_sums(data_parallel_group, device)
         extremes = self._reduce_extremes(data_parallel_group is not None, device)
-        result: dict[str, float | int | str | list[float] | None] = {}
+        result: dict[str, MetricValue] = {}
         for name, metric in self._table.items():
             if metric.reduction in _SUMMED and name in recorded:
                 result[name] = _SUMMED[metric.reduction][1](sums[name])
             elif metric.reduction in _EXTREMES and name in extremes:
                 result[name] = extremes[name]
-            elif name in self._replicated:
-                result[name] = self._replicated[name]
+            elif name in self._final:
+                result[name] = self._final[name]
         return result
 
     def _reduce_sums(self, group: dist.ProcessGroup | None, device: torch.device | str) -> tuple[dict[str, list[float]], set[str]]:

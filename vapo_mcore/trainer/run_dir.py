@@ -24,14 +24,22 @@ _MARKER = ".vapo_mcore_run"
 logger = logging.getLogger(__name__)
 
 
+def export_folder(run_dir: str | Path) -> Path:
+    """Where the trained policy goes."""
+    return Path(run_dir) / "export" / "hf"
+
+
+def critic_folder(run_dir: str | Path) -> Path:
+    """Where the critic goes after value pretraining."""
+    return Path(run_dir) / "critic_pretrained" / "hf"
+
+
 class RunDirectory:
-    """Paths and writers of one run. Only rank 0 holds one with writers; other ranks use the paths they need from the config."""
+    """Writers of one run; rank 0 alone has one."""
 
     def __init__(self, path: Path, *, tensorboard: bool) -> None:
         self.path = path
         self.samples = path / "samples"
-        self.export_hf = path / "export" / "hf"
-        self.critic_hf = path / "critic_pretrained" / "hf"
         self._metrics = open(path / "metrics.jsonl", "a", encoding="utf-8")  # noqa: SIM115 (kept open for the run, closed in close())
         self._tensorboard = _TensorBoard(path / "tensorboard") if tensorboard else None
 

@@ -29,7 +29,7 @@ def test_metrics_samples_and_config_are_written(tmp_path):
 def test_a_run_is_not_reused_without_clean(tmp_path):
     create(tmp_path / "run").close()
     (tmp_path / "run" / "metrics.jsonl").write_text("old\n")
-    with pytest.raises(ConfigError, match="already holds a run.*--clean"):
+    with pytest.raises(ConfigError, match=r"already holds a run.*--clean"):
         create(tmp_path / "run")
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == "old\n"
     create(tmp_path / "run", clean=True).close()

@@ -1,0 +1,171 @@
+"""The loss objects on plain tensors, against values worked out by hand, and free of anything at masked tokens."""
+
+import math
+
+import pytest
+import torch
+
+from vapo_mcore.config import config_from_dict
+from vapo_mcore.trainer.losses import CriticLoss, PolicyLoss, SupervisedLoss
+
+NAN = math.nan
+
+
+def config(**algorithm):
+    rollout = algorithm.pop("rollout", {})
+    return config_from_dict(
+        {
+            "run": {"dir": "unused", "steps": 1},
+            "model": {"path": "unused"},
+            "batch": {"max_tokens_per_microbatch": 512, "prompts_per_step": 4, "responses_per_prompt": 4, "mini_batch_size": 4},
+            "data": {"train": [{"kind": "reasoning_gym", "task": "chain_sum", "size": 4}], "max_prompt_length": 16},
+            "rollout": {"max_response_length": 16, **rollout},
+            "algorithm": algorithm,
+        },
+        check_paths=False,
+    )
+
+
+def policy_batch():
+    """Ratios 0.5, 1, 10 with advantages 1, -1, -4, and two masked tokens that hold NaN."""
+    old = torch.tensor([-1.0, -2.0, -3.0, NAN, NAN])
+    log_ratio = torch.tensor([math.log(0.5), 0.0, math.log(10.0), NAN, NAN])
+    logprobs = (old + log_ratio).requires_grad_()
+    mask = torch.tensor([True, True, True, False, False])
+    batch = {
+        "mask": mask,
+        "old_logprobs": old,
+        "advantages": torch.tensor([1.0, -1.0, -4.0, NAN, NAN]),
+        "policy_weights": torch.tensor([1 / 3, 1 / 3, 1 / 3, 0.0, 0.0]),
+        "positive_weights": torch.tensor([0.5, 0.5, 0.0, 0.0, 0.0]),
+    }
+    return logprobs, batch
+
+
+def test_policy_loss_with_dual_clip_and_positive_nll():
+    loss = PolicyLoss(config(policy_loss={"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 3.0}, positive_lm={"coef": 0.1}))
+    logprobs, batch = policy_batch()
+    total, stats = loss({"logprobs": logprobs}, batch)
+    # tokens -.5, 1, 12 (the dual clip holds the third); NLL of the first two tokens: mean of -(log .5 - 1) and 2
+    nll = (1.0 - math.log(0.5) + 2.0) / 2
+    assert stats["surrogate"].item() == pytest.approx((-0.5 + 1 + 12) / 3, abs=1e-5)
+    assert stats["nll"].item() == pytest.approx(nll, abs=1e-6)
+    assert total.item() == pytest.approx(12.5 / 3 + 0.1 * nll, abs=1e-5)
+    assert stats["tokens"].item() == 3
+    assert (stats["clip_high"].item(), stats["clip_low"].item(), stats["clip_dual"].item()) == (0, 0, 1)
+    assert stats["approx_kl"].item() == pytest.approx((0.5 - 1 - math.log(0.5)) + 0 + (10 - 1 - math.log(10)), rel=1e-5)
+    assert stats["ratio"].item() == pytest.approx(11.5, rel=1e-6)
+    total.backward()
+    # first token: -A r / 3 from the surrogate, -0.1 / 2 from the NLL; second alike; third is held by the dual clip
+    assert logprobs.grad[:3].tolist() == pytest.approx([-0.5 / 3 - 0.05, 1 / 3 - 0.05, 0.0], abs=1e-6)
+    assert logprobs.grad[3:].tolist() == [0.0, 0.0]
+
+
+def test_clip_higher_counts_each_side():
+    loss = PolicyLoss(config(policy_loss={"clip_low": 0.2, "clip_high": 0.28}))
+    old = torch.zeros(4)
+    batch = {
+        "mask": torch.ones(4, dtype=torch.bool),
+        "old_logprobs": old,
+        "advantages": torch.tensor([1.0, 1.0, -1.0, -1.0]),
+        "policy_weights": torch.full((4,), 0.25),
+        "positive_weights": torch.zeros(4),
+    }
+    total, stats = loss({"logprobs": torch.tensor([1.27, 1.5, 0.5, 1.5]).log()}, batch)
+    assert total.item() == pytest.approx(-(1.27 + 1.28 - 0.8 - 1.5) / 4, abs=1e-6)
+    assert (stats["clip_high"].item(), stats["clip_low"].item()) == (1, 1)
+
+
+def test_without_correct_responses_the_nll_is_exactly_zero():
+    loss = PolicyLoss(config())
+    logprobs, batch = policy_batch()
+    batch["positive_weights"] = torch.zeros(5)
+    total, stats = loss({"logprobs": logprobs}, batch)
+    assert stats["nll"].item() == 0.0
+    assert total.item() == stats["surrogate"].item()
+
+
+def test_kl_and_entropy_terms_enter_with_their_coefficients():
+    loss = PolicyLoss(config(kl={"place": "loss", "kind": "k2", "coef": 0.5}, entropy={"coef": 0.01}, positive_lm={"coef": 0.0}))
+    assert loss.needs_entropy
+    logprobs, batch = policy_batch()
+    batch["ref_logprobs"] = logprobs.detach() - torch.tensor([1.0, 2.0, 0.0, NAN, NAN])
+    entropy = torch.tensor([1.0, 2.0, 3.0, NAN, NAN])
+    total, stats = loss({"logprobs": logprobs, "entropy": entropy}, batch)
+    assert stats["kl"].item() == pytest.approx((0.5 + 2.0) / 3, abs=1e-6)
+    assert stats["entropy"].item() == pytest.approx(6.0)
+    assert total.item() == pytest.approx(stats["surrogate"].item() + 0.5 * 2.5 / 3 - 0.01 * 2.0, abs=1e-5)
+
+
+def test_importance_weights_multiply_the_surrogate_only():
+    loss = PolicyLoss(config(policy_loss={"importance_correction": {"kind": "token_truncate"}}))
+    assert "importance_weights" in loss.tensors
+    logprobs, batch = policy_batch()
+    plain = -torch.tensor([0.5, -1.0, -40.0]) / 3
+    batch["importance_weights"] = torch.tensor([2.0, 0.5, 0.0, NAN, NAN])
+    _, stats = loss({"logprobs": logprobs}, batch)
+    assert stats["surrogate"].item() == pytest.approx((plain * torch.tensor([2.0, 0.5, 0.0])).sum().item(), abs=1e-5)
+
+
+def test_mismatch_is_measured_where_old_logprobs_are_the_rollouts():
+    loss = PolicyLoss(config(rollout={"old_logprobs": "rollout"}))
+    logprobs, batch = policy_batch()
+    _, stats = loss({"logprobs": logprobs, "entropy": torch.zeros(5)}, batch)
+    assert stats["mismatch_abs"].item() == pytest.approx(math.log(2) + math.log(10), rel=1e-5)
+    assert stats["mismatch_abs_max"].item() == pytest.approx(math.log(10), rel=1e-5)
+    assert stats["mismatch_ratio"].item() == pytest.approx(11.5, rel=1e-5)
+    assert stats["mismatch_ratio_squared"].item() == pytest.approx(101.25, rel=1e-5)
+    assert stats["mismatch_beyond_cap"].item() == 1
+
+
+def test_policy_loss_of_a_dummy_microbatch_is_zero_with_the_same_statistics():
+    loss = PolicyLoss(config(rollout={"old_logprobs": "rollout"}))
+    logprobs, batch = policy_batch()
+    _, full = loss({"logprobs": logprobs, "entropy": torch.zeros(5)}, batch)
+    pads = torch.zeros(2, requires_grad=True)
+    empty = {name: torch.zeros(2, dtype=tensor.dtype) for name, tensor in batch.items()}
+    total, stats = loss({"logprobs": pads, "entropy": torch.zeros(2)}, empty)
+    total.backward()
+    assert total.item() == 0.0
+    assert pads.grad.tolist() == [0.0, 0.0]
+    assert set(stats) == set(full)
+    assert all(float(value) == 0.0 for value in stats.values())
+
+
+@pytest.mark.parametrize(("value", "target", "loss", "clipped"), [(1.0, 0.0, 0.5, 0), (0.5, 1.0, 0.32, 1)])
+def test_critic_loss_with_clip(value, target, loss, clipped):
+    values = torch.tensor([value, NAN], requires_grad=True)
+    batch = {
+        "mask": torch.tensor([True, False]),
+        "returns": torch.tensor([target, NAN]),
+        "values": torch.tensor([0.0, NAN]),
+        "value_weights": torch.tensor([1.0, 0.0]),
+    }
+    total, stats = CriticLoss(0.2)({"values": values}, batch)
+    total.backward()
+    assert total.item() == pytest.approx(loss, abs=1e-6)
+    assert (stats["clip"].item(), stats["tokens"].item()) == (clipped, 1)
+    assert math.isfinite(values.grad[0])
+    assert values.grad[1] == 0.0
+
+
+def test_critic_loss_is_a_weighted_sum_and_reads_no_old_values_without_clip():
+    loss = CriticLoss(None)
+    assert loss.tensors == ("returns", "value_weights")
+    batch = {
+        "mask": torch.tensor([True, True]),
+        "returns": torch.tensor([1.0, 0.0]),
+        "value_weights": torch.tensor([0.25, 0.25]),
+    }
+    total, _ = loss({"values": torch.tensor([0.0, 2.0])}, batch)
+    assert total.item() == pytest.approx((0.5 * 1 + 0.5 * 4) / 4)
+
+
+def test_supervised_loss_is_the_weighted_nll():
+    logprobs = torch.tensor([-1.0, -3.0, NAN], requires_grad=True)
+    batch = {"mask": torch.tensor([True, True, False]), "loss_weights": torch.tensor([0.5, 0.5, 0.0])}
+    total, stats = SupervisedLoss()({"logprobs": logprobs}, batch)
+    total.backward()
+    assert total.item() == 2.0
+    assert (stats["nll"].item(), stats["tokens"].item()) == (4.0, 2)
+    assert logprobs.grad.tolist() == [-0.5, -0.5, 0.0]

@@ -1,0 +1,165 @@
+"""One rollout as training sees it: rows on all ranks, tokens with their owners, mini-batches with packs and denominators.
+
+Order (every rank comes to the same plan from the replicated rows): draw mini-batches, balance each over data parallelism, pack,
+then move the tokens once. The same packs serve log-probs, values and both updates.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vapo_mcore.algorithm.segments import broadcast_to_tokens, keep_responses
+from vapo_mcore.algorithm.weights import Denominators
+from vapo_mcore.config.architecture import ModelArchitecture
+from vapo_mcore.config.schema import Config
+from vapo_mcore.data.microbatch import MicroBatch, make_microbatch
+from vapo_mcore.data.packing import Schedule, ScheduledMiniBatch, attention_cost_ratio, schedule
+from vapo_mcore.data.ragged import token_index
+from vapo_mcore.data.rollout_batch import RolloutBatch, Rows, exchange
+from vapo_mcore.data.thd import pad_multiples
+from vapo_mcore.megatron.parallel import ParallelContext
+from vapo_mcore.trainer.sampling import Round
+
+
+@dataclass(frozen=True)
+class MiniBatch:
+    """One optimizer step: the counts of all its rows on all ranks, and this rank's micro-batches (tokens and mask only)."""
+
+    denominators: Denominators
+    microbatches: list[MicroBatch]
+
+    @property
+    def is_masked(self) -> bool:
+        """No token to train on, on any rank: the step is skipped."""
+        return self.denominators.tokens == 0
+
+
+@dataclass
+class Experience:
+    """A graded, packed and distributed rollout.
+
+    Attributes:
+        rows: all responses, replicated; ``reward`` is shaped.
+        trainable: bool [n] replicated: graded, and not cut where cut responses are masked.
+        batch: the rows that this data-parallel rank owns, tensors on the compute device. ``response_mask`` is True at tokens that
+            carry a loss; ``positive_mask`` at tokens of correct responses.
+        cu_seqlens: of ``batch``, on the compute device.
+        minibatches: in training order.
+        bootstrap_values: float32 [rows of batch], the critic's output at each last token, where cut responses are bootstrapped.
+    """
+
+    rows: Rows
+    trainable: Tensor
+    batch: RolloutBatch
+    cu_seqlens: Tensor
+    minibatches: list[MiniBatch]
+    bootstrap_values: Tensor | None = None
+
+    @property
+    def mask(self) -> Tensor:
+        return self.batch["response_mask"]
+
+    @property
+    def trained_lengths(self) -> Tensor:
+        """int64 [n], replicated: tokens of each response that carry a loss."""
+        return self.rows.response_length * self.trainable
+
+    def microbatches(self) -> list[MicroBatch]:
+        """This rank's micro-batches of all mini-batches, in order."""
+        return [microbatch for minibatch in self.minibatches for microbatch in minibatch.microbatches]
+
+    def store(self, name: str, parts: Sequence[Tensor]) -> None:
+        """Keep a per-token model output, given by micro-batch as ``microbatches()`` lists them."""
+        rows = [microbatch.rows for microbatch in self.microbatches()]
+        self.batch.scatter_rows(name, parts, rows)
+
+    def store_rows(self, parts: Sequence[Tensor]) -> Tensor:
+        """A per-row model output, given by micro-batch, in the order of the rows of ``batch``."""
+        rows = torch.cat([torch.empty(0, dtype=torch.int64), *(microbatch.rows for microbatch in self.microbatches())])
+        values = torch.cat([torch.empty(0, device=self.cu_seqlens.device), *parts])
+        return torch.zeros(len(self.batch), device=values.device).index_copy_(0, rows.to(values.device), values)
+
+    def on_rows(self, column: Tensor) -> Tensor:
+        """The entries of a replicated column [n] that belong to the rows of ``batch``, on its device."""
+        return column[self.batch.row_ids].to(self.cu_seqlens.device)
+
+    def with_tensors(self, microbatch: MicroBatch, names: Sequence[str]) -> MicroBatch:
+        """The micro-batch with token tensors of ``batch`` added."""
+        index = token_index(self.cu_seqlens, microbatch.rows.to(self.cu_seqlens.device))
+        return microbatch.with_tensors(**{name: self.batch[name].index_select(0, index) for name in names})
+
+    def response_ids(self) -> list[str]:
+        """Names of the owned responses for messages."""
+        rows = self.batch.rows
+        return [f"{prompt} sample {sample}" for prompt, sample in zip(rows.prompt_id, rows.sample_index.tolist(), strict=True)]
+
+
+def shuffle_seed(run_seed: int, rollout: int) -> int:
+    """Seed of the mini-batch shuffle of a rollout: a hash, so that neighbouring runs and rollouts share nothing."""
+    return int.from_bytes(hashlib.sha256(f"mini-batches/{run_seed}/{rollout}".encode()).digest()[:8], "little")
+
+
+def plan_minibatches(config: Config, architecture: ModelArchitecture, parallel: ParallelContext, rows: Rows, rollout: int) -> Schedule:
+    """Which graded row trains when and where; rows without a verdict get no place."""
+    sequence, total = pad_multiples(parallel.context_parallel_size, parallel.tensor_model_parallel_size)
+    interleaved = parallel.virtual_pipeline_model_parallel_size is not None
+    return schedule(
+        rows.length,
+        config.batch.mini_batch_size,
+        parallel.data_parallel_size,
+        config.batch.max_tokens_per_microbatch,
+        seed=shuffle_seed(config.seed, rollout),
+        microbatch_multiple=parallel.microbatch_group,
+        min_microbatches=parallel.pipeline_model_parallel_size if interleaved else 1,
+        pad_multiple=sequence,
+        total_multiple=total,
+        attention_cost_ratio=attention_cost_ratio(architecture),
+        rows=rows.graded.nonzero().flatten(),
+    )
+
+
+def distribute(
+    sampled: Round,
+    rows: Rows,
+    trainable: Tensor,
+    plan: Schedule,
+    parallel: ParallelContext,
+    dp_rank_of_rank: Sequence[int],
+) -> Experience:
+    """Move the tokens to their owners and lay out the mini-batches. A collective over all ranks."""
+    device = parallel.device
+    owned = exchange(sampled.local.to(device), rows, holder=sampled.holder, owner=plan.owner, dp_rank_of_rank=dp_rank_of_rank)
+    cu_seqlens = owned.cu_seqlens.to(device)
+    owned["response_mask"] = keep_responses(owned["response_mask"], cu_seqlens, trainable[owned.row_ids].to(device))
+    owned["positive_mask"] = broadcast_to_tokens(rows.verdict[owned.row_ids].to(device), owned["response_mask"], cu_seqlens)
+    local_row = torch.full((len(rows),), -1, dtype=torch.int64)
+    local_row[owned.row_ids] = torch.arange(len(owned))
+    lengths = rows.response_length * trainable
+    minibatches = [
+        MiniBatch(
+            Denominators.from_lengths(lengths[scheduled.rows], rows.verdict[scheduled.rows]),
+            _microbatches(scheduled, owned, local_row, parallel),
+        )
+        for scheduled in plan.minibatches
+    ]
+    return Experience(rows, trainable, owned, cu_seqlens, minibatches)
+
+
+def _microbatches(scheduled: ScheduledMiniBatch, owned: RolloutBatch, local_row: Tensor, parallel: ParallelContext) -> list[MicroBatch]:
+    return [
+        make_microbatch(
+            owned,
+            local_row[torch.tensor(pack, dtype=torch.int64)],
+            context_parallel_size=parallel.context_parallel_size,
+            context_parallel_rank=parallel.context_parallel_rank,
+            tensor_parallel_size=parallel.tensor_model_parallel_size,
+            device=parallel.device,
+            names=("tokens", "response_mask"),
+        )
+        for pack in scheduled.microbatches[parallel.data_parallel_rank]
+    ]

@@ -1,0 +1,130 @@
+"""The losses that the training engine evaluates on each micro-batch, composed from the terms of ``vapo_mcore.algorithm``.
+
+Each is a ``LossFunction`` of the engine: it sees output-aligned, context-parallel-local tensors and returns a sum of per-token
+terms times weights that were fixed for the whole mini-batch, and sums of statistics (maxima where the name ends in ``_max``).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from vapo_mcore.algorithm.kl import LOG_RATIO_CLAMP, KLKind, kl_loss_terms, masked_difference
+from vapo_mcore.algorithm.losses import policy_loss_terms, positive_nll_terms, value_loss_terms
+from vapo_mcore.config.schema import Config
+
+Stats = dict[str, Tensor]
+
+
+class PolicyLoss:
+    """Clipped surrogate + coef x positive-example NLL [+ coef x KL to the reference] [- coef x entropy].
+
+    Reads ``old_logprobs``, ``advantages``, ``policy_weights`` (from ``token_weights``; KL and entropy use them too) and
+    ``positive_weights`` (from ``positive_token_weights``: nonzero at tokens of correct responses), ``importance_weights`` with
+    an importance correction, ``ref_logprobs`` with a KL term.
+
+    Statistics: ``surrogate``, ``nll``, ``kl`` are parts of the loss before their coefficients; ``tokens``, ``clip_high``, ``clip_low``,
+    ``clip_dual``, ``approx_kl``, ``ratio`` are sums over response tokens, and so are ``entropy`` and the ``mismatch_*`` if measured.
+    """
+
+    def __init__(self, config: Config) -> None:
+        algorithm, rollout = config.algorithm, config.rollout
+        self.clip = algorithm.policy_loss
+        self.positive_coef = algorithm.positive_lm.coef
+        self.entropy_coef = algorithm.entropy.coef
+        self.kl_coef = algorithm.kl.coef if algorithm.kl.place == "loss" else 0.0
+        self.kl_kind: KLKind = algorithm.kl.kind
+        # Old log-probs that come from the rollout leave this pass as the first sight of the trainer's own.
+        self.measure_mismatch = rollout.old_logprobs == "rollout"
+        self.temperature = rollout.temperature
+        self.needs_entropy = self.entropy_coef > 0 or self.measure_mismatch
+        names = ["old_logprobs", "advantages", "policy_weights", "positive_weights"]
+        names += ["importance_weights"] if self.clip.importance_correction.kind != "off" else []
+        names += ["ref_logprobs"] if self.kl_coef > 0 else []
+        self.tensors: tuple[str, ...] = tuple(names)
+
+    def __call__(self, outputs: dict[str, Tensor], batch: dict[str, Tensor]) -> tuple[Tensor, Stats]:
+        logprobs, mask, weights = outputs["logprobs"], batch["mask"], batch["policy_weights"]
+        terms, indicators = policy_loss_terms(
+            logprobs,
+            batch["old_logprobs"],
+            batch["advantages"],
+            mask,
+            clip_low=self.clip.clip_low,
+            clip_high=self.clip.clip_high,
+            dual_clip=self.clip.dual_clip,
+            importance_weights=batch.get("importance_weights"),
+        )
+        surrogate = (terms * weights).sum()
+        positive = batch["positive_weights"]
+        nll = (positive_nll_terms(logprobs, mask, positive > 0) * positive).sum()
+        total = surrogate + self.positive_coef * nll if self.positive_coef > 0 else surrogate
+        stats = {
+            "surrogate": surrogate.detach(),
+            "nll": nll.detach(),
+            "tokens": mask.sum(),
+            "clip_high": indicators["clip_frac_high"].sum(),
+            "clip_low": indicators["clip_frac_low"].sum(),
+            "clip_dual": indicators["clip_frac_dual"].sum(),
+            "approx_kl": indicators["approx_kl"].sum(),
+            "ratio": indicators["ratio"].sum(),
+        }
+        if self.kl_coef > 0:
+            kl = (kl_loss_terms(logprobs, batch["ref_logprobs"], mask, self.kl_kind) * weights).sum()
+            total = total + self.kl_coef * kl
+            stats["kl"] = kl.detach()
+        if self.needs_entropy:
+            entropy = torch.where(mask, outputs["entropy"], 0.0)
+            if self.entropy_coef > 0:
+                total = total - self.entropy_coef * (entropy * weights).sum()
+            stats["entropy"] = entropy.detach().sum()
+        if self.measure_mismatch:
+            stats |= self._mismatch(logprobs.detach(), batch["old_logprobs"], mask)
+        return total, stats
+
+    def _mismatch(self, logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> Stats:
+        """Sums over tokens of |difference| and of the weights w = exp(trainer - rollout), for the first update of a step."""
+        difference = masked_difference(logprobs, rollout_logprobs, mask)
+        ratio = torch.where(mask, difference.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP).exp(), 0.0).double()
+        return {
+            "mismatch_abs": difference.abs().sum(),
+            "mismatch_abs_max": torch.cat([difference.abs(), difference.new_zeros(1)]).max(),
+            "mismatch_ratio": ratio.sum(),
+            "mismatch_ratio_squared": ratio.square().sum(),
+            "mismatch_beyond_cap": (ratio > self.clip.importance_correction.cap).sum(),
+        }
+
+
+class CriticLoss:
+    """Value loss 1/2 (V - R)^2 (clipped around ``values``, the predictions before the update, if configured), token mean.
+
+    Reads ``returns``, ``value_weights`` and with a clip ``values``. Statistics: ``tokens`` and ``clip``, sums over response tokens.
+    """
+
+    temperature = 1.0
+    needs_entropy = False
+
+    def __init__(self, clip: float | None) -> None:
+        self.clip = clip
+        self.tensors: tuple[str, ...] = ("returns", "value_weights", *(("values",) if clip is not None else ()))
+
+    def __call__(self, outputs: dict[str, Tensor], batch: dict[str, Tensor]) -> tuple[Tensor, Stats]:
+        mask = batch["mask"]
+        terms, indicators = value_loss_terms(outputs["values"], batch.get("values"), batch["returns"], mask, clip=self.clip)
+        return (terms * batch["value_weights"]).sum(), {"tokens": mask.sum(), "clip": indicators["clip_frac"].sum()}
+
+
+class SupervisedLoss:
+    """Plain negative log-likelihood of the masked tokens, weighted by ``loss_weights`` (1 / tokens of the mini-batch for a mean).
+
+    For warm starts: ``response_mask`` marks the target tokens. Statistics: ``tokens`` and ``nll``, sums over these.
+    """
+
+    temperature = 1.0
+    needs_entropy = False
+    tensors: tuple[str, ...] = ("loss_weights",)
+
+    def __call__(self, outputs: dict[str, Tensor], batch: dict[str, Tensor]) -> tuple[Tensor, Stats]:
+        mask = batch["mask"]
+        terms = positive_nll_terms(outputs["logprobs"], mask, mask)
+        return (terms * batch["loss_weights"]).sum(), {"tokens": mask.sum(), "nll": terms.detach().sum()}

@@ -1,0 +1,120 @@
+"""Building policy, critic and reference from the configuration, and giving the critic a fresh optimizer between stages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from vapo_mcore.config.architecture import ModelArchitecture, read_architecture
+from vapo_mcore.config.schema import Config, OptimizerConfig
+from vapo_mcore.errors import ConfigError
+from vapo_mcore.megatron.engine import MegatronModel
+from vapo_mcore.megatron.parallel import ParallelContext
+from vapo_mcore.weights.loader import LoadReport, load_hf_into
+
+Say = Callable[[str], None]
+
+
+@dataclass
+class Models:
+    """The models of a run on this rank. ``critic`` is None for critic-free estimators, ``reference`` without a KL term."""
+
+    architecture: ModelArchitecture
+    policy: MegatronModel
+    critic: MegatronModel | None
+    reference: MegatronModel | None
+
+
+def build_models(config: Config, parallel: ParallelContext, say: Say) -> Models:
+    """Build and load all models of the run. Raises CheckpointError or ConfigError for folders that do not fit."""
+    architecture = read_architecture(config.model.path)
+    policy = MegatronModel(
+        "policy",
+        architecture,
+        config.model,
+        parallel,
+        load_weights=lambda chunks: load_hf_into(chunks, config.model.path, architecture, parallel, role="policy"),
+        optimizer=config.policy.optimizer,
+        warmup_updates=config.policy.optimizer.warmup_rollouts * config.batch.updates_per_step * config.policy.epochs,
+    )
+    reference = None
+    if config.uses_reference:
+        reference = MegatronModel(
+            "reference",
+            architecture,
+            config.model,
+            parallel,
+            load_weights=lambda chunks: load_hf_into(chunks, config.model.path, architecture, parallel, role="policy"),
+        )
+    critic = _first_critic(config, architecture, parallel, say) if config.uses_critic else None
+    return Models(architecture, policy, critic, reference)
+
+
+def _first_critic(config: Config, policy: ModelArchitecture, parallel: ParallelContext, say: Say) -> MegatronModel:
+    """The critic as it enters the run, with the settings of value pretraining if there is one."""
+    folder = config.model.path if config.critic.init == "policy" else config.critic.path
+    assert folder is not None, "the configuration requires critic.path for this critic.init"
+    architecture = policy if config.critic.init == "policy" else read_architecture(folder)
+    if architecture.vocab_size != policy.vocab_size:
+        raise ConfigError(
+            f"critic.path: the critic's vocabulary has {architecture.vocab_size} entries, the policy's {policy.vocab_size}; "
+            "both read the same tokens, so take a critic with the policy's tokenizer"
+        )
+    reports: list[LoadReport] = []
+
+    def load(chunks: list[Any]) -> None:
+        head_init = config.critic.head_init if config.critic.init == "policy" else None
+        reports.append(load_hf_into(chunks, folder, architecture, parallel, role="critic", head_init=head_init, seed=config.seed))
+
+    pretraining = config.critic.value_pretraining
+    settings, head_only = config.critic.optimizer, False
+    if pretraining.max_steps > 0:
+        head_only = pretraining.head_only
+        if pretraining.lr is not None:
+            settings = settings.model_copy(update={"lr": pretraining.lr})
+    critic = _build_critic(config, architecture, parallel, load, settings, head_only)
+    for name, reason in reports[0].dropped.items():
+        say(f"critic: {name} of {folder} not used: {reason}")
+    say(f"critic: trunk from {folder}, value head: {reports[0].head}")
+    return critic
+
+
+def _build_critic(
+    config: Config,
+    architecture: ModelArchitecture,
+    parallel: ParallelContext,
+    load: Callable[[list[Any]], object],
+    settings: OptimizerConfig,
+    head_only: bool,
+) -> MegatronModel:
+    return MegatronModel(
+        "critic",
+        architecture,
+        config.model,
+        parallel,
+        load_weights=load,
+        optimizer=settings,
+        warmup_updates=settings.warmup_rollouts * config.batch.updates_per_step * config.critic.epochs,
+        head_only=head_only,
+    )
+
+
+def critic_after_pretraining(config: Config, critic: MegatronModel) -> MegatronModel:
+    """The critic for the RL stage: the same object, or where pretraining had its own rate or a frozen trunk, one with the same
+    weights and a fresh optimizer of ``critic.optimizer``."""
+    pretraining = config.critic.value_pretraining
+    if pretraining.lr is None and not pretraining.head_only:
+        return critic
+    old = critic.chunks
+
+    @torch.no_grad()
+    def copy(chunks: list[Any]) -> None:
+        for new_chunk, old_chunk in zip(chunks, old, strict=True):
+            sources = dict(old_chunk.named_parameters())
+            for name, parameter in new_chunk.named_parameters():
+                parameter.copy_(sources[name])
+
+    return _build_critic(config, critic.architecture, critic.parallel, copy, config.critic.optimizer, head_only=False)

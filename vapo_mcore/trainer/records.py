@@ -1,0 +1,138 @@
+"""What a step records besides its losses: the responses, the packing, the mismatch, time and memory, and failed checks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from vapo_mcore.algorithm.importance import mismatch_statistics
+from vapo_mcore.algorithm.losses import explained_variance
+from vapo_mcore.config.schema import Config
+from vapo_mcore.data.rollout_batch import Rows
+from vapo_mcore.trainer.collecting import SamplingCounts
+from vapo_mcore.trainer.experience import Experience
+from vapo_mcore.trainer.metrics import StepMetrics
+from vapo_mcore.trainer.timing import PhaseTimer
+
+FIRST_KL_LIMIT = {"float32": 1e-6, "bfloat16": 1e-3}
+"""Largest k3 estimate between old and new log-probs before a step's first update."""
+MISMATCH_LIMIT = {"float32": 1e-3, "bfloat16": 5e-2}
+"""Largest mean absolute difference between trainer's and rollout's log-probs of the sampled tokens."""
+
+
+def record_rows(metrics: StepMetrics, rows: Rows, trainable: Tensor, counts: SamplingCounts) -> None:
+    """Metrics of the responses, from the replicated table."""
+    graded = rows.graded
+    rewards, scores, verdicts = rows.reward[graded].double(), rows.score[graded].double(), rows.verdict[graded].double()
+    some = bool(graded.any())
+    metrics.put("reward/mean", float(rewards.mean()) if some else None)
+    metrics.put("reward/std", float(rewards.std(correction=0)) if some else None)
+    metrics.put("reward/raw_mean", float(scores.mean()) if some else None)
+    metrics.put("accuracy/mean", float(verdicts.mean()) if some else None)
+    _record_groups(metrics, rows)
+    lengths, count = rows.response_length.double(), len(rows)
+    metrics.put("response/count", count)
+    metrics.put("response/length_mean", float(lengths.mean()) if count else None)
+    metrics.put("response/length_max", int(lengths.max()) if count else None)
+    metrics.put("response/length_min", int(lengths.min()) if count else None)
+    metrics.put("response/truncated_frac", float(rows.truncated.double().mean()) if count else None)
+    metrics.put("grading/failed", count - int(graded.sum()))
+    metrics.put("tokens/response", int(rows.response_length.sum()))
+    metrics.put("tokens/total", int(rows.length.sum()))
+    metrics.put("tokens/trained", int((rows.response_length * trainable).sum()))
+    metrics.put("sampling/rounds", counts.rounds)
+    metrics.put("sampling/prompts_tried", counts.prompts_tried)
+    metrics.put("sampling/dropped_all_right", counts.dropped_all_right)
+    metrics.put("sampling/dropped_all_wrong", counts.dropped_all_wrong)
+    metrics.put("sampling/dropped_surplus", counts.dropped_surplus)
+
+
+def _record_groups(metrics: StepMetrics, rows: Rows) -> None:
+    groups = int(rows.group.max()) + 1 if len(rows) else 0
+    zeros = torch.zeros(groups, dtype=torch.int64)
+    graded = zeros.index_add(0, rows.group, rows.graded.long())
+    right = zeros.index_add(0, rows.group, (rows.graded & rows.verdict).long())
+    known = graded > 0
+    shares = {
+        "mixed": (right > 0) & (right < graded),
+        "all_right": known & (right == graded),
+        "all_wrong": known & (right == 0),
+    }
+    for name, chosen in shares.items():
+        metrics.put(f"groups/{name}_frac", int(chosen.sum()) / groups if groups else None)
+
+
+def record_packing(metrics: StepMetrics, experience: Experience, owner: Tensor, ranks: int, max_tokens: int) -> None:
+    """How full the micro-batches are and how even the data-parallel ranks, from the replicated plan."""
+    packs = sum(len(minibatch.microbatches) for minibatch in experience.minibatches)
+    scheduled = owner >= 0
+    tokens = torch.zeros(ranks, dtype=torch.int64).index_add(0, owner[scheduled], experience.rows.length[scheduled])
+    total = int(tokens.sum())
+    metrics.put("packing/microbatches", packs)
+    metrics.put("packing/fill", total / (packs * ranks * max_tokens) if packs else None)
+    metrics.put("packing/imbalance", int(tokens.max()) * ranks / total if total else None)
+
+
+def record_mismatch(metrics: StepMetrics, experience: Experience, cap: float, group: dist.ProcessGroup) -> None:
+    """Trainer's log-probs (of the log-prob pass) against the rollout's; a collective over data parallelism."""
+    batch = experience.batch
+    found = mismatch_statistics(batch["old_logprobs"], batch["rollout_logprobs"], experience.mask, cap=cap, group=group)
+    for name in ("logprob_abs_mean", "logprob_abs_max", "kl", "ess", "beyond_cap_frac"):
+        metrics.put(f"mismatch/{name}", found[name])
+
+
+def record_values(metrics: StepMetrics, experience: Experience, group: dist.ProcessGroup) -> None:
+    """Values predicted before the critic's update, and its targets; a collective over data parallelism."""
+    values, returns, mask = experience.batch["values"], experience.batch["returns"], experience.mask
+    metrics.put("critic/explained_variance", explained_variance(values, returns, mask, group))
+    for name in ("mean", "min", "max"):
+        metrics.add_tokens(f"critic/values_{name}", values, mask)
+    for name in ("mean", "std"):
+        metrics.add_tokens(f"critic/returns_{name}", returns, mask)
+
+
+def record_time_and_memory(metrics: StepMetrics, timer: PhaseTimer) -> None:
+    total = timer.total
+    for name, seconds in timer.seconds.items():
+        metrics.extreme(f"time/{name}", seconds)
+    metrics.extreme("time/other", total - sum(timer.seconds.values()))
+    metrics.extreme("time/step", total)
+    metrics.extreme("memory/host_gib", _resident_bytes() / 2**30)
+    if torch.cuda.is_available():
+        metrics.extreme("memory/device_peak_gib", torch.cuda.max_memory_allocated() / 2**30)
+        torch.cuda.reset_peak_memory_stats()
+
+
+def _resident_bytes() -> int:
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def failed_checks(config: Config, row: Mapping[str, Any]) -> list[str]:
+    """What a person must know about a step, as sentences; the invariants of its first update and of the rollout among them."""
+    dtype = config.model.dtype
+    found = []
+    first_kl, limit = row.get("policy/approx_kl_first"), FIRST_KL_LIMIT[dtype]
+    if config.rollout.old_logprobs == "recompute" and first_kl is not None and not first_kl <= limit:
+        found.append(f"policy/approx_kl_first = {first_kl:.2e} above {limit:.0e}: training does not reproduce the old log-probs")
+    gap, limit = row.get("mismatch/logprob_abs_mean"), MISMATCH_LIMIT[dtype]
+    if gap is not None and not gap <= limit:
+        found.append(f"mismatch/logprob_abs_mean = {gap:.2e} above {limit:.0e}: rollout and trainer disagree on the sampled tokens")
+    if row.get("grading/failed"):
+        found.append(f"grading/failed = {row['grading/failed']}: responses without a verdict were left out")
+    for role in ("policy", "critic"):
+        if row.get(f"{role}/updates_skipped"):
+            found.append(f"{role}/updates_skipped = {row[f'{role}/updates_skipped']}: a gradient was not finite")
+        if row.get(f"{role}/minibatches_masked"):
+            found.append(
+                f"{role}/minibatches_masked = {row[f'{role}/minibatches_masked']}: mini-batches without a trainable token were skipped"
+            )
+    if row.get("tokens/trained") == 0:
+        found.append("tokens/trained = 0: nothing to train on in this step")
+    return found

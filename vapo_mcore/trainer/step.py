@@ -1,0 +1,201 @@
+"""One step of training: collect, distribute, log-probs, values, advantages, critic update, policy update, weight sync.
+
+``Trainer`` holds what lives as long as the run and is the same on every rank; a ``_Step`` is what one step accumulates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from vapo_mcore.config.schema import Config
+from vapo_mcore.data.prompts import Prompt
+from vapo_mcore.megatron.parallel import ParallelContext
+from vapo_mcore.trainer.advantages import AdvantageEstimator, check_experience, shaped_rewards, trainable_rows
+from vapo_mcore.trainer.collecting import collect
+from vapo_mcore.trainer.collectives import all_gather_objects
+from vapo_mcore.trainer.experience import Experience, distribute, plan_minibatches
+from vapo_mcore.trainer.metric_table import METRICS
+from vapo_mcore.trainer.metrics import StepMetrics
+from vapo_mcore.trainer.models import Models
+from vapo_mcore.trainer.records import (
+    failed_checks,
+    record_mismatch,
+    record_packing,
+    record_rows,
+    record_time_and_memory,
+    record_values,
+)
+from vapo_mcore.trainer.sampling import ResponseSampler
+from vapo_mcore.trainer.timing import PhaseTimer
+from vapo_mcore.trainer.updates import update_critic, update_policy
+from vapo_mcore.trainer.weight_sync import WeightSync
+
+Row = dict[str, Any]
+
+
+@dataclass
+class StepOutcome:
+    """What a step leaves: its metrics, the sampled responses to be shown (on all ranks), and the sentences of failed checks."""
+
+    row: Row
+    samples: list[dict[str, Any]]
+    warnings: list[str]
+
+
+@dataclass
+class _Step:
+    """State of one step."""
+
+    stage: str
+    number: int
+    metrics: StepMetrics = field(default_factory=lambda: StepMetrics(METRICS))
+    timer: PhaseTimer = field(default_factory=PhaseTimer)
+    samples: list[dict[str, Any]] = field(default_factory=list)
+
+
+class Trainer:
+    """Runs RL steps and value-pretraining steps. Every method is a collective over all ranks."""
+
+    def __init__(
+        self,
+        config: Config,
+        parallel: ParallelContext,
+        models: Models,
+        sampler: ResponseSampler,
+        sync: WeightSync,
+        next_prompts: Callable[[int], Sequence[Prompt]],
+    ) -> None:
+        self.config = config
+        self.parallel = parallel
+        self.models = models
+        self.sampler = sampler
+        self.sync = sync
+        self.next_prompts = next_prompts
+        self.estimator = AdvantageEstimator(config, parallel.data_parallel_group)
+        self.rollouts = 0  # of both stages: enters the sampling seeds and the mini-batch shuffle
+        self._dp_rank_of_rank = all_gather_objects(parallel.data_parallel_rank)
+
+    def rl_step(self, number: int) -> StepOutcome:
+        """One rollout and everything that is learned from it."""
+        step = _Step("rl", number)
+        experience = self._collect(step, dynamic=self.config.rollout.dynamic_sampling.enabled)
+        if experience.minibatches:
+            self._log_probs(step, experience)
+            if self.models.critic is not None:
+                self._values(step, experience)
+            self._advantages_and_critic(step, experience)
+            with step.timer.phase("policy_update"):
+                update_policy(self.config, self.models.policy, experience, step.metrics)
+        self._sync(step)
+        return self._finish(step)
+
+    def value_pretraining_step(self, number: int) -> StepOutcome:
+        """One rollout of the fixed policy; the critic learns its Monte-Carlo returns. No log-prob pass, no policy update."""
+        assert self.models.critic is not None, "value pretraining needs a critic"
+        step = _Step("value_pretraining", number)
+        experience = self._collect(step, dynamic=False)
+        if experience.minibatches:
+            self._values(step, experience)
+            with step.timer.phase("advantages"):
+                # The policy still is the reference, so a KL penalty in the reward would be zero: none is computed.
+                self.estimator.place_rewards(experience, kl=False)
+                self.estimator.returns(experience, monte_carlo=True)
+                record_values(step.metrics, experience, self.parallel.data_parallel_group)
+                check_experience(experience)
+            with step.timer.phase("critic_update"):
+                update_critic(self.config, self.models.critic, experience, step.metrics)
+        self._sync(step)
+        return self._finish(step)
+
+    def _collect(self, step: _Step, *, dynamic: bool) -> Experience:
+        """Sample, grade, shape rewards, plan mini-batches and move tokens to their owners."""
+        config = self.config
+        self.rollouts += 1
+        sampled, counts = collect(config, self.sampler, self.next_prompts, seed_step=self.rollouts, timer=step.timer, dynamic=dynamic)
+        self.sync.put_to_sleep()
+        with step.timer.phase("exchange"):
+            rows = replace(sampled.rows, reward=shaped_rewards(config, sampled.rows))
+            trainable = trainable_rows(config, rows)
+            plan = plan_minibatches(config, self.models.architecture, self.parallel, rows, self.rollouts)
+            experience = distribute(sampled, rows, trainable, plan, self.parallel, self._dp_rank_of_rank)
+            shown = {row: record for part in all_gather_objects(sampled.shown) for row, record in part.items()}
+        step.samples = [record | {"reward": float(rows.reward[row])} for row, record in sorted(shown.items())]
+        record_rows(step.metrics, rows, trainable, counts)
+        ranks, cap = self.parallel.data_parallel_size, config.batch.max_tokens_per_microbatch
+        record_packing(step.metrics, experience, plan.owner, ranks, cap)
+        return experience
+
+    def _log_probs(self, step: _Step, experience: Experience) -> None:
+        """Old log-probs (the trainer's on the very micro-batches of the update, or the rollout's), and the reference's."""
+        rollout = self.config.rollout
+        with step.timer.phase("logprobs"):
+            microbatches = experience.microbatches()
+            if rollout.old_logprobs == "recompute":
+                found = self.models.policy.forward(microbatches, temperature=rollout.temperature, outputs=("logprobs", "entropy"))
+                experience.store("old_logprobs", found["logprobs"])
+                experience.store("entropy", found["entropy"])
+                step.metrics.add_tokens("policy/entropy", experience.batch["entropy"], experience.mask)
+                cap = self.config.algorithm.policy_loss.importance_correction.cap
+                record_mismatch(step.metrics, experience, cap, self.parallel.data_parallel_group)
+            else:
+                experience.batch["old_logprobs"] = experience.batch["rollout_logprobs"]
+            if self.models.reference is not None:
+                found = self.models.reference.forward(microbatches, temperature=rollout.temperature)
+                experience.store("ref_logprobs", found["logprobs"])
+                self.estimator.record_reference_kl(experience, step.metrics)
+
+    def _values(self, step: _Step, experience: Experience) -> None:
+        assert self.models.critic is not None
+        bootstrap = self.config.algorithm.advantage.truncation == "bootstrap"
+        with step.timer.phase("values"):
+            names = ("values", "bootstrap_values") if bootstrap else ("values",)
+            found = self.models.critic.forward(experience.microbatches(), outputs=names)
+            experience.store("values", found["values"])
+            if bootstrap:
+                experience.bootstrap_values = experience.store_rows(found["bootstrap_values"])
+
+    def _advantages_and_critic(self, step: _Step, experience: Experience) -> None:
+        """Advantages from the values before the critic's update, or with ``values: after_update`` from new ones after it."""
+        estimator, critic = self.estimator, self.models.critic
+        late = critic is not None and self.config.algorithm.advantage.values == "after_update"
+        with step.timer.phase("advantages"):
+            estimator.place_rewards(experience)
+            if critic is not None:
+                estimator.returns(experience)
+                record_values(step.metrics, experience, self.parallel.data_parallel_group)
+            if not late:
+                estimator.advantages(experience, step.metrics)
+            estimator.correct_importance(experience)
+            check_experience(experience)
+        if critic is None:
+            return
+        with step.timer.phase("critic_update"):
+            update_critic(self.config, critic, experience, step.metrics)
+        if late:
+            self._values(step, experience)
+            with step.timer.phase("advantages"):
+                estimator.advantages(experience, step.metrics)
+                check_experience(experience)
+
+    def _sync(self, step: _Step) -> None:
+        with step.timer.phase("weight_sync"):
+            report = self.sync.make_ready()
+        step.metrics.put("weights/tensors", report.names)
+        step.metrics.put("weights/bytes", report.bytes)
+
+    def _finish(self, step: _Step) -> StepOutcome:
+        """Reduce the metrics; the only place where a step's numbers meet."""
+        metrics = step.metrics
+        metrics.put("step", step.number)
+        metrics.put("stage", step.stage)
+        for role, model in (("policy", self.models.policy), ("critic", self.models.critic)):
+            if model is not None and model.optimizer is not None:
+                metrics.put(f"{role}/updates", model.optimizer.updates)
+        record_time_and_memory(metrics, step.timer)
+        row: Row = metrics.reduce(self.parallel.data_parallel_group, self.parallel.device)
+        row["tokens/per_second"] = row["tokens/total"] / row["time/step"]
+        warnings = failed_checks(self.config, row)
+        row["warnings"] = len(warnings)
+        return StepOutcome(row, step.samples, warnings)

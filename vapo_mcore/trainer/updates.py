@@ -1,0 +1,121 @@
+"""The optimizer steps of a rollout: epochs over its mini-batches for the critic, then for the policy.
+
+With fixed advantages and separate models, all critic epochs before all policy epochs give the same result as interleaving
+them, with one change of the model on the device instead of one per epoch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from vapo_mcore.algorithm.weights import positive_token_weights, token_weights
+from vapo_mcore.config.schema import Config
+from vapo_mcore.data.microbatch import MicroBatch
+from vapo_mcore.megatron.engine import LossFunction, MegatronModel, StepResult
+from vapo_mcore.trainer.experience import Experience, MiniBatch
+from vapo_mcore.trainer.losses import CriticLoss, PolicyLoss
+from vapo_mcore.trainer.metrics import StepMetrics
+
+_WEIGHTS = ("policy_weights", "positive_weights", "value_weights")
+
+
+def update_critic(config: Config, model: MegatronModel, experience: Experience, metrics: StepMetrics) -> None:
+    """All critic updates of the rollout, recorded in ``metrics``. A collective over all ranks."""
+    loss = CriticLoss(config.algorithm.value_loss.clip)
+
+    def weigh(microbatch: MicroBatch, minibatch: MiniBatch) -> MicroBatch:
+        mask, cu_seqlens = microbatch.tensors["response_mask"], microbatch.layout.cu_seqlens
+        return microbatch.with_tensors(value_weights=token_weights(mask, cu_seqlens, "token", None, minibatch.denominators))
+
+    def record(result: StepResult) -> None:
+        metrics.add("critic/loss", result.metrics["loss"], 1)
+        metrics.add("critic/grad_norm", result.grad_norm, 1)
+        metrics.add("critic/clip_frac", result.metrics["clip"], result.metrics["tokens"])
+
+    _update("critic", model, experience, loss, config.critic.epochs, weigh, record, metrics)
+
+
+def update_policy(config: Config, model: MegatronModel, experience: Experience, metrics: StepMetrics) -> None:
+    """All policy updates of the rollout, recorded in ``metrics``. A collective over all ranks."""
+    loss = PolicyLoss(config)
+    settings = config.algorithm.policy_loss
+    first = True
+
+    def weigh(microbatch: MicroBatch, minibatch: MiniBatch) -> MicroBatch:
+        mask, cu_seqlens = microbatch.tensors["response_mask"], microbatch.layout.cu_seqlens
+        return microbatch.with_tensors(
+            policy_weights=token_weights(
+                mask, cu_seqlens, settings.aggregation, config.rollout.max_response_length, minibatch.denominators
+            ),
+            positive_weights=positive_token_weights(mask, microbatch.tensors["positive_mask"], minibatch.denominators),
+        )
+
+    def record(result: StepResult) -> None:
+        nonlocal first
+        stats = result.metrics
+        if first:
+            metrics.add("policy/approx_kl_first", stats["approx_kl"], stats["tokens"])
+            if loss.measure_mismatch:
+                _record_mismatch(stats, metrics)
+            first = False
+        _record_policy(result, metrics)
+
+    positive = sum(minibatch.denominators.positive_tokens for minibatch in experience.minibatches)
+    metrics.put("policy/positive_tokens", positive)
+    _update("policy", model, experience, loss, config.policy.epochs, weigh, record, metrics, extra=("positive_mask",))
+
+
+def _update(
+    role: str,
+    model: MegatronModel,
+    experience: Experience,
+    loss: LossFunction,
+    epochs: int,
+    weigh: Callable[[MicroBatch, MiniBatch], MicroBatch],
+    record: Callable[[StepResult], None],
+    metrics: StepMetrics,
+    extra: tuple[str, ...] = (),
+) -> None:
+    """Epochs over the mini-batches. One without a trainable token is skipped on all ranks, since its counts are replicated."""
+    names = [name for name in (*loss.tensors, *extra) if name not in _WEIGHTS]
+    masked = skipped = 0
+    rate: float | None = None
+    for _ in range(epochs):
+        for minibatch in experience.minibatches:
+            if minibatch.is_masked:
+                masked += 1
+                continue
+            microbatches = [weigh(experience.with_tensors(part, names), minibatch) for part in minibatch.microbatches]
+            result = model.train_step(microbatches, loss)
+            if result.skipped:
+                skipped += 1
+                continue
+            rate = result.learning_rate
+            record(result)
+    metrics.put(f"{role}/lr", rate)
+    metrics.put(f"{role}/updates_skipped", skipped)
+    metrics.put(f"{role}/minibatches_masked", masked)
+
+
+def _record_policy(result: StepResult, metrics: StepMetrics) -> None:
+    stats = result.metrics
+    metrics.add("policy/loss", stats["loss"], 1)
+    metrics.add("policy/grad_norm", result.grad_norm, 1)
+    metrics.add("policy/surrogate_loss", stats["surrogate"], 1)
+    metrics.add("policy/nll_loss", stats["nll"], 1)
+    if "kl" in stats:
+        metrics.add("policy/kl_loss", stats["kl"], 1)
+    names = {"approx_kl": "approx_kl", "clip_high": "clip_frac_high", "clip_low": "clip_frac_low", "clip_dual": "clip_frac_dual"}
+    for source, target in (names | {"ratio": "ratio_mean"}).items():
+        metrics.add(f"policy/{target}", stats[source], stats["tokens"])
+
+
+def _record_mismatch(stats: dict[str, float], metrics: StepMetrics) -> None:
+    """Rollout against trainer from the first update's own forward pass, where there was no log-prob pass before it."""
+    tokens = stats["tokens"]
+    metrics.put("mismatch/logprob_abs_mean", stats["mismatch_abs"] / tokens)
+    metrics.put("mismatch/logprob_abs_max", stats["mismatch_abs_max"])
+    metrics.put("mismatch/kl", stats["approx_kl"] / tokens)
+    metrics.put("mismatch/ess", stats["mismatch_ratio"] ** 2 / (tokens * stats["mismatch_ratio_squared"]))
+    metrics.put("mismatch/beyond_cap_frac", stats["mismatch_beyond_cap"] / tokens)
+    metrics.add("policy/entropy", stats["entropy"], tokens)

@@ -1,0 +1,47 @@
+"""Trainer's policy into the rollout engine: wake its weights, stream HF tensors in buckets, wake its KV cache."""
+
+from __future__ import annotations
+
+import hashlib
+
+from vapo_mcore.errors import RolloutError
+from vapo_mcore.megatron.engine import MegatronModel
+from vapo_mcore.rollout.base import EngineState, RolloutEngine, SyncReport
+from vapo_mcore.trainer.collectives import all_gather_objects
+from vapo_mcore.weights.checksums import tensor_checksum
+from vapo_mcore.weights.export import Exporter
+
+
+class WeightSync:
+    """Keeps the exporter (its manifest is exchanged once) and moves the engine through its states."""
+
+    def __init__(self, policy: MegatronModel, engine: RolloutEngine, *, verify: bool) -> None:
+        self.exporter = Exporter(policy.chunks, policy.architecture, policy.parallel, role="policy")
+        self.engine = engine
+        self.verify = verify
+
+    def make_ready(self) -> SyncReport:
+        """Give the sleeping engine the policy's present weights; a collective. It can generate afterwards.
+
+        With ``verify`` the checksums of all tensors as the loaders received them must be the same on all ranks (every rank is
+        given the full tensors). Raises RolloutError if they are not.
+        """
+        self.engine.wake_weights()
+        report = self.engine.update_weights(self.exporter.buckets(), self.exporter.names, checksum=tensor_checksum if self.verify else None)
+        self.engine.wake_kv_cache()
+        if report.checksums is not None:
+            self._compare(report.checksums)
+        return report
+
+    def put_to_sleep(self) -> None:
+        """Free the engine's memory for training; its weights are about to be replaced."""
+        if self.engine.state is not EngineState.ASLEEP:
+            self.engine.sleep()
+
+    @staticmethod
+    def _compare(checksums: dict[str, str]) -> None:
+        text = "\n".join(f"{name} {value}" for name, value in sorted(checksums.items()))
+        digests = all_gather_objects(hashlib.sha256(text.encode()).hexdigest())
+        different = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+        if different:
+            raise RolloutError(f"weight sync: ranks {different} received other weights than rank 0 (checksums of the tensors differ)")
