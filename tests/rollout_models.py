@@ -1,0 +1,111 @@
+"""Small random Hugging Face models that every rollout engine can run (vLLM's CPU attention wants heads of at least 32), and oracles."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+EOS = 1
+VOCAB = 131
+"""Odd and no multiple of 64: vLLM and Megatron pad such a vocabulary, transformers does not."""
+MODELS = ("qwen2", "qwen2_tied", "qwen3", "llama")
+PROMPTS = [[4, 13, 5, 17], [30], [100, 5, 6, 7, 8, 9, 10, 17], [4, 13, 5, 17], [60, 61, 62, 63, 64], [130, 2, 88]]
+
+
+def write_model(name: str, folder: Path, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Path:
+    """Write a random two-layer model; its weights are wide enough for peaked, varied distributions that do sample EOS."""
+    from transformers import LlamaConfig, Qwen2Config, Qwen3Config
+
+    common: dict[str, Any] = {
+        "vocab_size": VOCAB,
+        "hidden_size": 128,
+        "intermediate_size": 192,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 256,
+        "tie_word_embeddings": name.endswith("_tied"),
+        "eos_token_id": EOS,
+        "bos_token_id": 2,
+        "pad_token_id": 0,
+        "initializer_range": 0.12,
+    }
+    scaling = {
+        "rope_type": "llama3",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    }
+    config = {
+        "qwen2": lambda: Qwen2Config(**common),
+        "qwen2_tied": lambda: Qwen2Config(**common),
+        "qwen3": lambda: Qwen3Config(**common, head_dim=32),
+        "llama": lambda: LlamaConfig(**common, head_dim=32, rope_parameters=scaling),
+    }[name]()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = _causal_lm().from_config(config, dtype=dtype)
+        for parameter_name, parameter in model.named_parameters():
+            if parameter_name.endswith("bias"):
+                parameter.data.normal_(std=0.1)
+    model.save_pretrained(folder)
+    return folder
+
+
+def load_model(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
+    return _causal_lm().from_pretrained(str(folder), dtype=dtype, local_files_only=True).eval().requires_grad_(False)
+
+
+def _causal_lm() -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM
+
+
+def named_weights(model: Any) -> dict[str, Tensor]:
+    """HF name -> tensor, without the copy that a tied head is."""
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def in_buckets(weights: dict[str, Tensor], size: int = 4) -> Iterator[list[tuple[str, Tensor]]]:
+    """Buckets of ``size`` tensors, which layers straddle."""
+    items = list(weights.items())
+    for start in range(0, len(items), size):
+        yield [(name, tensor.clone()) for name, tensor in items[start : start + size]]
+
+
+def change_weights(model: Any, seed: int) -> None:
+    """Another model of the same shape, clearly different in its outputs."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        parameter.data.add_(0.05 * torch.randn(parameter.shape, generator=generator))
+
+
+def logits_of(model: Any, prompt: Sequence[int], response: Sequence[int]) -> Tensor:
+    """Float64 logits ``[len(response), vocab]`` that predict the response's tokens, from one unpadded forward pass."""
+    with torch.no_grad():
+        logits = model(torch.tensor([[*prompt, *response]])).logits[0]
+    return logits[len(prompt) - 1 : -1].double()
+
+
+def logprobs_of(model: Any, prompt: Sequence[int], response: Sequence[int], temperature: float = 1.0) -> Tensor:
+    """Float64 log-probs ``[len(response)]`` of the response's tokens at ``temperature``."""
+    logits = logits_of(model, prompt, response) / temperature
+    return logits.log_softmax(-1).gather(-1, torch.tensor(response)[:, None])[:, 0]
+
+
+def greedy_of(model: Any, prompt: Sequence[int], max_tokens: int) -> list[int]:
+    """Greedy decoding without a KV cache and without ``generate``: an argmax of a full forward pass per token."""
+    tokens = list(prompt)
+    with torch.no_grad():
+        while len(tokens) < len(prompt) + max_tokens:
+            tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
+            if tokens[-1] == EOS:
+                break
+    return tokens[len(prompt) :]
