@@ -67,8 +67,8 @@ class Exporter:
         }
         self._items = self._exchange_manifest()
         tp = parallel.tensor_model_parallel_size
-        # A bucket's shards, their gathered copies and the merged tensors exist at the same time.
-        self._buckets = list(_group(self._items, bucket_bytes / (2 + 1 / tp), tp))
+        # At most these exist at the same time: a bucket's shards, their gathered copies, the merged tensors, one group being split.
+        self._buckets = list(_group(self._items, bucket_bytes / (3 + 1 / tp), tp))
 
     @property
     def names(self) -> list[str]:
@@ -86,8 +86,9 @@ class Exporter:
     def buckets(self) -> Iterator[list[tuple[str, Tensor]]]:
         """Full HF tensors on every rank, in the parameters' types, a bucket at a time.
 
-        Temporary memory is about ``bucket_bytes``; a tensor group larger than that is a bucket of its own. Tensors may share memory
-        with the parameters: read them, do not change them, and let go of them before the next bucket.
+        Temporary memory, the bucket included, is at most ``bucket_bytes``; a tensor group (gate and up; q, k and v) that is too large
+        for it is a bucket of its own. Tensors may share memory with the parameters: read them, do not change them, and let go
+        of them before the next bucket.
         """
         for items in self._buckets:
             bucket = self._export(items)
