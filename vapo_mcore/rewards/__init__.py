@@ -1,0 +1,19 @@
+"""Verdicts on responses: verifiers, and the pool of killable processes they run in.
+
+Importing this package imports neither torch nor what the verifiers need (sympy, reasoning-gym): workers import that
+themselves.
+"""
+
+from vapo_mcore.rewards.pool import VerifierPool
+from vapo_mcore.rewards.registry import BUILT_IN_NAMES, check_verifier_names
+from vapo_mcore.rewards.types import GradeItem, PoolStats, UngradableError, Verdict
+
+__all__ = [
+    "BUILT_IN_NAMES",
+    "GradeItem",
+    "PoolStats",
+    "UngradableError",
+    "Verdict",
+    "VerifierPool",
+    "check_verifier_names",
+]

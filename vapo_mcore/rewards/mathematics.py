@@ -1,0 +1,200 @@
+"""The ``math`` verifiers: is the answer of a response mathematically equal to the ground truth?
+
+Equality is decided by math-verify (LaTeX to sympy, then numeric and symbolic comparison). Around it:
+
+- Plain integers, decimals and fractions are compared exactly, without it (same verdict, a hundred times as fast).
+- Words are compared as words.
+- Answers that no reader would take for one (very long, deeply nested, a number with more than 100,000 digits) are
+  wrong, without being evaluated.
+- math-verify's own time-out is off: it needs the main thread and SIGALRM and cannot interrupt C code. The pool's does.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cache, lru_cache
+from typing import Any
+
+from vapo_mcore.rewards.extraction import marked_answer, marked_answer_or_last_number
+from vapo_mcore.rewards.normalization import as_words, normalize_answer, unwrap_text
+from vapo_mcore.rewards.types import UngradableError
+
+MAX_ANSWER_LENGTH = 1000
+MAX_NESTING = 25
+MAX_DIGITS = 100_000
+
+# At most 9 digits before the point and 6 behind: there math-verify's rounding of floats to 6 places changes nothing.
+_DECIMAL = re.compile(r"[-+]?(?:\d{1,9}\.\d{1,6}|\.\d{1,6})")
+_INTEGER = re.compile(r"[-+]?\d{1,1000}")
+_COMMAS = re.compile(r"([-+]?)(\d{1,3}(?:,\d{3}){1,5}(?:\.\d{1,6})?)")
+_FRACTION = re.compile(
+    r"(?P<sign>[-+]?)(?:\\[dt]?frac\{(?P<n1>-?\d{1,100})\}\{(?P<d1>-?\d{1,100})\}"
+    r"|\\[dt]?frac(?P<n2>\d)(?P<d2>\d)|(?P<n3>\d{1,100})/(?P<d3>\d{1,100}))"
+)
+_CLEARLY_APART = 2e-6
+"""Numbers further apart than this never round to the same 6 decimals."""
+
+
+def math(response: str, ground_truth: str, metadata: Mapping[str, Any]) -> float:
+    """1 if the last ``\\boxed{...}`` or ``<answer>...</answer>`` equals the ground truth; 0 if nothing is marked.
+
+    Raises:
+        UngradableError: the ground truth cannot be read as mathematics.
+    """
+    return float(is_equal(marked_answer(response), ground_truth))
+
+
+def math_last_number(response: str, ground_truth: str, metadata: Mapping[str, Any]) -> float:
+    """As ``math``, but where nothing is marked the last number of the response is its answer."""
+    return float(is_equal(marked_answer_or_last_number(response), ground_truth))
+
+
+def is_equal(answer: str | None, ground_truth: str) -> bool:
+    """Whether an extracted answer equals the ground truth. Not symmetric: ``x=5`` answers ``5``, ``5x`` does not.
+
+    Raises:
+        UngradableError: the ground truth cannot be read as mathematics, whatever the answer is.
+    """
+    truth = _normalized(ground_truth)
+    truth_number = _plain_number(truth)
+    truth_words = None if truth_number is not None else as_words(truth)
+    truth_expression = None
+    if truth_number is None and truth_words is None:
+        truth_expression = _parsed_truth(truth, ground_truth)
+    if not answer or _is_outlandish(answer):
+        return False
+    candidate = normalize_answer(answer)
+    if candidate == truth:
+        return True
+    if truth_words is not None:
+        return " ".join(unwrap_text(candidate).split()).casefold() == truth_words
+    if truth_number is not None:
+        number = _plain_number(candidate)
+        verdict = None if number is None else _numbers_equal(truth_number, number)
+        if verdict is not None:
+            return verdict
+        truth_expression = _parsed_truth(truth, ground_truth)
+    by_parts = _tuples_equal(candidate, truth)
+    if by_parts is not None:
+        return by_parts
+    if as_words(candidate) is not None and len(unwrap_text(candidate)) > 1:
+        return False
+    return _expressions_equal(truth_expression, candidate)
+
+
+@lru_cache(maxsize=4096)
+def _normalized(ground_truth: str) -> str:
+    return normalize_answer(ground_truth)
+
+
+@dataclass(frozen=True)
+class _Number:
+    """A number written plainly. ``is_decimal``: with a decimal point, so that it may stand for a rounded value."""
+
+    value: Fraction
+    is_decimal: bool
+
+
+def _plain_number(text: str) -> _Number | None:
+    """A plain integer, decimal or fraction of integers; None for anything else, which math-verify must read."""
+    if grouped := _COMMAS.fullmatch(text):
+        text = grouped[1] + grouped[2].replace(",", "")
+    if _INTEGER.fullmatch(text):
+        return _Number(Fraction(int(text)), False)
+    if _DECIMAL.fullmatch(text):
+        return _Number(Fraction(text), True)
+    if match := _FRACTION.fullmatch(text):
+        numerator = int(match["n1"] or match["n2"] or match["n3"])
+        denominator = int(match["d1"] or match["d2"] or match["d3"])
+        if denominator != 0:
+            return _Number(Fraction(-numerator if match["sign"] == "-" else numerator, denominator), False)
+    return None
+
+
+def _numbers_equal(a: _Number, b: _Number) -> bool | None:
+    """None: a fraction and a decimal so close that rounding decides; math-verify must."""
+    if a.value == b.value:
+        return True
+    if a.is_decimal == b.is_decimal or abs(a.value - b.value) > _CLEARLY_APART:
+        return False
+    return None
+
+
+_BRACKETED = re.compile(r"(?:\\left\s*)?([(\[])([^()\[\]{}=|;]*,[^()\[\]{}=|;]*?)(?:\\right\s*)?([)\]])")
+
+
+def _tuples_equal(candidate: str, truth: str) -> bool | None:
+    """Intervals and tuples in the same kind of brackets are equal if their parts are; None: not of this form.
+
+    Reading ``(1,2]`` takes math-verify twenty times as long as reading its two ends.
+    """
+    ours, theirs = _BRACKETED.fullmatch(candidate), _BRACKETED.fullmatch(truth)
+    if ours is None or theirs is None or (ours[1], ours[3]) != (theirs[1], theirs[3]):
+        return None
+    parts, truth_parts = ours[2].split(","), theirs[2].split(",")
+    if len(parts) != len(truth_parts) or not all(part.strip() for part in truth_parts):
+        return None
+    return all(is_equal(part, truth_part) for part, truth_part in zip(parts, truth_parts, strict=True))
+
+
+def _is_outlandish(answer: str) -> bool:
+    if len(answer) > MAX_ANSWER_LENGTH:
+        return True
+    depth = deepest = 0
+    for character in answer:
+        if character in "([{":
+            depth += 1
+            deepest = max(deepest, depth)
+        elif character in ")]}":
+            depth -= 1
+    return deepest > MAX_NESTING
+
+
+def _parsed_truth(truth: str, ground_truth: str) -> Any:
+    expression = _parse(truth)
+    if expression is None:
+        shown = ground_truth if len(ground_truth) <= 100 else ground_truth[:100] + "..."
+        raise UngradableError(
+            f"ground truth {shown!r} cannot be read as mathematics; the verifiers 'exact' and 'multiple_choice' compare text"
+        )
+    return expression
+
+
+@cache
+def _math_verify() -> tuple[Any, Any, list[Any]]:
+    """math-verify's ``parse`` and ``verify`` and what ``parse`` is to look for. Imported late: sympy takes half a second."""
+    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+
+    for name in ("math_verify", "latex2sympy2_extended"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)  # it warns that its time-out is off
+    return parse, verify, [LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()]
+
+
+@lru_cache(maxsize=4096)
+def _parse(text: str) -> Any:
+    """A sympy object, or None if the text is not mathematics."""
+    parse, _, targets = _math_verify()
+    found = parse(rf"\boxed{{{text}}}", targets, fallback_mode="no_fallback", parsing_timeout=None)
+    return found[0] if found else None
+
+
+def _expressions_equal(truth: Any, candidate: str) -> bool:
+    from vapo_mcore.rewards.magnitude import are_clearly_apart, has_more_digits_than
+
+    expression = _parse(candidate)
+    if expression is None or has_more_digits_than(expression, MAX_DIGITS):
+        return False
+    if are_clearly_apart(truth, expression, _CLEARLY_APART):
+        return False
+    _, verify, _ = _math_verify()
+    return bool(verify(truth, expression, allow_set_relation_comp=True, timeout_seconds=None))
+
+
+def warm_up() -> None:
+    """Imports sympy and grades one answer of each common kind, so that parsers and caches are built beforehand."""
+    for answer, truth in [("1/2", r"\frac{1}{3}"), ("x+1", "x-1"), (r"\{1,2\}", "[1,2)"), ("0.3", r"\frac13")]:
+        is_equal(answer, truth)

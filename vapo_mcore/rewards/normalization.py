@@ -1,0 +1,124 @@
+"""Brings the ways people and models write an answer into the LaTeX that math-verify reads.
+
+Only spelling is changed here, never the value. What math-verify already understands is left to it.
+"""
+
+from __future__ import annotations
+
+import re
+
+_WRAPPERS = (
+    re.compile(r"\$\$(.*)\$\$", re.DOTALL),
+    re.compile(r"\$([^$]*)\$", re.DOTALL),
+    re.compile(r"\\\((.*)\\\)", re.DOTALL),
+    re.compile(r"\\\[(.*)\\\]", re.DOTALL),
+    re.compile(r"\*\*(.*)\*\*", re.DOTALL),
+    re.compile(r"\\(?:boxed|fbox)\s*\{(.*)\}", re.DOTALL),
+)
+
+_SYMBOLS = str.maketrans(
+    {
+        "\u2212": "-", "\u2013": "-", "\u00d7": r"\times ", "\u00b7": r"\cdot ", "\u22c5": r"\cdot ", "\u00f7": "/",
+        "\u03c0": r"\pi ", "\u221e": r"\infty ", "\u2264": r"\le ", "\u2265": r"\ge ", "\u2260": r"\ne ",
+        "\u00b1": r"\pm ", "\u222a": r"\cup ", "\u2229": r"\cap ", "\u2205": r"\emptyset ", "\u2208": r"\in ",
+        "\u211d": r"\mathbb{R}", "\u00b0": r"^\circ ", "\u2070": "^0", "\u00b9": "^1", "\u00b2": "^2", "\u00b3": "^3",
+        "\u2074": "^4", "\u2075": "^5", "\u2076": "^6", "\u2077": "^7", "\u2078": "^8", "\u2079": "^9",
+        "\u00bd": r"\frac{1}{2}", "\u2153": r"\frac{1}{3}", "\u2154": r"\frac{2}{3}", "\u00bc": r"\frac{1}{4}",
+        "\u00be": r"\frac{3}{4}", "\u00a0": " ", "\u2009": " ", "\u202f": " ", "\u20ac": "", "\u00a3": "", "\u00a5": "",
+    }
+)  # fmt: skip
+
+_ROOT = re.compile(r"\u221a\s*(?:\(([^()]*)\)|\{([^{}]*)\}|(\d+|[a-z]))")
+_GROUPED_DIGITS = re.compile(r"(?<![\d.])\d{1,3}(?:(?:\\[,;! ]|\{,\}|~| )\d{3})+(?![\d/])")
+_SEPARATOR = re.compile(r"\\[,;! ]|\{,\}|~| ")
+_SCIENTIFIC = re.compile(r"([-+]?(?:\d+(?:\.\d*)?|\.\d+))[eE]([-+]?\d{1,4})")
+_MIXED = re.compile(r"([-+]?)\s*(\d+)\s+(\d+)\s*/\s*(\d+)")
+_OUTWARD_BRACKETS = re.compile(r"([\[\]])([^\[\]]*,[^\[\]]*)([\[\]])")
+_PI = re.compile(r"(?<![\\A-Za-z])pi(?![A-Za-z])")
+
+_LENGTH = "nm|mm|cm|dm|m|km|in|ft|yd|mi"
+_UNIT = rf"(?:{_LENGTH}|mg|g|kg|lb|mol|mL|L|J|kJ|N|W|rad|rev)"
+_PER = rf"(?:s|ms|min|h|hr|{_LENGTH}|g|kg|mL|L|mol|K)"
+_RATE = re.compile(rf"([-+]?[\d.,]+)\s*{_UNIT}(?:\^\{{?\d\}}?)?\s*/\s*{_PER}(?:\^\{{?\d\}}?)?")
+
+
+def normalize_answer(text: str) -> str:
+    """The answer without delimiters, with ASCII and LaTeX in place of Unicode, and with numbers in one spelling."""
+    text = _unwrapped(text)
+    text = _ROOT.sub(lambda match: rf"\sqrt{{{match[1] or match[2] or match[3]}}}", text)
+    text = text.translate(_SYMBOLS).strip()
+    text = text.replace(r"\varnothing", r"\emptyset")
+    text = _GROUPED_DIGITS.sub(lambda match: _SEPARATOR.sub("", match[0]), text)
+    text = _PI.sub(lambda _: r"\pi ", text)
+    if text.lower() in ("infinity", "inf", "+infinity"):
+        return r"\infty"
+    if scientific := _SCIENTIFIC.fullmatch(text):
+        return rf"{scientific[1]}\times 10^{{{int(scientific[2])}}}"
+    if mixed := _MIXED.fullmatch(text):
+        return rf"{mixed[1]}{mixed[2]}\frac{{{mixed[3]}}}{{{mixed[4]}}}"
+    if rate := _RATE.fullmatch(text):
+        return rate[1]
+    return _usual_brackets(text)
+
+
+def _unwrapped(text: str) -> str:
+    before = None
+    while before != text:
+        before = text
+        text = text.strip()
+        if text.endswith(".") and not text.endswith(".."):
+            text = text[:-1].rstrip()
+        for wrapper in _WRAPPERS:
+            if match := wrapper.fullmatch(text):
+                if _is_one_group(match[1]):
+                    text = match[1]
+                break
+    return text
+
+
+def _is_one_group(content: str) -> bool:
+    """Whether the braces of ``content`` are balanced by themselves, so that the wrapper around it is a single one."""
+    depth = 0
+    for match in re.finditer(r"\\.|[{}]", content):
+        depth += {"{": 1, "}": -1}.get(match[0], 0)
+        if depth < 0:
+            return False
+    return depth == 0
+
+
+def _usual_brackets(text: str) -> str:
+    """``]0,1[`` to ``(0,1)``, ``[0,1[`` to ``[0,1)``: intervals whose open ends are shown by outward brackets."""
+    match = _OUTWARD_BRACKETS.fullmatch(text)
+    if match is None or (match[1], match[3]) == ("[", "]"):
+        return text
+    return ("(" if match[1] == "]" else "[") + match[2] + (")" if match[3] == "[" else "]")
+
+
+_TEXT_COMMAND = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mathit|mbox)\s*\{([^{}]*)\}")
+_WORDS = re.compile(r"[^\W\d_]+(?:[ '\-][^\W\d_]+)*")
+_SHORT_WORDS = frozenset({"yes", "no", "odd", "all", "one", "two", "six", "ten", "sat", "sun", "mon", "red"})
+
+
+def as_words(text: str) -> str | None:
+    """The words that an answer consists of, case folded, or None if it is mathematics.
+
+    ``\\text{...}`` without digits is words; so are bare letters in which some word has at least four of them (``abc``
+    is a product, ``east`` is not). Words are compared as words: as products of letters, "evil" would equal "live".
+    """
+    wrapped = _TEXT_COMMAND.fullmatch(text)
+    bare = unwrap_text(text)
+    if not bare or any(character.isdigit() for character in bare) or "\\" in bare:
+        return None
+    folded = " ".join(bare.split()).casefold()
+    if wrapped is not None:
+        return folded
+    if not _WORDS.fullmatch(bare):
+        return None
+    words = re.split(r"[ '\-]", folded)
+    return folded if max(map(len, words)) >= 4 or folded in _SHORT_WORDS else None
+
+
+def unwrap_text(text: str) -> str:
+    """Without ``\\text{...}`` around it, a final full stop, or parentheses around a single letter."""
+    bare = _TEXT_COMMAND.sub(r"\1", text).strip().removesuffix(".").strip()
+    return bare[1:-1] if len(bare) == 3 and bare[0] == "(" and bare[2] == ")" else bare

@@ -1,0 +1,382 @@
+"""Grades responses in worker processes that can be killed: whatever a verifier does, it costs one verdict at most.
+
+    with VerifierPool(workers=2, timeout_seconds=5.0) as pool:
+        verdicts = pool.grade([GradeItem("math", r"... so \\boxed{42}", "42")])
+
+A verifier may hang (also inside C code), crash its process, fork, exhaust memory or return nonsense. The response at
+hand then gets a :class:`Verdict` with ``error`` set, the process is replaced, and all other responses are graded as
+if nothing had happened. A worker has one chunk at a time; the clock of a response runs while its verifier runs, so
+neither waiting in a queue nor importing a verifier counts as grading.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Hashable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from types import TracebackType
+
+from pebble import ProcessExpired, ProcessPool
+
+from vapo_mcore.errors import RewardError
+from vapo_mcore.rewards.light_spawn import LightSpawnContext
+from vapo_mcore.rewards.registry import answer_key, check_verifier_names
+from vapo_mcore.rewards.types import GradeItem, PoolStats, Verdict
+from vapo_mcore.rewards.worker import (
+    MAX_CHUNK,
+    ChunkResult,
+    Graded,
+    Phase,
+    Progress,
+    WorkerSettings,
+    grade_chunk,
+    initialize_worker,
+)
+
+logger = logging.getLogger(__name__)
+
+LOAD_SECONDS = 180.0
+"""A worker process must have started, or a verifier's module have been imported, within this time."""
+
+_MAX_FAILED_STARTS = 3
+_CLOSE_SECONDS = 10.0
+_TICK_SECONDS = 0.05
+_ROUNDING = 1e-9
+
+
+class _Slot:
+    """One worker process, the chunk it has, and the means to replace it."""
+
+    def __init__(self, settings: WorkerSettings) -> None:
+        self._settings = settings
+        self._context = LightSpawnContext()
+        self.future: Future[ChunkResult] | None = None
+        self.chunk: list[int] = []
+        self.names: list[str] = []
+        self._new_process()
+
+    def _new_process(self) -> None:
+        self._progress = Progress(self._context)
+        self._processes = ProcessPool(
+            max_workers=1,
+            initializer=initialize_worker,
+            initargs=(self._progress, self._settings),
+            context=self._context,
+        )
+
+    def submit(self, names: list[str], chunk: list[int], items: Sequence[GradeItem]) -> None:
+        """Hands over a chunk (indices into ``items``; may be empty) and the verifiers to import for it.
+
+        Raises:
+            RuntimeError, OSError: the process cannot be started.
+        """
+        self._progress.reset()
+        self.names, self.chunk = names, chunk
+        payload = [(i.verifier, i.response, i.ground_truth, i.metadata) for i in (items[index] for index in chunk)]
+        self.future = self._processes.schedule(grade_chunk, args=(names, payload))
+
+    def progress(self) -> tuple[Phase, int, float, int]:
+        return self._progress.read()
+
+    def release(self) -> list[int]:
+        """The chunk is over: returns it and leaves the slot free."""
+        chunk, self.chunk, self.future = self.chunk, [], None
+        return chunk
+
+    def replace(self) -> threading.Thread:
+        """Ends the process, whatever it does, and gets a fresh one. Returns the thread that tidies up the old one."""
+        ended = self.end()
+        self._new_process()
+        return ended
+
+    def end(self) -> threading.Thread:
+        """Ends the process with everything it started; the thread returned joins what pebble keeps for it."""
+        processes, pid = self._processes, self._progress.read()[3]
+        processes.stop()
+        if pid:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(pid, signal.SIGKILL)
+        thread = threading.Thread(target=processes.join, name="verifier-pool-end", daemon=True)
+        thread.start()
+        return thread
+
+
+class VerifierPool:
+    """Worker processes that grade responses; a context manager.
+
+    Args:
+        workers: number of processes.
+        timeout_seconds: limit on the grading of one response (wall-clock time inside its verifier).
+        threshold: a verdict is ``correct`` if its score reaches this.
+        score_range: what a verifier may return; anything else is an error verdict.
+        cache_size: number of remembered verdicts (least recently used go first).
+        memory_gib: limit on a worker's private memory, so that a huge number ends in an error verdict and not in the
+            kernel's killing the trainer; None = no limit.
+
+    Raises:
+        RewardError: unknown verifier names, a verifier that cannot be imported, workers that cannot be kept alive.
+    """
+
+    def __init__(
+        self,
+        workers: int,
+        timeout_seconds: float,
+        *,
+        threshold: float = 1.0,
+        score_range: tuple[float, float] = (0.0, 1.0),
+        cache_size: int = 100_000,
+        memory_gib: float | None = 4.0,
+    ) -> None:
+        if workers < 1:
+            raise RewardError(f"reward.workers is {workers}, must be at least 1")
+        if not timeout_seconds > 0:
+            raise RewardError(f"reward.timeout_seconds is {timeout_seconds}, must be above 0")
+        self.stats = PoolStats()
+        self._timeout = float(timeout_seconds)
+        self._threshold = threshold
+        self._cache: OrderedDict[Hashable, tuple[float, bool]] = OrderedDict()
+        self._cache_size = cache_size
+        memory = None if memory_gib is None else int(memory_gib * 2**30)
+        self._settings = WorkerSettings(self._timeout, score_range, memory)
+        self._lock = threading.Lock()
+        self._failed_starts = 0
+        self._endings: list[threading.Thread] = []
+        self._slots: list[_Slot] = [_Slot(self._settings) for _ in range(workers)]
+
+    def __enter__(self) -> VerifierPool:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends all workers. Returns within seconds even if a verifier hangs; calling it twice does no harm."""
+        slots, self._slots = self._slots, []
+        self._endings += [slot.end() for slot in slots]
+        deadline = time.monotonic() + _CLOSE_SECONDS
+        for thread in self._endings:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        if any(thread.is_alive() for thread in self._endings):
+            logger.warning("a verifier process did not end within %.0f s; left to the operating system", _CLOSE_SECONDS)
+        self._endings = []
+
+    def load(self, verifiers: Sequence[str]) -> None:
+        """Imports these verifiers in every worker now, so that faults show before the first response.
+
+        Raises:
+            RewardError: a name is unknown, or a verifier cannot be imported.
+        """
+        check_verifier_names(verifiers)
+        with self._lock, self._clean_after_failure():
+            for slot in self._slots:
+                self._submit(slot, list(dict.fromkeys(verifiers)), [], [])
+            self._drain(deque(), [], {})
+
+    def grade(self, items: Sequence[GradeItem]) -> list[Verdict]:
+        """Verdicts for ``items``, in their order.
+
+        Responses that extract to the same answer are graded once. Never raises because of a response.
+
+        Raises:
+            RewardError: a verifier's name is unknown, it cannot be imported, or no worker process stays alive.
+        """
+        if not items:
+            return []
+        check_verifier_names(dict.fromkeys(item.verifier for item in items))
+        with self._lock:
+            if not self._slots:
+                raise RewardError("the verifier pool is closed")
+            keys = [answer_key(item) for item in items]
+            firsts: dict[Hashable, int] = {}
+            known: dict[Hashable, tuple[float, bool]] = {}
+            for index, key in enumerate(keys):
+                if key in self._cache:
+                    self._cache.move_to_end(key)
+                    known[key] = self._cache[key]
+                else:
+                    firsts.setdefault(key, index)
+            graded: dict[int, Graded] = {}
+            with self._clean_after_failure():
+                self._drain(deque(firsts.values()), items, graded)
+            return self._collect(keys, firsts, known, graded)
+
+    def _collect(
+        self,
+        keys: list[Hashable],
+        firsts: dict[Hashable, int],
+        known: dict[Hashable, tuple[float, bool]],
+        graded: dict[int, Graded],
+    ) -> list[Verdict]:
+        verdicts: list[Verdict] = []
+        for index, key in enumerate(keys):
+            if key in known:
+                self.stats.cached += 1
+                verdicts.append(Verdict(*known[key], None, 0.0))
+                continue
+            first = firsts[key]
+            result = graded[first]
+            correct = result.error is None and result.score >= self._threshold - _ROUNDING
+            seconds = result.seconds if index == first else 0.0
+            verdicts.append(Verdict(result.score, correct, result.error, seconds))
+            self.stats.seconds += seconds
+            if result.error is not None:
+                self.stats.errors += 1
+                self.stats.timeouts += result.cause == "timeout"
+                self.stats.crashes += result.cause == "crash"
+            elif index == first:
+                self.stats.graded += 1
+                self._remember(key, (result.score, correct))
+            else:
+                self.stats.cached += 1
+        return verdicts
+
+    def _remember(self, key: Hashable, verdict: tuple[float, bool]) -> None:
+        self._cache[key] = verdict
+        while len(self._cache) > self._cache_size:
+            self._cache.popitem(last=False)
+
+    @contextmanager
+    def _clean_after_failure(self) -> Iterator[None]:
+        """After an interrupt or a RewardError nothing of this call may reach the next one: busy workers are replaced."""
+        try:
+            yield
+        except BaseException:
+            for slot in self._slots:
+                if slot.future is not None:
+                    slot.release()
+                    self._replace(slot)
+            raise
+
+    def _drain(self, queue: deque[int], items: Sequence[GradeItem], results: dict[int, Graded]) -> None:
+        size = max(1, min(MAX_CHUNK, len(queue) // (4 * len(self._slots))))
+        tick = min(_TICK_SECONDS, self._timeout / 4)
+        while True:
+            for slot in self._slots:
+                if slot.future is None and queue:
+                    chunk = [queue.popleft() for _ in range(min(size, len(queue)))]
+                    self._submit(slot, list(dict.fromkeys(items[index].verifier for index in chunk)), chunk, items)
+            busy = [slot.future for slot in self._slots if slot.future is not None]
+            if not busy:
+                return
+            wait(busy, timeout=tick, return_when=FIRST_COMPLETED)
+            for slot in self._slots:
+                if slot.future is not None:
+                    self._attend(slot, queue, results, items)
+
+    def _submit(self, slot: _Slot, names: list[str], chunk: list[int], items: Sequence[GradeItem]) -> None:
+        while True:
+            try:
+                slot.submit(names, chunk, items)
+                return
+            except (RuntimeError, OSError) as error:
+                self._replace(slot)
+                self._count_failed_start(f"{type(error).__name__}: {error}")
+
+    def _attend(self, slot: _Slot, queue: deque[int], results: dict[int, Graded], items: Sequence[GradeItem]) -> None:
+        """Takes the results of a worker, or finds out what has become of it."""
+        assert slot.future is not None
+        phase, position, since, pid = slot.progress()
+        elapsed = time.monotonic() - since
+        if slot.future.done():
+            error = slot.future.exception()
+            if error is None:
+                self._take(slot, slot.future.result(), queue, results)
+            elif isinstance(error, ProcessExpired | BrokenProcessPool):
+                self._process_ended(slot, _how_it_ended(error), queue, results, items)
+            else:
+                raise RewardError(f"responses cannot be handed to a worker process: {error!r}") from error
+        elif phase is Phase.GRADING and elapsed > self._timeout:
+            reason = f"verifier {{}} took longer than {self._timeout:g} s"
+            self._give_up(slot, position, Graded(0.0, reason, elapsed, "timeout"), queue, results, items)
+        elif phase is not Phase.QUEUED and not _is_alive(pid):
+            # pebble reports the deaths of workers, but takes one with exit status 0 for a regular end.
+            self._process_ended(slot, "exit status 0", queue, results, items)
+        elif phase is not Phase.GRADING and elapsed > LOAD_SECONDS:
+            self._start_over(slot, f"{phase.name.lower()} for more than {LOAD_SECONDS:g} s", queue, items)
+
+    def _take(self, slot: _Slot, outcome: ChunkResult, queue: deque[int], results: dict[int, Graded]) -> None:
+        chunk = slot.release()
+        if outcome.load_error is not None:
+            queue.clear()
+            raise RewardError(outcome.load_error)
+        self._failed_starts = 0
+        results.update(zip(chunk, outcome.graded, strict=False))
+        queue.extendleft(reversed(chunk[len(outcome.graded) :]))
+
+    def _process_ended(self, slot: _Slot, how: str, queue: deque[int], results: dict[int, Graded], items: Sequence[GradeItem]) -> None:
+        phase, position, since, _ = slot.progress()
+        if phase is Phase.GRADING:
+            reason = f"verifier {{}} ended its process ({how})"
+            crash = Graded(0.0, reason, time.monotonic() - since, "crash")
+            self._give_up(slot, position, crash, queue, results, items)
+        else:
+            self._start_over(slot, how, queue, items)
+
+    def _give_up(
+        self,
+        slot: _Slot,
+        position: int,
+        outcome: Graded,
+        queue: deque[int],
+        results: dict[int, Graded],
+        items: Sequence[GradeItem],
+    ) -> None:
+        """One response gets an error verdict, the rest of its chunk is graded elsewhere."""
+        chunk = slot.release()
+        blamed = chunk.pop(position)
+        queue.extendleft(reversed(chunk))
+        assert outcome.error is not None
+        results[blamed] = replace(outcome, error=outcome.error.format(repr(items[blamed].verifier)))
+        self._failed_starts = 0
+        self._replace(slot)
+
+    def _start_over(self, slot: _Slot, how: str, queue: deque[int], items: Sequence[GradeItem]) -> None:
+        """The process ended outside any verifier: nobody is to blame, the same work goes to a new one."""
+        names, chunk = slot.names, slot.release()
+        self._replace(slot)
+        queue.extendleft(reversed(chunk))
+        self._count_failed_start(how)
+        if not chunk:
+            self._submit(slot, names, [], items)
+
+    def _count_failed_start(self, how: str) -> None:
+        self._failed_starts += 1
+        logger.warning("a verifier process ended before it graded anything (%s)", how)
+        if self._failed_starts >= _MAX_FAILED_STARTS:
+            raise RewardError(
+                f"verifier processes cannot be kept alive: {self._failed_starts} in a row ended outside any verifier, "
+                f"the last one with {how}; its own message, if any, is above. Look for too little memory "
+                "(reward.workers processes run beside the trainer), or for a verifier whose import ends the process."
+            )
+
+    def _replace(self, slot: _Slot) -> None:
+        self.stats.restarts += 1
+        self._endings = [thread for thread in self._endings if thread.is_alive()]
+        self._endings.append(slot.replace())
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def _how_it_ended(error: BaseException) -> str:
+    code = getattr(error, "exitcode", None)
+    if not isinstance(code, int):
+        return "end not seen"
+    if code >= 0:
+        return f"exit status {code}"
+    with suppress(ValueError):
+        return f"signal {signal.Signals(-code).name}"
+    return f"signal {-code}"

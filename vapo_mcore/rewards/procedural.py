@@ -1,0 +1,98 @@
+"""The ``reasoning_gym`` verifier: each procedural task is judged by its own scorer."""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+import re
+from collections.abc import Callable, Hashable, Mapping
+from functools import lru_cache
+from typing import Any
+
+from vapo_mcore.rewards.extraction import has_marker, last_number, marked_answer_or_last_line
+from vapo_mcore.rewards.types import UngradableError
+
+_NUMBER = re.compile(r"[-+]?\d+(?:\.\d+)?")
+
+
+def reasoning_gym(response: str, ground_truth: str, metadata: Mapping[str, Any]) -> float:
+    """The score of the task's own ``score_answer``, in [0, 1].
+
+    ``metadata`` is the ``metadata`` of the reasoning-gym entry (its ``source_dataset`` names the task), or holds it
+    under ``entry_metadata``; ``task``, if present, names the task instead, ``options`` are those the data set was
+    created with, ``question`` is the entry's question.
+
+    The answer is the marked one; if nothing is marked, the last line that is not empty, or, where the ground truth is
+    a number, the last number of that line ("The sum is 17." answers 17).
+    """
+    task = task_name(metadata)
+    scorer = _scorer(task, _options(metadata))
+    entry = {
+        "question": metadata.get("question", ""),
+        "answer": ground_truth,
+        "metadata": metadata.get("entry_metadata", metadata),
+    }
+    return float(scorer(procedural_answer(response, ground_truth), entry))
+
+
+def procedural_answer(response: str, ground_truth: str) -> str:
+    """The answer as :func:`reasoning_gym` takes it from the response."""
+    is_marked, answer = unread_answer(response)
+    if not is_marked and _NUMBER.fullmatch(ground_truth.strip()):
+        return (last_number(answer) or answer).replace(",", "").removeprefix("+")
+    return answer
+
+
+def unread_answer(response: str) -> tuple[bool, str]:
+    """Whether the answer is marked, and the text that holds it: all that the score can depend on."""
+    return has_marker(response), marked_answer_or_last_line(response)
+
+
+def task_name(metadata: Mapping[str, Any]) -> str:
+    """The reasoning-gym task that the metadata names.
+
+    Raises:
+        UngradableError: they name none.
+    """
+    inner = metadata.get("entry_metadata", metadata)
+    task = metadata.get("task") or inner.get("source_dataset")
+    if not isinstance(task, str):
+        raise UngradableError("the metadata name no reasoning-gym task: neither 'task' nor the entry's own 'source_dataset' is there")
+    return task
+
+
+def entry_key(metadata: Mapping[str, Any]) -> Hashable:
+    """A digest of everything, since a scorer may read any part of its entry."""
+    return hashlib.blake2b(pickle.dumps(dict(metadata)), digest_size=16).digest()
+
+
+def _options(metadata: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
+    return tuple(sorted((metadata.get("options") or {}).items()))
+
+
+def _scorer(task: str, options: tuple[tuple[str, Any], ...]) -> Callable[[str, dict[str, Any]], float]:
+    try:
+        return _cached_scorer(task, options)
+    except TypeError:  # an option that cannot be hashed, a list for instance
+        return _make_scorer(task, options)
+
+
+def _make_scorer(task: str, options: tuple[tuple[str, Any], ...]) -> Callable[[str, dict[str, Any]], float]:
+    import reasoning_gym as gym
+
+    try:
+        return gym.create_dataset(task, **dict(options)).score_answer  # type: ignore[no-any-return]
+    except ValueError as error:
+        raise UngradableError(f"reasoning-gym task {task!r}: {error}") from None
+
+
+@lru_cache(maxsize=64)
+def _cached_scorer(task: str, options: tuple[tuple[str, Any], ...]) -> Callable[[str, dict[str, Any]], float]:
+    return _make_scorer(task, options)
+
+
+def warm_up() -> None:
+    """Imports reasoning-gym, which takes a second."""
+    import reasoning_gym as gym
+
+    gym.create_dataset("chain_sum")

@@ -1,0 +1,123 @@
+"""Verifiers by name: the built-in ones, and a user's own by import path.
+
+A verifier is a module-level pure function ``(response: str, ground_truth: str, metadata: Mapping) -> float`` with a
+score in [0, 1]. It runs in a worker process and may be killed at any moment, so it must not keep state that matters.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import importlib
+import re
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from vapo_mcore.errors import RewardError
+from vapo_mcore.rewards.types import GradeItem
+
+Score = Callable[[str, str, Mapping[str, Any]], float]
+
+_HOME = "vapo_mcore.rewards."
+_IMPORT_PATH = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+
+
+@dataclass(frozen=True)
+class Verifier:
+    """A verifier, imported. ``warm_up`` runs once after the import, outside any response's time."""
+
+    name: str
+    score: Score
+    warm_up: Callable[[], object] | None = None
+
+
+@dataclass(frozen=True)
+class _BuiltIn:
+    """Where a built-in verifier lives, and which part of a response its score depends on.
+
+    ``answer`` and ``metadata_key`` must be cheap and must not import what the verifier itself needs: they run in the
+    trainer, to recognise answers that have been graded before.
+    """
+
+    path: str
+    answer: str
+    metadata_key: str | None = None
+    warm_up: str | None = None
+
+
+_BUILT_IN = {
+    "math": _BuiltIn("mathematics:math", "extraction:marked_answer", None, "mathematics:warm_up"),
+    "math_last_number": _BuiltIn("mathematics:math_last_number", "extraction:marked_answer_or_last_number", None, "mathematics:warm_up"),
+    "exact": _BuiltIn("text:exact", "extraction:marked_answer_or_all"),
+    "regex": _BuiltIn("text:regex", "extraction:marked_answer_or_all"),
+    "multiple_choice": _BuiltIn("text:multiple_choice", "extraction:choice_text", "text:choices_key"),
+    "reasoning_gym": _BuiltIn("procedural:reasoning_gym", "procedural:unread_answer", "procedural:entry_key", "procedural:warm_up"),
+}
+
+BUILT_IN_NAMES = tuple(_BUILT_IN)
+
+
+def check_verifier_names(names: Iterable[str]) -> None:
+    """Checks the names alone; a user's module is imported by the workers, never by the trainer.
+
+    Raises:
+        RewardError: lists every name that is neither built-in nor an import path.
+    """
+    faults = [_name_fault(name) for name in names if name not in _BUILT_IN and not _IMPORT_PATH.fullmatch(name)]
+    if faults:
+        raise RewardError("\n".join(faults))
+
+
+def _name_fault(name: str) -> str:
+    near = difflib.get_close_matches(name, BUILT_IN_NAMES, n=1)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    return (
+        f"unknown verifier {name!r}: {hint}built-in are {', '.join(BUILT_IN_NAMES)}; "
+        "your own is named by its import path, 'package.module:function'"
+    )
+
+
+@cache
+def load_verifier(name: str) -> Verifier:
+    """Imports a verifier and warms it up. Called in the workers.
+
+    Raises:
+        RewardError: no such verifier.
+        Exception: whatever the import raises.
+    """
+    check_verifier_names([name])
+    built_in = _BUILT_IN.get(name)
+    if built_in is None:
+        return Verifier(name, _import_function(name))
+    warm_up = None if built_in.warm_up is None else _import_function(_HOME + built_in.warm_up)
+    if warm_up is not None:
+        warm_up()
+    return Verifier(name, _import_function(_HOME + built_in.path), warm_up)
+
+
+@cache
+def _import_function(path: str) -> Callable[..., Any]:
+    module_name, function_name = path.split(":")
+    function = getattr(importlib.import_module(module_name), function_name, None)
+    if not callable(function):
+        raise RewardError(f"{module_name} has no function {function_name!r}")
+    return function  # type: ignore[no-any-return]
+
+
+def answer_key(item: GradeItem) -> Hashable:
+    """Equal keys mean equal verdicts: verifier, extracted answer, ground truth, and the metadata that matters.
+
+    For a user's verifier, of which nothing is known, the key is unique to the item: its verdicts are never reused.
+    """
+    built_in = _BUILT_IN.get(item.verifier)
+    if built_in is None:
+        return id(item), object()
+    answer = _import_function(_HOME + built_in.answer)(item.response)
+    if isinstance(answer, str) and len(answer) > 200:  # a whole response: remember its digest, not its text
+        answer = hashlib.blake2b(answer.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+    extra = None
+    if built_in.metadata_key is not None:
+        extra = _import_function(_HOME + built_in.metadata_key)(item.metadata)
+    return item.verifier, answer, item.ground_truth, extra

@@ -1,0 +1,225 @@
+"""The child's side of the verifier pool: one process that grades chunks and says, at every moment, what it is doing.
+
+The parent must be able to tell *which* response hangs, and for how long it has been in the verifier, even if the child
+is stuck inside C code with the interpreter lock held. So the child writes its progress to memory shared with the
+parent (:class:`Progress`) before it enters a verifier; nothing has to be sent.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import math
+import os
+import resource
+import signal
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from enum import IntEnum
+from multiprocessing.context import SpawnContext
+from typing import Any, Literal
+
+from vapo_mcore.rewards.registry import load_verifier
+from vapo_mcore.rewards.types import UngradableError
+
+MAX_CHUNK = 64
+"""Most responses in one chunk."""
+
+SLICE_SECONDS = 0.5
+"""A chunk that has taken this long comes back unfinished, so that the rest can be spread over all workers."""
+
+_LAST_RESORT_SECONDS = 60.0
+"""A verifier that nobody stopped this long after its time-out (the trainer is gone) ends its process."""
+
+_DISTRIBUTED_VARIABLES = (
+    "RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE",
+    "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT",
+)  # fmt: skip
+
+
+class Phase(IntEnum):
+    """What a worker is doing."""
+
+    QUEUED = 0  # the parent has handed over a chunk; no worker has taken it yet
+    LOADING = 1  # importing verifiers: not grading time
+    GRADING = 2  # inside a verifier
+    BETWEEN = 3  # neither: collecting or sending results
+
+
+class Progress:
+    """A few numbers shared by the parent and one worker process. Each is one aligned float64, so reads are not torn."""
+
+    def __init__(self, context: SpawnContext) -> None:
+        self._cells = context.RawArray("d", 4)
+
+    def reset(self) -> None:
+        """Parent: a chunk is about to be handed over."""
+        self._cells[0] = Phase.QUEUED
+        self._cells[1] = -1
+        self._cells[2] = time.monotonic()
+
+    def enter(self, phase: Phase, position: int = -1) -> None:
+        """Worker: a phase begins; ``position`` is the place in the chunk of the response that is being graded."""
+        self._cells[0] = Phase.BETWEEN  # a half-written state must not look like grading
+        self._cells[1] = position
+        self._cells[2] = time.monotonic()
+        self._cells[3] = os.getpid()
+        self._cells[0] = phase
+
+    def read(self) -> tuple[Phase, int, float, int]:
+        """``(phase, position, monotonic seconds at which the phase began, process id or 0)``."""
+        while True:
+            phase, position, since, pid = self._cells
+            if self._cells[0] == phase and self._cells[1] == position:
+                return Phase(int(phase)), int(position), since, int(pid)
+
+
+@dataclass(frozen=True)
+class Graded:
+    """What became of one response: a score, or the reason why there is none."""
+
+    score: float
+    error: str | None
+    seconds: float
+    cause: Literal["timeout", "crash", "fault"] | None = None
+
+
+@dataclass
+class ChunkResult:
+    """Results for the first ``len(graded)`` responses of the chunk; ``load_error``: a verifier could not be imported."""
+
+    graded: list[Graded] = field(default_factory=list)
+    load_error: str | None = None
+
+
+@dataclass(frozen=True)
+class WorkerSettings:
+    """Limits of a worker process. ``memory_bytes``: private memory; None = no limit."""
+
+    timeout_seconds: float
+    score_range: tuple[float, float]
+    memory_bytes: int | None
+
+
+_progress: Progress
+_settings: WorkerSettings
+_null_file: Any
+
+
+def initialize_worker(progress: Progress, settings: WorkerSettings) -> None:
+    """Runs once in a new worker process, before any verifier is imported."""
+    global _progress, _settings, _null_file
+    _progress, _settings = progress, settings
+    _null_file = open(os.devnull, "w")  # noqa: SIM115 - the last-resort timer needs a descriptor for good
+    os.setsid()  # a group of its own, so that whatever a verifier starts can be ended with it
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a Python handler would wait for C code to come back
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if _settings.memory_bytes is not None:
+        _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+        limit = _settings.memory_bytes if hard == resource.RLIM_INFINITY else min(hard, _settings.memory_bytes)
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
+    _forget_the_job()
+    _adopt_orphans()
+
+
+def _forget_the_job() -> None:
+    """A verifier is not a rank: it must not join process groups, take ports or touch an accelerator."""
+    for name in [*_DISTRIBUTED_VARIABLES, *(n for n in os.environ if n.startswith("TORCHELASTIC_"))]:
+        os.environ.pop(name, None)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+        os.environ[name] = "1"
+
+
+def _adopt_orphans() -> None:
+    """Grandchildren whose parent ends become ours (Linux), so that they are found and ended as well."""
+    import ctypes
+
+    pr_set_child_subreaper = 36
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(pr_set_child_subreaper, 1, 0, 0, 0)
+
+
+def _end_leftover_processes() -> None:
+    """Ends processes that a verifier started and left behind; without any this is a single system call."""
+    for _ in range(1000):
+        try:
+            pid, _ = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if pid == 0:
+            _kill_children()
+
+
+def _kill_children() -> None:
+    listing = f"/proc/self/task/{os.getpid()}/children"
+    try:
+        with open(listing) as file:
+            children = [int(word) for word in file.read().split()]
+    except OSError:  # not Linux: the parent ends the whole group when the worker goes
+        return
+    for child in children:
+        with suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)
+    time.sleep(0.001)
+
+
+def grade_chunk(names: Sequence[str], items: Sequence[tuple[str, str, str, Mapping[str, Any]]]) -> ChunkResult:
+    """Imports the verifiers ``names``, then grades ``(verifier, response, ground_truth, metadata)`` in order.
+
+    May return early, with results for the first few only.
+    """
+    result = ChunkResult()
+    for name in names:
+        _progress.enter(Phase.LOADING)
+        try:
+            load_verifier(name)
+        except BaseException as error:  # noqa: BLE001 - whatever a user's module does at import, the parent must hear of it
+            result.load_error = f"verifier {name!r} cannot be loaded: {type(error).__name__}: {error}"
+            return result
+    began = time.monotonic()
+    worker_pid = os.getpid()
+    for position, (name, response, ground_truth, metadata) in enumerate(items):
+        _progress.enter(Phase.GRADING, position)
+        faulthandler.dump_traceback_later(_settings.timeout_seconds + _LAST_RESORT_SECONDS, exit=True, file=_null_file)
+        graded = _grade(name, response, ground_truth, metadata)
+        if os.getpid() != worker_pid:  # the verifier forked and this is the copy: it must not go on as a worker
+            os._exit(0)
+        faulthandler.cancel_dump_traceback_later()
+        _progress.enter(Phase.BETWEEN)
+        result.graded.append(graded)
+        _end_leftover_processes()
+        if time.monotonic() - began > SLICE_SECONDS:
+            break
+    return result
+
+
+def _grade(name: str, response: str, ground_truth: str, metadata: Mapping[str, Any]) -> Graded:
+    start = time.perf_counter()
+    score, error = 0.0, None
+    try:
+        score = load_verifier(name).score(response, ground_truth, metadata)
+        error = _score_fault(name, score)
+    except UngradableError as fault:
+        error = str(fault)
+    except BaseException as fault:  # noqa: BLE001 - SystemExit too: a verifier that exits has given no verdict
+        error = f"verifier {name!r} failed: {type(fault).__name__}: {_shortened(str(fault))}"
+    seconds = time.perf_counter() - start
+    return Graded(0.0, error, seconds, "fault") if error else Graded(float(score), None, seconds)
+
+
+def _score_fault(name: str, score: object) -> str | None:
+    low, high = _settings.score_range
+    if not isinstance(score, (bool, int, float)) and not hasattr(score, "__float__"):
+        return f"verifier {name!r} returned {_shortened(repr(score))}, must be a number"
+    value = float(score)  # type: ignore[arg-type]
+    if not math.isfinite(value):
+        return f"verifier {name!r} returned {value}, must be a finite number"
+    if not low <= value <= high:
+        return f"verifier {name!r} returned {value}, must be between {low:g} and {high:g}"
+    return None
+
+
+def _shortened(text: str, limit: int = 200) -> str:
+    return text if len(text) <= limit else text[:limit] + "..."
