@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from vapo_mcore.algorithm.advantages import reinforce_pp_advantages, whiten
+from vapo_mcore.algorithm.advantages import whiten
 from vapo_mcore.algorithm.importance import mismatch_statistics
 from vapo_mcore.algorithm.losses import explained_variance, policy_loss, positive_nll, value_loss
 from vapo_mcore.algorithm.segments import masked_moments
@@ -65,12 +65,6 @@ def whiten_one_token_in_all_gives_zeros() -> None:
 def moments_count_tokens_exactly() -> None:
     count, mean, variance = masked_moments(torch.full((3,), 2.0), torch.ones(3, dtype=torch.bool), dist.group.WORLD)
     assert (count.item(), mean.item(), variance.item()) == (9, 2, 0)
-
-
-def reinforce_pp_over_ranks() -> None:
-    share = Share()
-    got = reinforce_pp_advantages(share.x[share.own], share.mask[share.own], share.cu, 0.9, share.group)
-    close(got, reinforce_pp_advantages(share.x, share.mask, share.whole_cu, 0.9)[share.own])
 
 
 def explained_variance_over_ranks() -> None:
@@ -127,7 +121,6 @@ CASES: list[Callable[[], None]] = [
     whiten_over_ranks,
     whiten_one_token_in_all_gives_zeros,
     moments_count_tokens_exactly,
-    reinforce_pp_over_ranks,
     explained_variance_over_ranks,
     mismatch_over_ranks,
     losses_of_ranks_add_up_to_the_whole_batch,

@@ -1,0 +1,298 @@
+"""Policy, critic and the rollout engine take turns on the device: what is resident when, and the moves between.
+
+A model's memory has three parts that move separately: ``params`` (the parameter buffers), ``grads`` (freed and allocated anew,
+never copied) and ``optimizer`` (main parameters and every moment). Parameter and gradient buffers use Megatron's own buffer
+offload, with host buffers that are handed to it; optimizer state uses the same host pool, because Megatron's version makes
+fresh, unpinned copies at every move. Tensors keep their identity: only their storage is emptied and filled again, so views
+(bucket slices, fp32 optimizer shards of the parameter buffer) stay valid.
+
+The code is the same without CUDA: storages are emptied and filled in the same way, and "device" and "host" bytes are counted
+apart, which is what the tests look at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+
+from vapo_mcore.megatron.host import HAS_CUDA, megatron_scope
+
+if TYPE_CHECKING:
+    from vapo_mcore.megatron.engine import MegatronModel
+
+Part = Literal["params", "grads", "optimizer"]
+PARTS: tuple[Part, ...] = ("params", "grads", "optimizer")
+Stage = Literal["generate", "logprobs", "values", "critic_update", "policy_update", "sync"]
+
+RESIDENCY: Mapping[Stage, Mapping[str, frozenset[Part]]] = {
+    "generate": {},
+    "logprobs": {"policy": frozenset({"params"})},
+    "values": {"critic": frozenset({"params"})},
+    "critic_update": {"critic": frozenset(PARTS)},
+    "policy_update": {"policy": frozenset(PARTS)},
+    "sync": {"policy": frozenset({"params"})},
+}
+"""Who is on the device in each stage: model -> parts; what a row does not name is on the host (gradients: nowhere)."""
+
+
+class HostPool:
+    """Host memory for offloaded tensors: each key's buffer is allocated once, exactly, and used again for every move.
+
+    With CUDA the buffers are page-locked by registration, which takes exactly their size (PyTorch's own pinned allocator rounds
+    up to a power of two).
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[Any, Tensor] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes held; they only grow when a new key appears."""
+        return sum(buffer.untyped_storage().nbytes() for buffer in self._buffers.values())
+
+    def buffer(self, key: Any, like: Tensor) -> Tensor:
+        """The host buffer of ``key``, [numel] in the dtype of ``like``, whose values it does not take over."""
+        if key not in self._buffers:
+            buffer = torch.empty(like.numel(), dtype=like.dtype)
+            if HAS_CUDA:
+                _page_lock(buffer)
+            self._buffers[key] = buffer
+        found = self._buffers[key]
+        assert found.numel() == like.numel() and found.dtype == like.dtype, f"offload: tensor {key} changed its size or type"
+        return found
+
+    def close(self) -> None:
+        """Release everything; offloaded tensors must be back on the device before."""
+        if HAS_CUDA:
+            for buffer in self._buffers.values():
+                torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())  # type: ignore[attr-defined]
+        self._buffers.clear()
+
+
+def _page_lock(buffer: Tensor) -> None:
+    status = torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.untyped_storage().nbytes(), 0)  # type: ignore[attr-defined]
+    if int(status) != 0:
+        raise MemoryError(f"cannot page-lock {buffer.untyped_storage().nbytes()} bytes of host memory for offloading (CUDA error {status})")
+
+
+@dataclass
+class Traffic:
+    """Bytes moved so far by a process."""
+
+    to_device: int = 0
+    to_host: int = 0
+
+
+class ModelOffloader:
+    """Moves the parts of one trained model between device and host. Built when all parts are on the device.
+
+    A part that has not changed since it last came from the host is dropped without a copy back: a forward pass costs one way.
+    """
+
+    def __init__(self, model: MegatronModel, pool: HostPool, traffic: Traffic | None = None) -> None:
+        assert model.optimizer is not None, "a model without an optimizer has no buffers to move"
+        self.model = model
+        self.pool = pool
+        self.traffic = traffic or Traffic()
+        self.resident: set[Part] = set(PARTS)
+        self._on_host: set[Part] = set()  # parts whose host copy is up to date
+        self._offloaded_state: list[tuple[Any, Tensor, int]] = []
+
+    @property
+    def _buffers(self) -> list[Any]:
+        return [buffer for chunk in self.model.wrapped for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+
+    def _key(self, *rest: object) -> tuple[object, ...]:
+        return (self.model.role, *rest)
+
+    def mark_changed(self) -> None:
+        """The optimizer has stepped (or weights were loaded): host copies of what is resident are out of date."""
+        self._on_host -= self.resident
+
+    def state_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, tensor) of the optimizer's own tensors: main parameters and every state key, each storage once.
+
+        Views of parameter or gradient buffers are left out (float32 models optimise slices of the parameter buffer), and so are
+        0-dimensional step counters, which are host scalars.
+        """
+        buffers = {_storage_id(buffer.param_data) for buffer in self._buffers} | {_storage_id(buffer.grad_data) for buffer in self._buffers}
+        assert self.model.optimizer is not None
+        for number, optimizer in enumerate(self.model.optimizer.megatron.chained_optimizers):
+            if getattr(optimizer, "is_stub_optimizer", False):
+                continue
+            parameters = [parameter for group in optimizer.optimizer.param_groups for parameter in group["params"]]
+            for index, parameter in enumerate(parameters):
+                if _storage_id(parameter) not in buffers:
+                    yield f"{number}.{index}.main_param", parameter
+                for key, value in optimizer.optimizer.state.get(parameter, {}).items():
+                    if isinstance(value, Tensor) and value.ndim > 0:
+                        yield f"{number}.{index}.{key}", value
+
+    def device_bytes(self) -> dict[Part, int]:
+        """Bytes of each part on the device, from the storages themselves."""
+        grads = sum(buffer.grad_data.untyped_storage().nbytes() for buffer in self._buffers)
+        params = sum(buffer.param_data.untyped_storage().nbytes() for buffer in self._buffers)
+        state = sum(tensor.untyped_storage().nbytes() for _, tensor in self.state_tensors())
+        return {"params": params, "grads": grads, "optimizer": state}
+
+    def offload(self, parts: Iterable[Part]) -> None:
+        """Empty the device memory of ``parts`` that are resident, copying what changed to the host."""
+        for part in sorted(set(parts) & self.resident):
+            if part == "optimizer":
+                self._offload_optimizer()
+            else:
+                self._offload_buffers(part)
+            self.resident.discard(part)
+            if part != "grads":
+                self._on_host.add(part)
+
+    def onload(self, parts: Iterable[Part]) -> None:
+        """Bring ``parts`` that are not resident back; gradients come back as zeros."""
+        for part in sorted(set(parts) - self.resident):
+            if part == "optimizer":
+                for key, tensor, num_bytes in self._offloaded_state:
+                    tensor.untyped_storage().resize_(num_bytes)
+                    tensor.detach().view(-1).copy_(self.pool.buffer(key, tensor), non_blocking=True)
+                    self.traffic.to_device += num_bytes
+                self._offloaded_state = []
+            else:
+                self._reload_buffers(part)
+            self.resident.add(part)
+
+    def _offload_buffers(self, part: Part) -> None:
+        params = part == "params"
+        keep = params and "params" in self._on_host
+        with megatron_scope():
+            for number, buffer in enumerate(self._buffers):
+                if keep:  # what Megatron does, without the copy
+                    buffer.param_data_size = buffer.param_data.numel()
+                    buffer.param_data.untyped_storage().resize_(0)
+                    continue
+                if params:
+                    # Megatron copies into this buffer if there is one, and makes a pinned one of its own if there is none
+                    buffer.param_data_cpu = self.pool.buffer(self._key("params", number), buffer.param_data)
+                    self.traffic.to_host += buffer.param_data.untyped_storage().nbytes()
+                buffer.offload_to_cpu(move_params=params, move_grads=not params)
+
+    def _reload_buffers(self, part: Part) -> None:
+        params = part == "params"
+        with megatron_scope():
+            for buffer in self._buffers:
+                buffer.reload_from_cpu(move_params=params, move_grads=not params)
+                if params:
+                    self.traffic.to_device += buffer.param_data.untyped_storage().nbytes()
+
+    def _offload_optimizer(self) -> None:
+        unchanged = "optimizer" in self._on_host
+        for name, tensor in list(self.state_tensors()):
+            assert tensor.is_contiguous() and tensor.storage_offset() == 0, f"optimizer state {name} is a view of another tensor"
+            key, num_bytes = self._key("optimizer", name), tensor.untyped_storage().nbytes()
+            if not unchanged:
+                self.pool.buffer(key, tensor).copy_(tensor.detach().view(-1), non_blocking=True)
+                self.traffic.to_host += num_bytes
+            tensor.untyped_storage().resize_(0)
+            self._offloaded_state.append((key, tensor, num_bytes))
+
+    @contextmanager
+    def other_params(self, weights: list[Tensor]) -> Iterator[None]:
+        """Run with other weights (a frozen reference's) in the parameter buffers; the model's own are put back bit for bit.
+
+        ``weights`` are flat host tensors as :func:`copy_params` made them. Own weights that are already up to date on the host are
+        not copied there again. The optimizer must not step meanwhile.
+        """
+        assert "params" in self.resident, "the parameters are offloaded"
+        own = [self.pool.buffer(self._key("params", number), buffer.param_data) for number, buffer in enumerate(self._buffers)]
+        if "params" not in self._on_host:
+            for host, buffer in zip(own, self._buffers, strict=True):
+                host.copy_(buffer.param_data, non_blocking=True)
+                buffer.param_data_cpu = host
+                self.traffic.to_host += buffer.param_data.untyped_storage().nbytes()
+            self._on_host.add("params")
+            _synchronize()
+        self._fill(weights)
+        try:
+            yield
+        finally:
+            self._fill(own)
+
+    @torch.no_grad()
+    def _fill(self, weights: list[Tensor]) -> None:
+        for buffer, source in zip(self._buffers, weights, strict=True):
+            buffer.param_data.copy_(source, non_blocking=True)
+            self.traffic.to_device += buffer.param_data.untyped_storage().nbytes()
+
+    def copy_params(self, name: str) -> list[Tensor]:
+        """Host copies of the present parameter buffers under a name of their own in the pool: a frozen reference's weights."""
+        copies = []
+        for number, buffer in enumerate(self._buffers):
+            host = self.pool.buffer(self._key(name, number), buffer.param_data)
+            host.copy_(buffer.param_data)
+            copies.append(host)
+        return copies
+
+
+class Residency:
+    """The one function that moves between rows of :data:`RESIDENCY`, for all models of a run.
+
+    Disabled, every model stays on the device and entering a stage costs nothing.
+    """
+
+    def __init__(self, models: Mapping[str, MegatronModel], *, enabled: bool) -> None:
+        self.enabled = enabled
+        self.pool = HostPool()
+        self.traffic = Traffic()
+        self.offloaders = {name: ModelOffloader(model, self.pool, self.traffic) for name, model in models.items()}
+        self.stage: Stage | None = None
+
+    def enter(self, stage: Stage) -> None:
+        """Make exactly this stage's row resident: everything else leaves first, so that the peak is the larger of both rows."""
+        self.stage = stage
+        if not self.enabled:
+            return
+        row = RESIDENCY[stage]
+        for name, offloader in self.offloaders.items():
+            offloader.offload(offloader.resident - row.get(name, frozenset()))
+        _synchronize()
+        if HAS_CUDA:
+            torch.cuda.empty_cache()
+        for name, offloader in self.offloaders.items():
+            offloader.onload(row.get(name, frozenset()))
+        _synchronize()
+
+    def mark_changed(self, name: str) -> None:
+        """The named model has been updated."""
+        self.offloaders[name].mark_changed()
+
+    @contextmanager
+    def all_resident(self) -> Iterator[None]:
+        """Everything on the device, for work that needs all state at once (a checkpoint of optimizer shards); then as before."""
+        before = {name: set(offloader.resident) for name, offloader in self.offloaders.items()}
+        for offloader in self.offloaders.values():
+            offloader.onload({"params", "optimizer"})
+        _synchronize()
+        try:
+            yield
+        finally:
+            for name, offloader in self.offloaders.items():
+                offloader.offload(offloader.resident - before[name])
+            _synchronize()
+
+    def device_bytes(self) -> int:
+        """Bytes of model state on the device now."""
+        return sum(sum(offloader.device_bytes().values()) for offloader in self.offloaders.values())
+
+    def host_bytes(self) -> int:
+        """Bytes of host memory held for offloading."""
+        return self.pool.num_bytes
+
+
+def _storage_id(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+_synchronize: Callable[[], None] = torch.cuda.synchronize if HAS_CUDA else lambda: None
