@@ -61,6 +61,8 @@ class _Slot:
         self.future: Future[ChunkResult] | None = None
         self.chunk: list[int] = []
         self.names: list[str] = []
+        self._ending = threading.Lock()
+        self._processes: ProcessPool | None = None
         self._new_process()
 
     def _new_process(self) -> None:
@@ -78,6 +80,8 @@ class _Slot:
         Raises:
             RuntimeError, OSError: the process cannot be started.
         """
+        if self._processes is None:
+            raise RuntimeError("the process has been ended")
         self._progress.reset()
         self.names, self.chunk = names, chunk
         payload = [(i.verifier, i.response, i.ground_truth, i.metadata) for i in (items[index] for index in chunk)]
@@ -91,15 +95,22 @@ class _Slot:
         chunk, self.chunk, self.future = self.chunk, [], None
         return chunk
 
-    def replace(self) -> threading.Thread:
+    def replace(self) -> threading.Thread | None:
         """Ends the process, whatever it does, and gets a fresh one. Returns the thread that tidies up the old one."""
         ended = self.end()
         self._new_process()
         return ended
 
-    def end(self) -> threading.Thread:
-        """Ends the process with everything it started; the thread returned joins what pebble keeps for it."""
-        processes, pid = self._processes, self._progress.read()[3]
+    def end(self) -> threading.Thread | None:
+        """Ends the process with everything it started; the thread returned joins what pebble keeps for it.
+
+        None if it has been ended already: closing the pool may meet a replacement in another thread.
+        """
+        with self._ending:
+            processes, self._processes = self._processes, None
+        if processes is None:
+            return None
+        pid = self._progress.read()[3]
         processes.stop()
         if pid:
             with suppress(ProcessLookupError, PermissionError):
@@ -148,6 +159,7 @@ class VerifierPool:
         self._settings = WorkerSettings(self._timeout, score_range, memory)
         self._lock = threading.Lock()
         self._failed_starts = 0
+        self._closed = False
         self._endings: list[threading.Thread] = []
         self._slots: list[_Slot] = [_Slot(self._settings) for _ in range(workers)]
 
@@ -159,14 +171,20 @@ class VerifierPool:
 
     def close(self) -> None:
         """Ends all workers. Returns within seconds even if a verifier hangs; calling it twice does no harm."""
-        slots, self._slots = self._slots, []
-        self._endings += [slot.end() for slot in slots]
+        if self._closed:
+            return
+        self._closed = True  # a call of grade in another thread sees it and gives up
+        self._endings += [thread for slot in self._slots if (thread := slot.end()) is not None]
         deadline = time.monotonic() + _CLOSE_SECONDS
         for thread in self._endings:
             thread.join(max(0.0, deadline - time.monotonic()))
         if any(thread.is_alive() for thread in self._endings):
             logger.warning("a verifier process did not end within %.0f s; left to the operating system", _CLOSE_SECONDS)
         self._endings = []
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RewardError("the verifier pool is closed")
 
     def load(self, verifiers: Sequence[str]) -> None:
         """Imports these verifiers in every worker now, so that faults show before the first response.
@@ -176,6 +194,7 @@ class VerifierPool:
         """
         check_verifier_names(verifiers)
         with self._lock, self._clean_after_failure():
+            self._check_open()
             for slot in self._slots:
                 self._submit(slot, list(dict.fromkeys(verifiers)), [], [])
             self._drain(deque(), [], {})
@@ -192,8 +211,7 @@ class VerifierPool:
             return []
         check_verifier_names(dict.fromkeys(item.verifier for item in items))
         with self._lock:
-            if not self._slots:
-                raise RewardError("the verifier pool is closed")
+            self._check_open()
             keys = [answer_key(item) for item in items]
             firsts: dict[Hashable, int] = {}
             known: dict[Hashable, tuple[float, bool]] = {}
@@ -259,6 +277,7 @@ class VerifierPool:
         size = max(1, min(MAX_CHUNK, len(queue) // (4 * len(self._slots))))
         tick = min(_TICK_SECONDS, self._timeout / 4)
         while True:
+            self._check_open()
             for slot in self._slots:
                 if slot.future is None and queue:
                     chunk = [queue.popleft() for _ in range(min(size, len(queue)))]
@@ -273,6 +292,7 @@ class VerifierPool:
 
     def _submit(self, slot: _Slot, names: list[str], chunk: list[int], items: Sequence[GradeItem]) -> None:
         while True:
+            self._check_open()
             try:
                 slot.submit(names, chunk, items)
                 return
@@ -360,7 +380,8 @@ class VerifierPool:
     def _replace(self, slot: _Slot) -> None:
         self.stats.restarts += 1
         self._endings = [thread for thread in self._endings if thread.is_alive()]
-        self._endings.append(slot.replace())
+        if (ending := slot.replace()) is not None:
+            self._endings.append(ending)
 
 
 def _is_alive(pid: int) -> bool:

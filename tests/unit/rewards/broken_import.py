@@ -1,0 +1,3 @@
+"""A user's module whose import fails."""
+
+raise RuntimeError("this module is broken")

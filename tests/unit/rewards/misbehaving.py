@@ -1,0 +1,118 @@
+"""Verifiers that do what verifiers must not do; named by import path in the tests of the pool."""
+
+import ctypes
+import math
+import os
+import signal
+import sys
+import time
+
+
+def good(response, ground_truth, metadata):
+    return float(response == ground_truth)
+
+
+def partial(response, ground_truth, metadata):
+    return float(response)
+
+
+def by_response(response, ground_truth, metadata):
+    """Does what the response says; anything else is graded."""
+    action = ACTIONS.get(response)
+    return float(response == ground_truth) if action is None else action()
+
+
+def _loop():
+    while True:
+        pass
+
+
+def _big_power():
+    return 7 ** (10**9)  # one C call that holds the interpreter lock for minutes
+
+
+def _deaf():
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    time.sleep(1000)
+
+
+def _kill():
+    os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(10)
+
+
+def _fork_and_return():
+    os.fork()  # both copies go on: the child must not become a second worker
+    return 1.0
+
+
+def _fork_and_stay():
+    if os.fork() == 0:
+        if os.fork() == 0:
+            time.sleep(1000)
+        time.sleep(1000)
+    return 1.0
+
+
+def _allocate():
+    block = bytearray(64 * 2**30)
+    return float(len(block) > 0)
+
+
+def _recurse():
+    return _recurse()
+
+
+ACTIONS = {
+    "loop": _loop,
+    "sleep": lambda: time.sleep(1000),
+    "big power": _big_power,
+    "deaf": _deaf,
+    "exit 0": lambda: os._exit(0),
+    "exit 3": lambda: os._exit(3),
+    "kill": _kill,
+    "segfault": lambda: ctypes.string_at(0),
+    "abort": lambda: os.abort(),
+    "fork and return": _fork_and_return,
+    "fork and stay": _fork_and_stay,
+    "allocate": _allocate,
+    "raise": lambda: 1 / 0,
+    "sys.exit": lambda: sys.exit(4),
+    "recurse": _recurse,
+    "nan": lambda: math.nan,
+    "inf": lambda: math.inf,
+    "none": lambda: None,
+    "text": lambda: "1.0",
+    "too large": lambda: 1.5,
+    "negative": lambda: -0.1,
+}
+
+
+def short_sleep(response, ground_truth, metadata):
+    time.sleep(float(response))
+    return 1.0
+
+
+def modules(response, ground_truth, metadata):
+    """1 if none of the comma-separated modules is imported in the worker."""
+    return float(not any(name in sys.modules for name in response.split(",")))
+
+
+def environment(response, ground_truth, metadata):
+    """1 if the variable is not set."""
+    return float(response not in os.environ)
+
+
+def main_module(response, ground_truth, metadata):
+    """1 if the worker has not run the parent's main module."""
+    return float(sys.modules["__mp_main__"] is sys.modules["__main__"])
+
+
+def pid(response, ground_truth, metadata):
+    with open(response, "a") as file:
+        file.write(f"{os.getpid()} {os.getpgrp()}\n")
+    return 1.0
+
+
+not_a_function = 3
