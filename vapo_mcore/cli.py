@@ -70,21 +70,15 @@ def _train(options: argparse.Namespace, arguments: list[str]) -> int:
     from vapo_mcore.launch import local
 
     config = _load_on_every_rank(options)
-    world_size = config.parallel.world_size
-    if local.under_torchrun():
-        if int(os.environ["WORLD_SIZE"]) != world_size:
-            raise ConfigError(
-                f"parallel.world_size = {world_size}, but torchrun started {os.environ['WORLD_SIZE']} processes; make them the same"
-            )
-    else:
+    if options.dry_run or not local.under_torchrun():
         from vapo_mcore.trainer.run_dir import check_run_directory
 
         check_run_directory(config.run.dir, clean=options.clean)
         if options.dry_run:
             print(_plan(config), flush=True)
             return 0
-        if world_size > 1:
-            return local.launch("vapo_mcore.cli", arguments, world_size)
+        if config.parallel.world_size > 1:
+            return local.launch("vapo_mcore.cli", arguments, config.parallel.world_size)
         local.become_single_process()
 
     from vapo_mcore.trainer.main import run_training
@@ -97,7 +91,13 @@ def _load_on_every_rank(options: argparse.Namespace) -> Config:
     from vapo_mcore.config import load_config
 
     try:
-        return load_config(options.file, options.overrides)
+        config = load_config(options.file, options.overrides)
+        started = int(os.environ.get("WORLD_SIZE", config.parallel.world_size))
+        if started != config.parallel.world_size:
+            raise ConfigError(
+                f"parallel.world_size = {config.parallel.world_size}, but torchrun started {started} processes; make them the same"
+            )
+        return config
     except ConfigError as error:
         if os.environ.get("RANK", "0") == "0":
             raise

@@ -29,6 +29,9 @@ _STAND_INS: dict[Key, Any] = {
 }
 
 
+_SOURCES: dict[str, type[BaseModel]] = {"file": FileSource, "reasoning_gym": ReasoningGymSource}
+
+
 def load_config(path: str | Path, overrides: Iterable[str] = (), *, check_paths: bool = True) -> Config:
     """Read ``path`` and what it extends, apply ``key.path=value`` overrides, check everything.
 
@@ -117,7 +120,7 @@ def _translate(error: ValidationError) -> tuple[list[Fault], list[Key]]:
         if item["type"] == "too_short" and item["input"]:
             continue  # the list is not empty: its items are faulty and reported themselves
         location = _without_union_tags(item["loc"])
-        faults.append(Fault(dotted(location), _message(item, location)))
+        faults.append(Fault(dotted(location), _message(item)))
         in_list = next((index for index, part in enumerate(location) if isinstance(part, int)), len(location))
         keys.append(tuple(str(part) for part in location[:in_list]))
     return faults, keys
@@ -144,12 +147,12 @@ _KINDS = {
 }
 
 
-def _message(item: Any, location: tuple[int | str, ...]) -> str:
+def _message(item: Any) -> str:
     kind, value, context = item["type"], item.get("input"), item.get("ctx", {})
     if kind == "missing":
         return "is required"
     if kind == "extra_forbidden":
-        return _unknown_key(location)
+        return _unknown_key(item["loc"])
     if kind == "literal_error":
         return f"{value!r} must be {context['expected']}" + _did_you_mean(
             str(value), context["expected"].replace("'", "").replace(" or ", ", ").split(", ")
@@ -192,9 +195,12 @@ def _models_in(annotation: Any) -> list[type[BaseModel]]:
 
 
 def _fields_at(parents: tuple[int | str, ...]) -> list[str]:
+    """Names of the fields of the model at a location of pydantic's, union tags included."""
     models: list[type[BaseModel]] = [Config]
-    for part in parents:
-        if isinstance(part, str):
+    for previous, part in zip((None, *parents), parents, strict=False):
+        if isinstance(previous, int):
+            models = [_SOURCES[str(part)]]
+        elif isinstance(part, str):
             models = [inner for model in models if part in model.model_fields for inner in _models_in(model.model_fields[part].annotation)]
     return list(dict.fromkeys(name for model in models for name in model.model_fields))
 
@@ -204,7 +210,7 @@ def _all_keys(model: type[BaseModel] = Config, prefix: str = "") -> list[str]:
     for name, field in model.model_fields.items():
         keys.append(prefix + name)
         for inner in _models_in(field.annotation):
-            if inner not in (FileSource, ReasoningGymSource):
+            if inner not in _SOURCES.values():
                 keys += _all_keys(inner, f"{prefix}{name}.")
     return keys
 

@@ -1,0 +1,319 @@
+"""Rules over several settings: each is broken by one case here and names its key, the values and a fix."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.unit.config_helpers import faults_of, load, write_base, write_child, write_model
+from vapo_mcore.config import load_config
+from vapo_mcore.config.applicability import INAPPLICABLE
+from vapo_mcore.config.rules import RULES
+
+TP2 = ["parallel.world_size=2", "parallel.tensor_model_parallel_size=2"]
+UNTIL = "critic.value_pretraining.until="
+
+# (name of the rule, settings, changes of the model, key of the fault, what its message contains)
+BROKEN = [
+    (
+        "world_size_is_the_product_of_degrees",
+        ["parallel.world_size=6", "parallel.tensor_model_parallel_size=2", "parallel.pipeline_model_parallel_size=2"],
+        {},
+        "parallel.world_size",
+        "tensor 2 x pipeline 2 x context 1 = 4 processes; use a multiple of 4",
+    ),
+    (
+        "world_size_is_the_product_of_degrees",
+        ["parallel.world_size=4", "parallel.data_parallel_size=2"],
+        {},
+        "parallel.world_size",
+        "4 is not tensor 1 x pipeline 1 x context 1 x data 2 = 2; with these degrees data_parallel_size is 4",
+    ),
+    ("sequence_parallel_needs_tensor_parallel", ["parallel.sequence_parallel=true"], {}, "parallel.sequence_parallel", "= 1; remove it"),
+    (
+        "virtual_pipeline_needs_pipeline",
+        ["parallel.virtual_pipeline_model_parallel_size=2"],
+        {},
+        "parallel.virtual_pipeline_model_parallel_size",
+        "pipeline_model_parallel_size = 1; use null",
+    ),
+    ("expert_parallel_is_for_moe", ["parallel.expert_model_parallel_size=2"], {}, "parallel.expert_model_parallel_size", "use 1"),
+    (
+        "model_is_dense",
+        [],
+        {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+        "model.path",
+        "mixture-of-experts",
+    ),
+    (
+        "heads_split_over_tensor_parallel",
+        TP2,
+        {"num_attention_heads": 3, "num_key_value_heads": 1},
+        "parallel.tensor_model_parallel_size",
+        "2 does not divide the model's 3 attention heads; use 1, 3",
+    ),
+    (
+        "kv_heads_split_over_tensor_parallel",
+        ["parallel.world_size=4", "parallel.tensor_model_parallel_size=4"],
+        {"num_attention_heads": 12, "num_key_value_heads": 6},
+        "parallel.tensor_model_parallel_size",
+        "4 neither divides the model's 6 key-value heads nor is a multiple of them",
+    ),
+    ("ffn_splits_over_tensor_parallel", TP2, {"intermediate_size": 261}, "parallel.tensor_model_parallel_size", "feed-forward size 261"),
+    (
+        "layers_split_over_pipeline",
+        ["parallel.world_size=3", "parallel.pipeline_model_parallel_size=3"],
+        {},
+        "parallel.pipeline_model_parallel_size",
+        "the model's 4 layers do not split evenly over 3 pipeline ranks; use a product among 1, 2, 4",
+    ),
+    (
+        "layers_split_over_pipeline",
+        [
+            "parallel.world_size=2",
+            "parallel.pipeline_model_parallel_size=2",
+            "parallel.virtual_pipeline_model_parallel_size=3",
+        ],
+        {},
+        "parallel.pipeline_model_parallel_size",
+        "2 pipeline ranks x 3 virtual chunks = 6 stages",
+    ),
+    (
+        "rollout_replicas_fill_the_world",
+        ["parallel.world_size=2", "rollout.tensor_parallel_size=4"],
+        {},
+        "rollout.tensor_parallel_size",
+        "4 does not divide parallel.world_size = 2",
+    ),
+    (
+        "rollout_tensor_parallel_splits_heads",
+        ["parallel.world_size=2", "rollout.tensor_parallel_size=2"],
+        {"num_attention_heads": 3, "num_key_value_heads": 1},
+        "rollout.tensor_parallel_size",
+        "2 does not divide the model's 3 attention heads",
+    ),
+    (
+        "mini_batch_fits_the_rollout",
+        ["batch.mini_batch_size=129"],
+        {},
+        "batch.mini_batch_size",
+        "prompts_per_step x responses_per_prompt = 16 x 8 = 128 responses; use at most 128",
+    ),
+    (
+        "longest_sequence_fits_a_microbatch",
+        ["batch.max_tokens_per_microbatch=223"],
+        {},
+        "batch.max_tokens_per_microbatch",
+        "64 + 160 = 224; use at least 224",
+    ),
+    (
+        "longest_sequence_fits_a_microbatch",
+        [
+            "batch.max_tokens_per_microbatch=225",
+            "data.max_prompt_length=65",
+            "parallel.world_size=4",
+            "parallel.tensor_model_parallel_size=2",
+            "parallel.context_parallel_size=2",
+        ],
+        {},
+        "batch.max_tokens_per_microbatch",
+        "65 + 160 = 225, padded to 232 (a multiple of 8 for TP/CP); use at least 232",
+    ),
+    (
+        "longest_sequence_fits_the_model",
+        [],
+        {"max_position_embeddings": 200},
+        "rollout.max_response_length",
+        "64 + 160 = 224 tokens, above the model's max_position_embeddings = 200",
+    ),
+    (
+        "vllm_batched_tokens_hold_its_sequences",
+        ["rollout.vllm.max_num_batched_tokens=64"],
+        {},
+        "rollout.vllm.max_num_batched_tokens",
+        "below rollout.vllm.max_num_seqs = 256",
+    ),
+    (
+        "train_sources_have_distinct_names",
+        ["data.train.1={kind: reasoning_gym, task: chain_sum, name: train, size: 3}"],
+        {},
+        "data.train",
+        "several sources are named 'train'",
+    ),
+    ("eval_sources_have_distinct_names", ["data.eval.1={kind: reasoning_gym, task: chain_sum, size: 3}"], {}, "data.eval", "'chain_sum'"),
+    ("training_samples_the_whole_distribution", ["rollout.top_p=0.9"], {}, "rollout.top_p", "0.9 cuts the distribution"),
+    ("training_samples_all_tokens", ["rollout.top_k=50"], {}, "rollout.top_k", "50 cuts the distribution"),
+    (
+        "dynamic_sampling_needs_groups",
+        ["rollout.dynamic_sampling.enabled=true", "batch.responses_per_prompt=1", "batch.mini_batch_size=16"],
+        {},
+        "rollout.dynamic_sampling.enabled",
+        "batch.responses_per_prompt = 1",
+    ),
+    ("reward_scale_has_a_source_interval", ["reward.scale.source=[1, 1]"], {}, "reward.scale.source", "low < high"),
+    (
+        "overlong_cache_is_inside_the_response",
+        ["reward.overlong.cache=160"],
+        {},
+        "reward.overlong.cache",
+        "below rollout.max_response_length = 160",
+    ),
+    (
+        "group_estimators_need_groups",
+        ["algorithm.advantage.estimator=grpo", "batch.responses_per_prompt=1", "batch.mini_batch_size=16"],
+        {},
+        "batch.responses_per_prompt",
+        "every advantage of algorithm.advantage.estimator = 'grpo' zero",
+    ),
+    (
+        "sigmoid_lambda_has_a_range",
+        ["algorithm.advantage.lambda_policy={kind: sigmoid, min: 0.9, max: 0.9}"],
+        {},
+        "algorithm.advantage.lambda_policy.min",
+        "0.9 must be below max = 0.9",
+    ),
+    (
+        "importance_correction_needs_recomputed_logprobs",
+        ["rollout.old_logprobs=rollout", "algorithm.policy_loss.importance_correction.kind=token_truncate"],
+        {},
+        "algorithm.policy_loss.importance_correction.kind",
+        "use 'recompute'",
+    ),
+    (
+        "importance_mask_has_a_range",
+        ["algorithm.policy_loss.importance_correction={kind: token_mask, low: 3.0}"],
+        {},
+        "algorithm.policy_loss.importance_correction.low",
+        "3.0 must be below cap = 2.0",
+    ),
+    ("kl_loss_has_a_gradient", ["algorithm.kl={place: loss, kind: k1, coef: 0.1}"], {}, "algorithm.kl.kind", "expected gradient of zero"),
+    ("kl_has_a_coefficient", ["algorithm.kl={place: reward}"], {}, "algorithm.kl.coef", "reference model for nothing"),
+    ("critic_init_has_a_path", ["critic.init=reward_model"], {}, "critic.path", "is required with critic.init = 'reward_model'"),
+    (
+        "saved_critic_says_whether_to_pretrain",
+        ["critic.init=saved", "critic.path=/tmp"],
+        {},
+        "critic.value_pretraining.steps",
+        "defaults to 50, but critic.init = 'saved'",
+    ),
+    ("until_has_a_threshold", [UNTIL + "{max_steps: 10}"], {}, "critic.value_pretraining.until", "needs value_loss_below"),
+    (
+        "until_window_fits",
+        [UNTIL + "{max_steps: 4, value_loss_below: 0.1, window: 5}"],
+        {},
+        "critic.value_pretraining.until.window",
+        "never be seen within max_steps = 4",
+    ),
+]
+
+
+@pytest.fixture(autouse=True)
+def base(tmp_path: Path) -> Path:
+    return write_base(tmp_path)
+
+
+@pytest.mark.parametrize(("name", "settings", "model", "key", "message"), BROKEN, ids=[f"{case[0]}-{i}" for i, case in enumerate(BROKEN)])
+def test_broken_rule(name: str, settings: list[str], model: dict[str, object], key: str, message: str, tmp_path: Path) -> None:
+    write_model(tmp_path / "model", **model)
+    faults = faults_of(tmp_path, *settings)
+    assert len(faults) == 1, faults
+    assert faults[0].startswith(f"{key}: ")
+    assert message in faults[0]
+
+
+def test_every_rule_has_a_case() -> None:
+    assert {rule.check.__name__ for rule in RULES} == {case[0] for case in BROKEN}
+
+
+def test_what_the_rules_allow(tmp_path: Path) -> None:
+    load(tmp_path, "parallel.world_size=4", "parallel.tensor_model_parallel_size=4")  # 2 kv heads on 4 ranks: replicated
+    load(tmp_path, "parallel.world_size=4", "parallel.pipeline_model_parallel_size=2", "parallel.virtual_pipeline_model_parallel_size=2")
+    load(tmp_path, "batch.mini_batch_size=128")
+    load(tmp_path, "batch.mini_batch_size=100")  # a partial last mini-batch
+    load(tmp_path, "batch.max_tokens_per_microbatch=224")
+    load(tmp_path, "critic.init=saved", f"critic.path={tmp_path}", "critic.value_pretraining.steps=0")
+    load(tmp_path, "algorithm.advantage.estimator=reinforce", "batch.responses_per_prompt=1", "batch.mini_batch_size=16")
+    load(tmp_path, "algorithm.advantage.estimator=reinforce_pp", "algorithm.advantage.whiten=minibatch", "algorithm.advantage.gamma=0.9")
+    load(tmp_path, "algorithm.advantage.estimator=grpo", "algorithm.advantage.whiten=off", "algorithm.advantage.truncation=mask")
+    load(tmp_path, "eval.temperature=0", "eval.top_p=1.0")
+
+
+# --- settings without effect ------------------------------------------------------------------------------------------
+
+CRITIC_FREE = "algorithm.advantage.estimator=grpo"
+LAMBDA = "algorithm.advantage.lambda_policy"
+CORRECTION = "algorithm.policy_loss.importance_correction"
+WITHOUT_EFFECT = [
+    ([CRITIC_FREE, "critic.epochs=2"], "critic.epochs"),
+    ([CRITIC_FREE, "critic.optimizer.lr=1.0"], "critic.optimizer.lr"),
+    ([CRITIC_FREE, f"{LAMBDA}.kind=length_adaptive"], f"{LAMBDA}.kind"),
+    ([CRITIC_FREE, "algorithm.advantage.lambda_critic=1.0"], "algorithm.advantage.lambda_critic"),
+    ([CRITIC_FREE, "algorithm.advantage.values=after_update"], "algorithm.advantage.values"),
+    ([CRITIC_FREE, "algorithm.value_loss.clip=0.2"], "algorithm.value_loss.clip"),
+    ([CRITIC_FREE, "algorithm.advantage.gamma=0.9"], "algorithm.advantage.gamma"),
+    ([CRITIC_FREE, "algorithm.advantage.whiten=batch"], "algorithm.advantage.whiten"),
+    ([CRITIC_FREE, "algorithm.advantage.truncation=bootstrap"], "algorithm.advantage.truncation"),
+    ([f"{LAMBDA}.value=0.9"], f"{LAMBDA}.value"),
+    ([f"{LAMBDA}.kind=fixed", f"{LAMBDA}.alpha=0.1"], f"{LAMBDA}.alpha"),
+    ([f"{LAMBDA}.min=0.1"], f"{LAMBDA}.min"),
+    ([f"{LAMBDA}.max=0.9"], f"{LAMBDA}.max"),
+    ([f"{CORRECTION}.cap=3.0"], f"{CORRECTION}.cap"),
+    ([f"{CORRECTION}={{kind: token_truncate, low: 0.1}}"], f"{CORRECTION}.low"),
+    (["algorithm.kl.coef=0.1"], "algorithm.kl.coef"),
+    (["algorithm.kl.kind=k2"], "algorithm.kl.kind"),
+    (["rollout.engine=transformers", "rollout.vllm.kv_cache_gib=2.0"], "rollout.vllm.kv_cache_gib"),
+    (["rollout.engine=transformers", "rollout.tensor_parallel_size=1"], "rollout.tensor_parallel_size"),
+    (["rollout.dynamic_sampling.max_rounds=5"], "rollout.dynamic_sampling.max_rounds"),
+    (["rollout.dynamic_sampling.on_exhausted=stop"], "rollout.dynamic_sampling.on_exhausted"),
+    (["critic.path=/tmp"], "critic.path"),
+    (["critic.init=reward_model", "critic.path=/tmp", "critic.head_init=small"], "critic.head_init"),
+    ([UNTIL + "{value_loss_below: 0.1, max_steps: 9}", "critic.value_pretraining.steps=9"], "critic.value_pretraining.steps"),
+    (["critic.value_pretraining.steps=0", "critic.value_pretraining.lr=1.0"], "critic.value_pretraining.lr"),
+    (["critic.value_pretraining.steps=0", "critic.value_pretraining.head_only=true"], "critic.value_pretraining.head_only"),
+    (["data.chat_template=false", "data.system_prompt=be brief"], "data.system_prompt"),
+    (["data.eval=[]", "eval.every_steps=5"], "eval.every_steps"),
+]
+
+
+@pytest.mark.parametrize(("settings", "key"), WITHOUT_EFFECT, ids=[case[1] + f"-{i}" for i, case in enumerate(WITHOUT_EFFECT)])
+def test_setting_without_effect_is_refused(settings: list[str], key: str, tmp_path: Path) -> None:
+    faults = faults_of(tmp_path, *settings)
+    assert len(faults) == 1, faults
+    assert faults[0].startswith(f"{key}: ")
+    assert "has no effect with" in faults[0]
+
+
+def test_every_inapplicable_setting_has_a_case() -> None:
+    tried = [key for _, key in WITHOUT_EFFECT]
+    for entry in INAPPLICABLE:
+        for name in entry.keys:
+            assert any(key == name or key.startswith(name + ".") for key in tried), name
+
+
+def test_inherited_settings_give_way_to_a_later_switch(tmp_path: Path) -> None:
+    write_child(
+        tmp_path, "critic: {epochs: 2, optimizer: {lr: 1.0}}\nalgorithm: {advantage: {lambda_policy: {alpha: 0.1}, whiten: batch}}\n"
+    )
+    assert load_config(tmp_path / "child.yaml").critic.epochs == 2
+    critic_free = load_config(tmp_path / "child.yaml", [CRITIC_FREE])
+    assert (critic_free.critic.epochs, critic_free.algorithm.advantage.whiten) == (1, "off")
+    fixed = load_config(tmp_path / "child.yaml", [f"{LAMBDA}.kind=fixed", f"{LAMBDA}.value=0.9"])
+    assert (fixed.algorithm.advantage.lambda_policy.value, fixed.algorithm.advantage.lambda_policy.alpha) == (0.9, 0.05)
+    assert fixed.critic.epochs == 2
+
+
+def test_given_after_the_switch_is_a_contradiction(tmp_path: Path) -> None:
+    write_child(tmp_path, "algorithm: {advantage: {estimator: grpo}}\n", "grpo.yaml")
+    (fault,) = faults_of(tmp_path, "critic.epochs=2", file="grpo.yaml")
+    assert fault.startswith("critic.epochs: 2 has no effect with algorithm.advantage.estimator = 'grpo'")
+    write_child(tmp_path, "algorithm: {advantage: {estimator: grpo}}\ncritic: {epochs: 2}\n", "same.yaml")
+    assert faults_of(tmp_path, file="same.yaml") == [fault]
+
+
+def test_a_faulty_inherited_setting_that_gives_way_is_no_fault(tmp_path: Path) -> None:
+    write_child(tmp_path, "critic: {epochs: 0}\n")
+    assert faults_of(tmp_path, file="child.yaml") == ["critic.epochs: 0 must be > 0"]
+    assert not load_config(tmp_path / "child.yaml", [CRITIC_FREE]).uses_critic
+
+
+def test_a_rule_is_not_applied_to_a_faulty_key(tmp_path: Path) -> None:
+    assert faults_of(tmp_path, "batch.mini_batch_size=999", "batch.prompts_per_step=0") == ["batch.prompts_per_step: 0 must be > 0"]

@@ -1,0 +1,126 @@
+"""Every YAML file in examples/configs is a valid recipe, or a preset that is valid on top of the quickstart."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.torchrun import ROOT
+from tests.unit.config_helpers import write_model
+from vapo_mcore.config import Config, load_config
+
+CONFIGS = ROOT / "examples" / "configs"
+RECIPES = sorted(CONFIGS.glob("*.yaml"))
+PRESETS = sorted((CONFIGS / "presets").glob("*.yaml"))
+
+
+def _on_quickstart(preset: str, folder: Path) -> Config:
+    """The quickstart with another preset, as a recipe would write it."""
+    path = folder / "recipe.yaml"
+    path.write_text(f"extends: [{CONFIGS}/quickstart.yaml, {CONFIGS}/presets/{preset}.yaml]\nbatch: {{prompts_per_step: 128}}\n")
+    lengths = ["reward.overlong.cache=32"] if preset in ("dapo", "nemo_rl_ppo") else []
+    return load_config(path, lengths, check_paths=False)
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_recipe_is_valid(path: Path) -> None:
+    load_config(path, check_paths=False)
+
+
+@pytest.mark.parametrize("preset", [path.stem for path in PRESETS])
+def test_preset_is_valid_on_the_quickstart(preset: str, tmp_path: Path) -> None:
+    _on_quickstart(preset, tmp_path)
+
+
+def test_presets_only_hold_the_algorithm(tmp_path: Path) -> None:
+    base = load_config(CONFIGS / "quickstart.yaml", check_paths=False)
+    for preset in PRESETS:
+        config = _on_quickstart(preset.stem, tmp_path)
+        for section in ("run", "model", "parallel", "data", "eval", "export"):
+            assert getattr(config, section) == getattr(base, section), (preset.stem, section)
+
+
+def test_a_preset_does_not_depend_on_the_one_below(tmp_path: Path) -> None:
+    for lower in ("dapo", "reinforce_pp", "nemo_rl_ppo", "vapo_wo_length_adaptive_gae"):
+        path = tmp_path / "stack.yaml"
+        presets = CONFIGS / "presets"
+        path.write_text(f"extends: [{CONFIGS}/quickstart.yaml, {presets}/{lower}.yaml, {presets}/vapo.yaml]\n")
+        stacked, plain = load_config(path, check_paths=False), load_config(CONFIGS / "quickstart.yaml", check_paths=False)
+        assert stacked.algorithm == plain.algorithm
+        assert stacked.reward == plain.reward
+        assert stacked.rollout == plain.rollout
+
+
+def test_quickstart_passes_the_rules_about_its_model(tmp_path: Path) -> None:
+    write_model(tmp_path / "model")
+    (tmp_path / "rows.jsonl").write_text("")
+    rows = [f"data.train.0.path={tmp_path}/rows.jsonl", f"data.eval.0.path={tmp_path}/rows.jsonl"]
+    load_config(CONFIGS / "quickstart.yaml", [f"model.path={tmp_path}/model", *rows])
+
+
+# What the sources say about each system (spec of the algorithm, section 9.13; paper, section 5.1 and Table 1).
+DIFFERENCES_FROM_VAPO = {
+    "vapo_wo_decoupled_gae": {"advantage.lambda_critic": 0.95},
+    "vapo_wo_length_adaptive_gae": {"advantage.lambda_policy.kind": "fixed", "advantage.lambda_policy.value": 0.95},
+    "vapo_wo_clip_higher": {"policy_loss.clip_high": 0.2},
+    "vapo_wo_token_level_loss": {"policy_loss.aggregation": "sequence"},
+    "vapo_wo_positive_lm_loss": {"positive_lm.coef": 0.0},
+    "vapo_wo_value_pretraining": {},
+    "vapo_wo_group_sampling": {},
+    "ppo": {
+        "advantage.lambda_policy.kind": "fixed",
+        "advantage.lambda_policy.value": 0.95,
+        "advantage.lambda_critic": 0.95,
+        "policy_loss.clip_high": 0.2,
+        "policy_loss.aggregation": "sequence",
+        "positive_lm.coef": 0.0,
+    },
+    "dapo": {"advantage.estimator": "grpo", "advantage.whiten": "off", "positive_lm.coef": 0.0},
+    "grpo": {
+        "advantage.estimator": "grpo",
+        "advantage.whiten": "off",
+        "policy_loss.clip_high": 0.2,
+        "policy_loss.aggregation": "sequence",
+        "positive_lm.coef": 0.0,
+        "kl.place": "loss",
+        "kl.kind": "k3",
+        "kl.coef": 0.04,
+    },
+    "dr_grpo": {
+        "advantage.estimator": "dr_grpo",
+        "advantage.whiten": "off",
+        "policy_loss.clip_high": 0.2,
+        "policy_loss.aggregation": "fixed_length",
+        "positive_lm.coef": 0.0,
+    },
+}
+
+
+@pytest.mark.parametrize("preset", DIFFERENCES_FROM_VAPO)
+def test_preset_differs_from_vapo_exactly_in(preset: str, tmp_path: Path) -> None:
+    vapo = _flat(load_config(CONFIGS / "quickstart.yaml", check_paths=False).algorithm.model_dump())
+    other = _flat(_on_quickstart(preset, tmp_path).algorithm.model_dump())
+    differences = {key: value for key, value in other.items() if value != vapo[key]}
+    expected = {key: value for key, value in DIFFERENCES_FROM_VAPO[preset].items() if value != vapo[key]}
+    assert differences == expected
+
+
+def test_preset_settings_outside_the_algorithm(tmp_path: Path) -> None:
+    def config(preset: str) -> Config:
+        return _on_quickstart(preset, tmp_path)
+
+    assert config("vapo_wo_value_pretraining").critic.value_pretraining.max_steps == 0
+    assert config("ppo").critic.value_pretraining.max_steps == 0
+    assert config("vapo").critic.value_pretraining.max_steps > 0
+    assert config("vapo_wo_group_sampling").batch.responses_per_prompt == 1
+    assert config("ppo").batch.responses_per_prompt == 1
+    dapo = config("dapo")
+    assert (dapo.uses_critic, dapo.rollout.dynamic_sampling.enabled, dapo.policy.optimizer.warmup_rollouts) == (False, True, 20)
+    assert dapo.reward.scale is not None
+    assert (dapo.reward.scale.source, dapo.reward.scale.target) == ((0, 1), (-1, 1))
+
+
+def _flat(tree: dict[str, object], prefix: str = "") -> dict[str, object]:
+    flat: dict[str, object] = {}
+    for key, value in tree.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return flat
