@@ -203,6 +203,19 @@ class RolloutBatch:
         tensors = {name: x.index_select(0, tokens.to(x.device)) for name, x in self.tensors.items()}
         return RolloutBatch(self.rows.select(chosen), cumulative(self.lengths[chosen]), tensors, self.row_ids[chosen])
 
+    def local_rows(self, row_ids: Tensor | Sequence[int]) -> Tensor:
+        """Local numbers (0 .. n - 1) of the rows with these ids of the replicated table, in the given order.
+
+        Raises:
+            ValueError: a row is not held by this rank.
+        """
+        wanted = torch.as_tensor(row_ids, dtype=torch.int64)
+        order = torch.argsort(self.row_ids)
+        place = torch.searchsorted(self.row_ids[order], wanted)
+        if wanted.numel() and (int(place.max()) >= len(self) or not torch.equal(self.row_ids[order[place]], wanted)):
+            raise ValueError("rows were asked for that this rank does not hold")
+        return order[place]
+
     def scatter_rows(self, name: str, parts: Sequence[Tensor], rows: Sequence[Tensor], fill: float = 0.0) -> None:
         """Store a per-micro-batch result as a tensor of this batch.
 
@@ -288,11 +301,7 @@ def exchange(
     if not torch.isin(owner[owner >= 0], dp_ranks).all():
         raise ValueError(f"rows are owned by data-parallel rank {int(owner.max())}, but the group has {sorted(set(dp_rank_of_rank))}")
     mine = (holder == rank).nonzero().squeeze(1)
-    order = torch.argsort(batch.row_ids)
-    place = torch.searchsorted(batch.row_ids[order], mine)
-    if mine.numel() and (int(place.max()) >= len(batch) or not torch.equal(batch.row_ids[order[place]], mine)):
-        raise ValueError(f"rank {rank} is to send rows that it does not hold")
-    local_row = order[place]
+    local_row = batch.local_rows(mine)
     # What goes where, computed by every rank from the replicated table: no sizes are exchanged.
     to_rank = owner[mine][None, :] == dp_ranks[:, None]
     sent_rows = local_row.expand(len(dp_ranks), -1)[to_rank]
