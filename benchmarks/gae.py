@@ -11,7 +11,8 @@ What is timed, in one process on the same tensors:
 - ``padded_loop``: rewards, values and mask as [responses, longest]; two recurrences of torch operations on columns, one time
   step after the other. Built outside of the timing, run once (seconds). Also its result is compared with the packed one.
 
-Lengths: lognormal with the given mean and sigma, rounded up, cut at the cap. The median of ``repeats`` is compared, after one warm-up.
+Lengths: lognormal with the given mean and sigma, rounded up, cut at the cap. Medians of ``repeats`` are compared, after one warm-up,
+as wall-clock time (the targets) and as CPU time, which other processes on the machine disturb less.
 """
 
 import argparse
@@ -20,6 +21,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -47,20 +49,39 @@ def padded_loop(rewards: Tensor, values: Tensor, mask: Tensor, lam_policy: Tenso
     return advantages * mask, targets * mask
 
 
-def seconds(function: Callable[[], object], repeats: int) -> list[float]:
-    function()
-    times = []
+@dataclass(frozen=True)
+class Times:
+    wall: list[float]
+    cpu: list[float]
+
+
+def measure(functions: dict[str, Callable[[], object]], repeats: int) -> dict[str, Times]:
+    """Wall and CPU seconds (all threads) of each function, taken in turns so that a busy machine slows all of them alike."""
+    times = {name: Times([], []) for name in functions}
     for _ in range(repeats):
-        start = time.perf_counter()
-        function()
-        times.append(time.perf_counter() - start)
+        for name, function in functions.items():
+            wall, cpu = time.perf_counter(), time.process_time()
+            function()
+            times[name].wall.append(time.perf_counter() - wall)
+            times[name].cpu.append(time.process_time() - cpu)
     return times
 
 
-def report(name: str, times: list[float], tokens: int, **more: object) -> None:
-    median = statistics.median(times)
-    line = {"benchmark": "gae", "case": name, "median_s": round(median, 6), "min_s": round(min(times), 6)}
-    print(json.dumps({**line, "ns_per_token": round(median / tokens * 1e9, 3), **more}), flush=True)
+def ratio(one: Times, other: Times) -> tuple[float, float]:
+    """Medians of ``one`` over those of ``other``, wall and CPU."""
+    return statistics.median(one.wall) / statistics.median(other.wall), statistics.median(one.cpu) / statistics.median(other.cpu)
+
+
+def report(name: str, times: Times, tokens: int, **more: object) -> None:
+    wall, cpu = statistics.median(times.wall), statistics.median(times.cpu)
+    line = {
+        "benchmark": "gae",
+        "case": name,
+        "wall_s": round(wall, 6),
+        "cpu_s": round(cpu, 6),
+        "ns_per_token": round(wall / tokens * 1e9, 3),
+    }
+    print(json.dumps({**line, **more}), flush=True)
 
 
 def main() -> None:
@@ -92,26 +113,34 @@ def main() -> None:
     settings = {**drawn_lengths, "sigma": args.sigma, "threads": torch.get_num_threads(), "first_call_s": round(compiled, 3)}
     print(json.dumps({"benchmark": "gae", "case": "setup", **settings}), flush=True)
 
-    packed = seconds(lambda: packed_gae_decoupled(rewards, values, mask, cu_seqlens, lam_policy, 1.0), args.repeats)
     source = torch.ones(tokens * BYTES_PER_TOKEN // 2, dtype=torch.uint8)
     target = torch.zeros_like(source)
-    copied = seconds(lambda: target.copy_(source), args.repeats)
-    report("memcpy", copied, tokens)
-    ratio = statistics.median(packed) / statistics.median(copied)
-    report("packed_gae_decoupled", packed, tokens, times_memcpy=round(ratio, 2), target_times_memcpy=6)
+    cases: dict[str, Callable[[], object]] = {
+        "memcpy": lambda: target.copy_(source),
+        "packed_gae_decoupled": lambda: packed_gae_decoupled(rewards, values, mask, cu_seqlens, lam_policy, 1.0),
+    }
+    measure(cases, 1)  # warm-up
+    times = measure(cases, args.repeats)
+    packed = times["packed_gae_decoupled"]
+    report("memcpy", times["memcpy"], tokens)
+    wall, cpu = ratio(packed, times["memcpy"])
+    report("packed_gae_decoupled", packed, tokens, times_memcpy=round(wall, 2), times_memcpy_cpu=round(cpu, 2), target_times_memcpy=6)
     if args.skip_padded:
         return
 
     width = int(lengths.max())
     valid = torch.arange(width)[None, :] < lengths[:, None]
-    padded = [torch.zeros(args.responses, width).masked_scatter_(valid, x) for x in (rewards, values)]
-    start = time.perf_counter()
-    advantages, returns = padded_loop(padded[0], padded[1], valid, lam_policy.float(), 1.0)
-    elapsed = time.perf_counter() - start
+    padded_rewards = torch.zeros(args.responses, width).masked_scatter_(valid, rewards)
+    padded_values = torch.zeros(args.responses, width).masked_scatter_(valid, values)
+    result: list[tuple[Tensor, Tensor]] = []
+    loop = measure({"padded": lambda: result.append(padded_loop(padded_rewards, padded_values, valid, lam_policy.float(), 1.0))}, 1)[
+        "padded"
+    ]
     expected = packed_gae_decoupled(rewards, values, mask, cu_seqlens, lam_policy, 1.0)
-    difference = max(float((advantages[valid] - expected[0]).abs().max()), float((returns[valid] - expected[1]).abs().max()))
-    speedup = round(elapsed / statistics.median(packed), 1)
-    report("padded_loop", [elapsed], tokens, packed_is_faster_by=speedup, target_faster_by=150, max_difference=round(difference, 6))
+    difference = max(float((got[valid] - want).abs().max()) for got, want in zip(result[0], expected, strict=True))
+    wall, cpu = ratio(loop, packed)
+    faster = {"packed_is_faster_by": round(wall, 1), "packed_is_faster_by_cpu": round(cpu, 1), "target_faster_by": 150}
+    report("padded_loop", loop, tokens, **faster, max_difference=round(difference, 6))
 
 
 if __name__ == "__main__":

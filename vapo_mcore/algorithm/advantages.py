@@ -23,7 +23,6 @@ __all__ = [
     "packed_gae",
     "packed_gae_decoupled",
     "process_advantages",
-    "reinforce_pp_advantages",
     "reward_to_go",
     "sigmoid_lambda",
     "whiten",
@@ -92,20 +91,10 @@ def packed_gae_decoupled(
 def reward_to_go(rewards: Tensor, mask: Tensor, cu_seqlens: Tensor, gamma: float = 1.0, bootstrap: Tensor | None = None) -> Tensor:
     """sum_k gamma^k r_{t+k} over the response's own unmasked tokens [+ gamma^K bootstrap]; [total], 0 at masked positions.
 
-    The Monte-Carlo return (GAE's return at lambda = 1, which needs no values), and plain REINFORCE's advantage: with one terminal
-    reward and gamma = 1 every token gets that raw reward.
+    The Monte-Carlo return (GAE's return at lambda = 1, which needs no values). Also REINFORCE's advantage: with one terminal reward and
+    gamma = 1 every token gets that raw reward. Whitened over the batch, and with the KL penalty in the rewards, it is REINFORCE++'s.
     """
     return packed_gae(rewards, torch.zeros_like(rewards), mask, cu_seqlens, 1.0, gamma, bootstrap)[0]
-
-
-def reinforce_pp_advantages(
-    rewards: Tensor, mask: Tensor, cu_seqlens: Tensor, gamma: float = 1.0, group: "dist.ProcessGroup | None" = None
-) -> Tensor:
-    """REINFORCE++ (arXiv:2501.03262): the batch-whitened reward-to-go; ``rewards`` hold the KL penalty where it is used.
-
-    ``group`` as in ``whiten``: a collective over its ranks.
-    """
-    return whiten(reward_to_go(rewards, mask, cu_seqlens, gamma), mask, group)
 
 
 def group_advantages(scores: Tensor, groups: Tensor, kind: Literal["grpo", "dr_grpo", "rloo"], valid: Tensor | None = None) -> Tensor:

@@ -40,8 +40,8 @@ def importance_weights(
     check_packed(cu_seqlens, mask, old_logprobs=old_logprobs, rollout_logprobs=rollout_logprobs)
     if kind not in ("off", "token_truncate", "token_mask", "sequence_mask"):
         raise ValueError(f"kind must be off, token_truncate, token_mask or sequence_mask, got {kind!r}")
-    if not 0.0 <= low < cap:
-        raise ValueError(f"0 <= low < cap is required, got low {low} and cap {cap}")
+    if not cap > 0.0 or (kind.endswith("_mask") and not 0.0 <= low < cap):
+        raise ValueError(f"cap > 0 is required, and 0 <= low < cap by the masks, got low {low} and cap {cap}")
     mask = mask.bool()
     if kind == "off":
         return mask.float()

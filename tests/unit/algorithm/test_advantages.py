@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from vapo_mcore.algorithm.advantages import group_advantages, process_advantages, reinforce_pp_advantages, reward_to_go, whiten
+from vapo_mcore.algorithm.advantages import group_advantages, process_advantages, reward_to_go, whiten
 from vapo_mcore.algorithm.segments import broadcast_to_tokens
 
 
@@ -107,7 +107,7 @@ def test_reinforce_is_the_raw_reward_at_every_token() -> None:
 
 def test_reinforce_pp_whitens_the_reward_to_go() -> None:
     mask = torch.tensor([1, 1, 0, 1], dtype=torch.bool)
-    got = reinforce_pp_advantages(torch.tensor([1.0, 2.0, math.nan, 1.0]), mask, torch.tensor([0, 2, 4]))
+    got = whiten(reward_to_go(torch.tensor([1.0, 2.0, math.nan, 1.0]), mask, torch.tensor([0, 2, 4])), mask)
     mean, std = 2.0, math.sqrt(2 / 3)  # of 3, 2, 1
     assert_close(got, [(3 - mean) / std, 0, 0, (1 - mean) / std], 1e-5)
 
