@@ -52,7 +52,7 @@ BROKEN = [
         "2 does not divide the model's 3 attention heads; use 1, 3",
     ),
     (
-        "kv_heads_split_over_tensor_parallel",
+        "heads_split_over_tensor_parallel",
         ["parallel.world_size=4", "parallel.tensor_model_parallel_size=4"],
         {"num_attention_heads": 12, "num_key_value_heads": 6},
         "parallel.tensor_model_parallel_size",
@@ -164,6 +164,28 @@ BROKEN = [
         "batch.responses_per_prompt",
         "every advantage of algorithm.advantage.estimator = 'grpo' zero",
     ),
+    ("process_supervision_has_step_rewards", ["algorithm.advantage.estimator=grpo_process"], {}, "algorithm.advantage.estimator", "'grpo'"),
+    (
+        "length_adaptive_lambda_rises_above_zero",
+        ["algorithm.advantage.lambda_policy.alpha=0.00625"],
+        {},
+        "algorithm.advantage.lambda_policy.alpha",
+        "0 up to l = 1/alpha = 160 tokens, and rollout.max_response_length = 160",
+    ),
+    (
+        "varlen_attention_has_no_context_parallelism",
+        ["model.attention=varlen", "parallel.world_size=2", "parallel.context_parallel_size=2"],
+        {},
+        "model.attention",
+        "parallel.context_parallel_size = 2; use te, sdpa or auto",
+    ),
+    (
+        "greedy_evaluation_takes_one_sample",
+        ["eval.temperature=0", "eval.samples_per_prompt=4"],
+        {},
+        "eval.samples_per_prompt",
+        "all the same",
+    ),
     (
         "sigmoid_lambda_has_a_range",
         ["algorithm.advantage.lambda_policy={kind: sigmoid, min: 0.9, max: 0.9}"],
@@ -190,7 +212,7 @@ BROKEN = [
     ("critic_init_has_a_path", ["critic.init=reward_model"], {}, "critic.path", "is required with critic.init = 'reward_model'"),
     (
         "saved_critic_says_whether_to_pretrain",
-        ["critic.init=saved", "critic.path=/tmp"],
+        ["critic.init=saved", "critic.path={folder}/model"],
         {},
         "critic.value_pretraining.steps",
         "defaults to 50, but critic.init = 'saved'",
@@ -214,14 +236,40 @@ def base(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(("name", "settings", "model", "key", "message"), BROKEN, ids=[f"{case[0]}-{i}" for i, case in enumerate(BROKEN)])
 def test_broken_rule(name: str, settings: list[str], model: dict[str, object], key: str, message: str, tmp_path: Path) -> None:
     write_model(tmp_path / "model", **model)
-    faults = faults_of(tmp_path, *settings)
+    faults = faults_of(tmp_path, *(setting.replace("{folder}", str(tmp_path)) for setting in settings))
     assert len(faults) == 1, faults
     assert faults[0].startswith(f"{key}: ")
     assert message in faults[0]
 
 
 def test_every_rule_has_a_case() -> None:
-    assert {rule.check.__name__ for rule in RULES} == {case[0] for case in BROKEN}
+    assert {rule.check.__name__ for rule in RULES} == {case[0] for case in BROKEN} | {"loaded_critic_fits_layout_and_tokens"}
+
+
+@pytest.mark.parametrize(
+    ("critic", "settings", "message"),
+    [
+        ({"vocab_size": 97}, [], "the critic's vocabulary has 97 entries, the policy's 96"),
+        (
+            {"num_attention_heads": 3, "num_key_value_heads": 1},
+            TP2,
+            "tensor_model_parallel_size = 2 does not divide the model's 3",
+        ),
+        ({"intermediate_size": 9}, TP2, "feed-forward size 9"),
+        ({"num_hidden_layers": 3}, ["parallel.world_size=2", "parallel.pipeline_model_parallel_size=2"], "pipeline: the model's 3 layers"),
+        ({"model_type": "gpt2"}, [], "model_type 'gpt2' is not supported"),
+    ],
+)
+def test_loaded_critic_fits_layout_and_tokens(critic: dict[str, object], settings: list[str], message: str, tmp_path: Path) -> None:
+    write_model(tmp_path / "critic", **critic)
+    chosen = ["critic.init=reward_model", f"critic.path={tmp_path}/critic"]
+    (fault,) = faults_of(tmp_path, *chosen, *settings)
+    assert fault.startswith("critic.path: ")
+    assert message in fault
+    write_model(tmp_path / "critic", num_hidden_layers=2, hidden_size=64)
+    load(tmp_path, *chosen, *settings)
+    (fault,) = faults_of(tmp_path, "critic.init=reward_model", "critic.path=nowhere")
+    assert "critic.path: model folder 'nowhere' does not exist" in fault
 
 
 def test_what_the_rules_allow(tmp_path: Path) -> None:
@@ -230,11 +278,11 @@ def test_what_the_rules_allow(tmp_path: Path) -> None:
     load(tmp_path, "batch.mini_batch_size=128")
     load(tmp_path, "batch.mini_batch_size=100")  # a partial last mini-batch
     load(tmp_path, "batch.max_tokens_per_microbatch=224")
-    load(tmp_path, "critic.init=saved", f"critic.path={tmp_path}", "critic.value_pretraining.steps=0")
+    load(tmp_path, "critic.init=saved", f"critic.path={tmp_path}/model", "critic.value_pretraining.steps=0")
     load(tmp_path, "algorithm.advantage.estimator=reinforce", "batch.responses_per_prompt=1", "batch.mini_batch_size=16")
     load(tmp_path, "algorithm.advantage.estimator=reinforce_pp", "algorithm.advantage.whiten=minibatch", "algorithm.advantage.gamma=0.9")
     load(tmp_path, "algorithm.advantage.estimator=grpo", "algorithm.advantage.whiten=off", "algorithm.advantage.truncation=mask")
-    load(tmp_path, "eval.temperature=0", "eval.top_p=1.0")
+    load(tmp_path, "eval.temperature=0")
 
 
 # --- settings without effect ------------------------------------------------------------------------------------------
@@ -265,18 +313,19 @@ WITHOUT_EFFECT = [
     (["rollout.dynamic_sampling.max_rounds=5"], "rollout.dynamic_sampling.max_rounds"),
     (["rollout.dynamic_sampling.on_exhausted=stop"], "rollout.dynamic_sampling.on_exhausted"),
     (["critic.path=/tmp"], "critic.path"),
-    (["critic.init=reward_model", "critic.path=/tmp", "critic.head_init=small"], "critic.head_init"),
+    (["critic.init=reward_model", "critic.path={folder}/model", "critic.head_init=small"], "critic.head_init"),
     ([UNTIL + "{value_loss_below: 0.1, max_steps: 9}", "critic.value_pretraining.steps=9"], "critic.value_pretraining.steps"),
     (["critic.value_pretraining.steps=0", "critic.value_pretraining.lr=1.0"], "critic.value_pretraining.lr"),
     (["critic.value_pretraining.steps=0", "critic.value_pretraining.head_only=true"], "critic.value_pretraining.head_only"),
     (["data.chat_template=false", "data.system_prompt=be brief"], "data.system_prompt"),
+    (["eval.temperature=0", "eval.top_p=0.5"], "eval.top_p"),
     (["data.eval=[]", "eval.every_steps=5"], "eval.every_steps"),
 ]
 
 
 @pytest.mark.parametrize(("settings", "key"), WITHOUT_EFFECT, ids=[case[1] + f"-{i}" for i, case in enumerate(WITHOUT_EFFECT)])
 def test_setting_without_effect_is_refused(settings: list[str], key: str, tmp_path: Path) -> None:
-    faults = faults_of(tmp_path, *settings)
+    faults = faults_of(tmp_path, *(setting.replace("{folder}", str(tmp_path)) for setting in settings))
     assert len(faults) == 1, faults
     assert faults[0].startswith(f"{key}: ")
     assert "has no effect with" in faults[0]

@@ -107,6 +107,7 @@ INAPPLICABLE: tuple[Inapplicable, ...] = (
     Inapplicable(
         ("data.system_prompt",), ("data.chat_template",), lambda c: not c.data.chat_template, "a system prompt needs the chat template"
     ),
+    Inapplicable(("eval.top_p",), ("eval.temperature",), lambda c: bool(c.data.eval) and c.eval.temperature == 0, "decoding is greedy"),
     Inapplicable(("eval",), ("data.eval",), lambda c: not c.data.eval, "there is no evaluation set"),
 )
 

@@ -11,6 +11,7 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 
 from vapo_mcore.config.applicability import inapplicable_keys, resolve_inapplicable
+from vapo_mcore.config.architecture import ModelArchitecture
 from vapo_mcore.config.layers import Fault, Key, Setting, Tree, apply_overrides, dotted, nested, put, read_layers
 from vapo_mcore.config.rules import Subject, broken_rules, missing_paths, read_model
 from vapo_mcore.config.schema import Config, FileSource, ReasoningGymSource
@@ -69,17 +70,24 @@ def _build(tree: Tree, faults: list[Fault], what: str, check_paths: bool) -> Con
         assert config is not None
     faults += contradictions
     faulty = {fault.where for fault in faults}
-    model_faults: list[Fault] = []
-    readable = check_paths and not faulty & {"model", "model.path"}
-    architecture = read_model(config, model_faults) if readable else None
-    faults += model_faults
-    subject = Subject(config, architecture, lambda name: any(dotted(key).startswith(name) for key in tree))
+    model, critic = _read_models(config, faulty, faults) if check_paths else (None, None)
+    subject = Subject(config, model, critic, lambda name: any(dotted(key).startswith(name) for key in tree))
     faults += broken_rules(subject, faulty)
     if check_paths:
         faults += [fault for fault in missing_paths(config) if not any(fault.where.startswith(bad) for bad in faulty)]
     if faults:
         raise _error(what, faults)
     return config
+
+
+def _read_models(config: Config, faulty: set[str], faults: list[Fault]) -> tuple[ModelArchitecture | None, ModelArchitecture | None]:
+    """Architectures of the model and of a critic that is loaded from a folder of its own."""
+    model = critic = None
+    if not faulty & {"model", "model.path"}:
+        model = read_model("model.path", config.model.path, faults)
+    if config.uses_critic and config.critic.path is not None and not faulty & {"critic", "critic.init", "critic.path"}:
+        critic = read_model("critic.path", config.critic.path, faults)
+    return model, critic
 
 
 def _error(what: str, faults: list[Fault]) -> ConfigError:

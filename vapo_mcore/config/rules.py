@@ -12,16 +12,17 @@ from pathlib import Path
 
 from vapo_mcore.config.architecture import ModelArchitecture, read_architecture
 from vapo_mcore.config.layers import Fault
-from vapo_mcore.config.schema import GROUP_ESTIMATORS, Config, FileSource
+from vapo_mcore.config.schema import GROUP_ESTIMATORS, Config, FileSource, ParallelConfig
 from vapo_mcore.errors import CheckpointError
 
 
 @dataclass(frozen=True)
 class Subject:
-    """What the rules look at: the config, and the model's architecture if it could be read."""
+    """What the rules look at: the config, and the architectures of the model and of a loaded critic if they could be read."""
 
     config: Config
     architecture: ModelArchitecture | None
+    critic_architecture: ModelArchitecture | None
     given: Callable[[str], bool]  # whether a dotted key (or one below it) was set in a file or an override
 
 
@@ -59,23 +60,21 @@ def _overlap(one: str, other: str) -> bool:
     return one == other or one.startswith(other + ".") or other.startswith(one + ".")
 
 
-def read_model(config: Config, faults: list[Fault]) -> ModelArchitecture | None:
-    """The architecture of ``model.path``; what is wrong with the folder is one of the faults."""
+def read_model(key: str, folder: str, faults: list[Fault]) -> ModelArchitecture | None:
+    """The architecture of a model folder; what is wrong with the folder is one of the faults, at ``key``."""
     try:
-        return read_architecture(config.model.path)
+        return read_architecture(folder)
     except CheckpointError as error:
-        faults.append(Fault("model.path", str(error)))
+        faults.append(Fault(key, str(error)))
         return None
 
 
 def missing_paths(config: Config) -> Iterator[Fault]:
-    """Data files and folders that the run reads and that do not exist."""
+    """Data files that the run reads and that do not exist."""
     for split in ("train", "eval"):
         for index, source in enumerate(getattr(config.data, split)):
             if isinstance(source, FileSource) and not Path(source.path).is_file():
                 yield Fault(f"data.{split}.{index}.path", f"no such file: {source.path!r} (relative to {str(Path.cwd())!r})")
-    if config.uses_critic and config.critic.path is not None and not Path(config.critic.path).is_dir():
-        yield Fault("critic.path", f"no such folder: {config.critic.path!r} (relative to {str(Path.cwd())!r})")
 
 
 # --- layout -----------------------------------------------------------------------------------------------------------
@@ -149,35 +148,67 @@ def model_is_dense(s: Subject) -> str | None:
 @rule("parallel.tensor_model_parallel_size", "model.path")
 def heads_split_over_tensor_parallel(s: Subject) -> str | None:
     assert s.architecture is not None
-    tp, heads = s.config.parallel.tensor_model_parallel_size, s.architecture.num_attention_heads
-    return None if heads % tp == 0 else f"{tp} does not divide the model's {heads} attention heads; use {_divisors(heads)}"
-
-
-@rule("parallel.tensor_model_parallel_size", "model.path")
-def kv_heads_split_over_tensor_parallel(s: Subject) -> str | None:
-    assert s.architecture is not None
-    tp, kv_heads = s.config.parallel.tensor_model_parallel_size, s.architecture.num_key_value_heads
-    if kv_heads % tp == 0 or tp % kv_heads == 0:  # fewer kv heads than ranks: Megatron replicates them
-        return None
-    return f"{tp} neither divides the model's {kv_heads} key-value heads nor is a multiple of them (replication)"
+    return _heads_problem(s.architecture, s.config.parallel.tensor_model_parallel_size)
 
 
 @rule("parallel.tensor_model_parallel_size", "model.path")
 def ffn_splits_over_tensor_parallel(s: Subject) -> str | None:
     assert s.architecture is not None
-    tp, ffn = s.config.parallel.tensor_model_parallel_size, s.architecture.ffn_hidden_size
-    return None if ffn % tp == 0 else f"{tp} does not divide the model's feed-forward size {ffn}"
+    return _ffn_problem(s.architecture, s.config.parallel.tensor_model_parallel_size)
 
 
 @rule("parallel.pipeline_model_parallel_size", "parallel.virtual_pipeline_model_parallel_size", "model.path")
 def layers_split_over_pipeline(s: Subject) -> str | None:
     assert s.architecture is not None
-    p, layers = s.config.parallel, s.architecture.num_layers
-    pp, chunks = p.pipeline_model_parallel_size, p.virtual_pipeline_model_parallel_size or 1
-    if layers % (pp * chunks) == 0:
+    return _layers_problem(s.architecture, s.config.parallel)
+
+
+@rule("critic.path", "critic.init", "model.path", "parallel", "algorithm.advantage.estimator")
+def loaded_critic_fits_layout_and_tokens(s: Subject) -> str | None:
+    """Policy and critic share one layout and read the same tokens."""
+    policy, critic, parallel = s.architecture, s.critic_architecture, s.config.parallel
+    if policy is None or critic is None:
+        return None
+    if critic.is_moe:
+        return f"{s.config.critic.path!r} is a mixture-of-experts model; use a dense one"
+    if critic.vocab_size != policy.vocab_size:
+        sizes = f"the critic's vocabulary has {critic.vocab_size} entries, the policy's {policy.vocab_size}"
+        return f"{sizes}; both read the same tokens, so take a critic with the policy's tokenizer"
+    tp = parallel.tensor_model_parallel_size
+    problems = [
+        f"parallel.tensor_model_parallel_size = {problem}" for problem in (_heads_problem(critic, tp), _ffn_problem(critic, tp)) if problem
+    ]
+    layers = _layers_problem(critic, parallel)
+    return "; ".join([*problems, *([f"pipeline: {layers}"] if layers else [])]) or None
+
+
+def _heads_problem(model: ModelArchitecture, tp: int) -> str | None:
+    heads, kv_heads = model.num_attention_heads, model.num_key_value_heads
+    if heads % tp:
+        return f"{tp} does not divide the model's {heads} attention heads; use {_divisors(heads)}"
+    if kv_heads % tp and tp % kv_heads:  # with fewer kv heads than ranks, each is replicated
+        return f"{tp} neither divides the model's {kv_heads} key-value heads nor is a multiple of them (replication)"
+    return None
+
+
+def _ffn_problem(model: ModelArchitecture, tp: int) -> str | None:
+    return f"{tp} does not divide the model's feed-forward size {model.ffn_hidden_size}" if model.ffn_hidden_size % tp else None
+
+
+def _layers_problem(model: ModelArchitecture, parallel: ParallelConfig) -> str | None:
+    pp, chunks = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size or 1
+    if model.num_layers % (pp * chunks) == 0:
         return None
     stages = f"{pp} pipeline ranks" + (f" x {chunks} virtual chunks = {pp * chunks} stages" if chunks > 1 else "")
-    return f"the model's {layers} layers do not split evenly over {stages}; use a product among {_divisors(layers)}"
+    return f"the model's {model.num_layers} layers do not split evenly over {stages}; use a product among {_divisors(model.num_layers)}"
+
+
+@rule("model.attention", "parallel.context_parallel_size")
+def varlen_attention_has_no_context_parallelism(s: Subject) -> str | None:
+    cp = s.config.parallel.context_parallel_size
+    if s.config.model.attention != "varlen" or cp == 1:
+        return None
+    return f"'varlen' does not split sequences over context-parallel ranks, but parallel.context_parallel_size = {cp}; use te, sdpa or auto"
 
 
 @rule("rollout.tensor_parallel_size", "parallel.world_size")
@@ -191,14 +222,8 @@ def rollout_replicas_fill_the_world(s: Subject) -> str | None:
 @rule("rollout.tensor_parallel_size", "model.path")
 def rollout_tensor_parallel_splits_heads(s: Subject) -> str | None:
     assert s.architecture is not None
-    tp, heads, kv_heads = s.config.rollout.tensor_parallel_size, s.architecture.num_attention_heads, s.architecture.num_key_value_heads
-    if tp is None:  # the trainer's own degree, which has its rules above
-        return None
-    if heads % tp:
-        return f"{tp} does not divide the model's {heads} attention heads; use {_divisors(heads)}"
-    if kv_heads % tp and tp % kv_heads:
-        return f"{tp} neither divides the model's {kv_heads} key-value heads nor is a multiple of them (replication)"
-    return None
+    tp = s.config.rollout.tensor_parallel_size
+    return None if tp is None else _heads_problem(s.architecture, tp)  # null: the trainer's own degree, which has its rule above
 
 
 def _divisors(number: int) -> str:
@@ -278,6 +303,14 @@ def _repeated_names(names: list[str]) -> str | None:
     return f"several sources are named {', '.join(map(repr, repeated))}; metrics go by name, so give each its own" if repeated else None
 
 
+@rule("eval.samples_per_prompt", "eval.temperature", "data.eval")
+def greedy_evaluation_takes_one_sample(s: Subject) -> str | None:
+    e = s.config.eval
+    if not s.config.data.eval or e.temperature > 0 or e.samples_per_prompt == 1:
+        return None
+    return f"{e.samples_per_prompt} greedy responses (eval.temperature = 0) to a prompt are all the same; use 1, or a temperature above 0"
+
+
 # --- sampling and rewards ---------------------------------------------------------------------------------------------
 
 
@@ -334,6 +367,24 @@ def group_estimators_need_groups(s: Subject) -> str | None:
     return (
         f"1 makes every advantage of algorithm.advantage.estimator = {estimator!r} zero (a group of one); "
         "use at least 2, or another estimator"
+    )
+
+
+@rule("algorithm.advantage.estimator")
+def process_supervision_has_step_rewards(s: Subject) -> str | None:
+    if s.config.algorithm.advantage.estimator != "grpo_process":
+        return None
+    return "'grpo_process' needs a reward for each step of a response, which no verifier gives yet; use 'grpo'"
+
+
+@rule("algorithm.advantage.lambda_policy.alpha", "algorithm.advantage.lambda_policy.kind", "rollout.max_response_length")
+def length_adaptive_lambda_rises_above_zero(s: Subject) -> str | None:
+    lam, longest = s.config.algorithm.advantage.lambda_policy, s.config.rollout.max_response_length
+    if not s.config.uses_critic or lam.kind != "length_adaptive" or lam.alpha * longest > 1:
+        return None
+    return (
+        f"{lam.alpha} gives lambda = 0 to every response: lambda = 1 - 1/(alpha l) is 0 up to l = 1/alpha = {1 / lam.alpha:.0f} tokens, "
+        f"and rollout.max_response_length = {longest}; raise alpha, or use kind: fixed"
     )
 
 

@@ -6,7 +6,7 @@ Reading refuses duplicate keys and keys that are not strings, all of them at onc
 from __future__ import annotations
 
 import re
-from typing import Any, ClassVar
+from typing import Any
 
 import yaml
 
@@ -30,7 +30,7 @@ def _resolvers() -> dict[str, list[tuple[str, re.Pattern[str]]]]:
 
 
 class _Loader(yaml.SafeLoader):
-    yaml_implicit_resolvers: ClassVar = _resolvers()
+    yaml_implicit_resolvers = _resolvers()
 
     def __init__(self, stream: str) -> None:
         super().__init__(stream)
@@ -56,7 +56,7 @@ class _Loader(yaml.SafeLoader):
 class _Dumper(yaml.SafeDumper):
     """Quotes what either YAML version would take for something else than text."""
 
-    yaml_implicit_resolvers: ClassVar = {
+    yaml_implicit_resolvers = {  # noqa: RUF012 (an instance variable to the type stubs)
         key: _resolvers().get(key, []) + yaml.SafeDumper.yaml_implicit_resolvers.get(key, [])
         for key in {*_resolvers(), *yaml.SafeDumper.yaml_implicit_resolvers}
     }
@@ -66,7 +66,7 @@ class _Dumper(yaml.SafeDumper):
 
 
 def _text(node: yaml.Node) -> str:
-    return repr(node.value) if isinstance(node, yaml.ScalarNode) else f"of kind {node.id}"
+    return repr(node.value) if isinstance(node, yaml.ScalarNode) else "that is a list or a mapping"
 
 
 def parse_yaml(text: str) -> tuple[Any, list[str]]:
