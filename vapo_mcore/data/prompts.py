@@ -1,0 +1,228 @@
+"""The prompts of a run: read, checked, put into the chat template, tokenized, and drawn in a resumable order.
+
+Order. Each source is gone through in passes (epochs), each a permutation of its prompts by (seed, source, epoch), or file order
+without ``data.shuffle``. Sources are interleaved evenly in proportion ``weight x number of prompts``: with equal weights all finish
+a pass at about the same time, and a source of weight 2 is passed through twice as often. A batch may be larger than the data.
+
+Names. A drawn prompt is called ``<source>/<id>#<epoch>``, so that each occurrence has a name of its own in the whole run, also twice
+in one batch: sampling seeds and advantage groups go by occurrence.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
+from typing import Any, Literal, Protocol
+
+import numpy as np
+
+from vapo_mcore.config.schema import DataConfig
+from vapo_mcore.data.sources import Faults, Messages, Problem, check_files, read_source
+from vapo_mcore.errors import DataError
+
+__all__ = ["Prompt", "PromptDataset", "check_files", "split_evenly"]
+
+_TOKENIZE_AT_ONCE = 1024
+
+
+class Tokenizer(Protocol):
+    """What is used of a Hugging Face tokenizer."""
+
+    chat_template: Any
+
+    def __call__(self, text: list[str], *, add_special_tokens: bool, verbose: bool) -> Any: ...
+
+    def apply_chat_template(self, conversation: Messages, *, tokenize: bool, add_generation_prompt: bool) -> Any: ...
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt ready for generation, with all that grading its responses needs.
+
+    Attributes:
+        prompt_id: ``<source>/<id or row number>``, and ``#<epoch>`` behind it when it was drawn for training.
+        token_ids: what the engine gets, template included.
+        text: the text that was tokenized.
+        ground_truth: the answer as text (numbers in a file are written out).
+        source: name of the source.
+        verifier: name of the verifier that judges responses.
+        metadata: the other fields of the row; for reasoning-gym what the task's scorer needs.
+    """
+
+    prompt_id: str
+    token_ids: list[int]
+    text: str
+    ground_truth: str
+    source: str
+    verifier: str
+    metadata: dict[str, Any]
+
+
+class PromptDataset:
+    """All prompts of one split.
+
+    Args:
+        data: the ``data`` section of the configuration.
+        split: which of its source lists.
+        tokenizer: of the model; with ``data.chat_template`` it must have a chat template.
+        seed: of the order (the run's seed).
+
+    Raises:
+        DataError: everything that is wrong with the rows in one error: malformed rows, prompts longer than
+            ``data.max_prompt_length`` under ``overlong_prompts: refuse``, a source left with no prompt.
+    """
+
+    def __init__(self, data: DataConfig, split: Literal["train", "eval"], tokenizer: Tokenizer, *, seed: int) -> None:
+        self._data, self._split, self._seed = data, split, seed
+        if data.chat_template and not tokenizer.chat_template:
+            raise DataError(
+                "data.chat_template is true, but the model's tokenizer has no chat template; set data.chat_template: false, or add "
+                "the template to the model folder (chat_template.jinja)"
+            )
+        faults = Faults()
+        sources = data.train if split == "train" else data.eval
+        self._prompts: dict[str, list[Prompt]] = {}
+        self.dropped: dict[str, int] = {}
+        for source in sources:
+            problems = read_source(source, data, faults)
+            self._prompts[source.name] = self._tokenize(source.name, problems, tokenizer, faults)
+            if problems and not self._prompts[source.name] and data.overlong_prompts == "drop":
+                reason = f"all {len(problems)} prompts are longer than data.max_prompt_length = {data.max_prompt_length} tokens"
+                faults.add(f"data.{split}, source {source.name!r}", None, None, reason)
+        faults.raise_if_any()
+        self._weight = {source.name: source.weight * len(self._prompts[source.name]) for source in sources}
+        self._drawn = dict.fromkeys(self._prompts, 0)
+        self._order: dict[str, tuple[int, Sequence[int]]] = {}
+
+    def _tokenize(self, name: str, problems: list[Problem], tokenizer: Tokenizer, faults: Faults) -> list[Prompt]:
+        """Prompts of one source; those over the limit are dropped and counted, or become faults."""
+        texts = [self._text(problem, tokenizer, faults) for problem in problems]
+        prompts: list[Prompt] = []
+        self.dropped[name] = 0
+        for start in range(0, len(texts), _TOKENIZE_AT_ONCE):
+            chunk = [(p, t) for p, t in zip(problems[start:], texts[start : start + _TOKENIZE_AT_ONCE], strict=False) if t is not None]
+            # A chat template writes the special tokens itself; a bare text gets those that the tokenizer adds by default.
+            encoded = tokenizer([t for _, t in chunk], add_special_tokens=not self._data.chat_template, verbose=False) if chunk else {}
+            for (problem, text), token_ids in zip(chunk, encoded.get("input_ids", []), strict=True):
+                if len(token_ids) > self._data.max_prompt_length:
+                    self._overlong(name, problem, len(token_ids), faults)
+                elif not token_ids:
+                    faults.add(problem.where, None, None, "the prompt has no tokens")
+                else:
+                    verdict = (problem.ground_truth, problem.source, problem.verifier, problem.metadata)
+                    prompts.append(Prompt(problem.problem_id, list(token_ids), text, *verdict))
+        return prompts
+
+    def _overlong(self, name: str, problem: Problem, length: int, faults: Faults) -> None:
+        if self._data.overlong_prompts == "drop":
+            self.dropped[name] += 1
+            return
+        reason = (
+            f"the prompt has {length} tokens, more than data.max_prompt_length = {self._data.max_prompt_length}; raise that, or set "
+            "data.overlong_prompts: drop"
+        )
+        faults.add(problem.where, None, None, reason)
+
+    def _text(self, problem: Problem, tokenizer: Tokenizer, faults: Faults) -> str | None:
+        """The text to tokenize; None after a fault."""
+        suffix = self._data.prompt_suffix
+        if not self._data.chat_template:
+            assert isinstance(problem.prompt, str)
+            return problem.prompt + suffix
+        messages = [{"role": "user", "content": problem.prompt}] if isinstance(problem.prompt, str) else list(problem.prompt)
+        messages[-1] = {**messages[-1], "content": messages[-1]["content"] + suffix}
+        if self._data.system_prompt is not None:
+            messages.insert(0, {"role": "system", "content": self._data.system_prompt})
+        from jinja2 import TemplateError
+
+        try:
+            return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+        except TemplateError as error:
+            faults.add(problem.where, None, None, f"the chat template refuses the messages: {error}")
+            return None
+
+    def __len__(self) -> int:
+        return sum(len(prompts) for prompts in self._prompts.values())
+
+    @property
+    def items(self) -> list[Prompt]:
+        """Each prompt once, source after source in file order, without an epoch in its name."""
+        return [prompt for prompts in self._prompts.values() for prompt in prompts]
+
+    @property
+    def summary(self) -> str:
+        """One line for the log: prompts of each source, and how many were dropped as too long."""
+        parts = []
+        for name, prompts in self._prompts.items():
+            dropped = self.dropped[name]
+            limit = self._data.max_prompt_length
+            parts.append(f"{name} {len(prompts)}" + (f" ({dropped} dropped, longer than {limit} tokens)" if dropped else ""))
+        return f"data.{self._split}: {len(self)} prompts: {', '.join(parts)}"
+
+    def next_batch(self, n: int) -> list[Prompt]:
+        """The next ``n`` prompts of the order; epoch boundaries may fall anywhere. The same on every rank."""
+        batch = []
+        for _ in range(n):
+            # The source that is furthest behind its share comes next; the first of equals.
+            name = min(self._drawn, key=lambda source: (self._drawn[source] + 1) / self._weight[source])
+            epoch, position = divmod(self._drawn[name], len(self._prompts[name]))
+            self._drawn[name] += 1
+            prompt = self._prompts[name][self._epoch_order(name, epoch)[position]]
+            batch.append(replace(prompt, prompt_id=f"{prompt.prompt_id}#{epoch}"))
+        return batch
+
+    def _epoch_order(self, name: str, epoch: int) -> Sequence[int]:
+        if not self._data.shuffle:
+            return range(len(self._prompts[name]))
+        if name not in self._order or self._order[name][0] != epoch:
+            generator = np.random.default_rng((self._seed, zlib.crc32(name.encode()), epoch))
+            self._order[name] = (epoch, generator.permutation(len(self._prompts[name])).tolist())
+        return self._order[name][1]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the order stands, in plain values (JSON can hold it)."""
+        sources = {name: {"drawn": drawn, "fingerprint": self._fingerprints[name]} for name, drawn in self._drawn.items()}
+        return {"seed": self._seed, "shuffle": self._data.shuffle, "sources": sources}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where ``state`` was taken.
+
+        Raises:
+            DataError: the seed, the shuffling, the sources or their prompts are not those that the state was taken with.
+        """
+        faults = []
+        for key, value in (("seed", self._seed), ("data.shuffle", self._data.shuffle)):
+            saved = state[key.removeprefix("data.")]
+            if saved != value:
+                faults.append(f"{key} was {saved}, now it is {value}")
+        saved_sources = state["sources"]
+        if saved_sources.keys() != self._prompts.keys():
+            faults.append(f"the sources were {', '.join(sorted(saved_sources))}; now they are {', '.join(sorted(self._prompts))}")
+        for name in saved_sources.keys() & self._prompts.keys():
+            if saved_sources[name]["fingerprint"] != self._fingerprints[name]:
+                faults.append(f"the prompts of source {name!r} are not the same as before")
+        if faults:
+            raise DataError(f"the order of data.{self._split} cannot be continued: {'; '.join(sorted(faults))}")
+        self._drawn = {name: saved_sources[name]["drawn"] for name in self._prompts}
+
+    @cached_property
+    def _fingerprints(self) -> dict[str, str]:
+        """Digest of each source's prompts, to notice that a resumed run has other data."""
+        digests = {}
+        for name, prompts in self._prompts.items():
+            digest = hashlib.sha256()
+            for prompt in prompts:
+                digest.update(repr((prompt.prompt_id, prompt.token_ids, prompt.ground_truth, prompt.verifier)).encode())
+            digests[name] = digest.hexdigest()
+        return digests
+
+
+def split_evenly(total: int, parts: int) -> list[range]:
+    """Consecutive ranges that cover 0 .. total - 1, the first ones longer by one: 9 over 4 is 3, 2, 2, 2."""
+    base, longer = divmod(total, parts)
+    starts = [part * base + min(part, longer) for part in range(parts + 1)]
+    return [range(start, stop) for start, stop in pairwise(starts)]
