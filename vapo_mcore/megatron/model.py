@@ -184,6 +184,11 @@ def _local_layer_spec(qk_norm: bool, core_attention: type[nn.Module]) -> Any:
         pre_mlp_layernorm=RMSNorm,
         mlp=mlp,
         mlp_bda=get_bias_dropout_add,
+        # Transformer Engine's names for the norms, so that checkpoints move between machines with and without it.
+        sharded_state_dict_keys_map={
+            "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
+            "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+        },
     )
     return ModuleSpec(module=TransformerLayer, submodules=submodules)
 
