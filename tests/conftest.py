@@ -2,4 +2,8 @@
 
 import os
 
+import hypothesis
+
 os.environ["OMP_NUM_THREADS"] = "1"
+hypothesis.settings.register_profile("any_machine", deadline=None)  # how long an example takes says more about the machine
+hypothesis.settings.load_profile("any_machine")
