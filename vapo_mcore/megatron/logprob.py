@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-CHUNK_ELEMENTS = 1 << 23
-"""float32 elements of a working chunk (32 MiB): tokens a chunk = this / local vocabulary, at least one."""
+CHUNK_ELEMENTS = {"cpu": 1 << 19, "cuda": 1 << 25}
+"""float32 elements of a working chunk by device: tokens a chunk = this / local vocabulary, at least one. 2 MiB stay in a CPU's cache
+(and below the size from which the C library maps fresh, zeroed pages for every allocation); a GPU wants fewer, larger kernels."""
 
 
 def vocab_parallel_logprobs(
@@ -25,7 +26,7 @@ def vocab_parallel_logprobs(
     group: dist.ProcessGroup | None = None,
     temperature: float = 1.0,
     entropy: bool = False,
-    chunk_elements: int = CHUNK_ELEMENTS,
+    chunk_elements: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probability of each label and, if asked, the entropy of each distribution.
 
@@ -36,20 +37,26 @@ def vocab_parallel_logprobs(
         group: tensor-parallel group, None for a whole vocabulary.
         temperature: the distribution is softmax(logits / temperature).
         entropy: also return entropies (with a gradient of their own).
+        chunk_elements: elements of a working chunk, by default :data:`CHUNK_ELEMENTS`.
 
     Returns:
         (logprobs [tokens], entropies [tokens] or None), float32, the same on all ranks of ``group``.
     """
+    chunk_elements = chunk_elements or CHUNK_ELEMENTS.get(logits.device.type, CHUNK_ELEMENTS["cuda"])
     logprobs, entropies = _VocabParallelLogprobs.apply(logits, labels, vocab_size, group, temperature, entropy, chunk_elements)
     return logprobs, entropies if entropy else None
 
 
-def _scaled(logits: Tensor, scale: float) -> Tensor:
-    """Logits over the temperature; scaled in float32, since a product rounded to bfloat16 would not be the distribution at T."""
-    return logits if scale == 1.0 else logits.float() * scale
+def _float_chunk(logits: Tensor, scale: float) -> Tensor:
+    """Logits over the temperature in float32 (a view where they already are that). Scaled in float32, since a product rounded to
+    bfloat16 would not be the distribution at T; converted first, since mixed-type arithmetic is slow on CPU."""
+    return logits.float() if scale == 1.0 else logits.float() * scale
 
 
 class _VocabParallelLogprobs(torch.autograd.Function):
+    """Each rank works with the softmax over its own shard, torch's one fused kernel, and the shards are combined by one gather of a few
+    numbers a token: shard r's probabilities are its own softmax times ``share``, the shard's part of the whole mass."""
+
     @staticmethod
     def forward(
         ctx: Any, logits: Tensor, labels: Tensor, vocab_size: int, group: Any, temperature: float, entropy: bool, chunk_elements: int
@@ -58,33 +65,36 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         world, rank = (group.size(), group.rank()) if group is not None else (1, 0)
         first = rank * local_vocab
         valid = max(0, min(local_vocab, vocab_size - first))
-        real = logits.detach()[:, :valid]
-        scale = 1.0 / temperature
-        maximum = real.amax(dim=-1).float() * scale if valid else logits.new_full((tokens,), float("-inf"), dtype=torch.float32)
-        if world > 1:
-            dist.all_reduce(maximum, op=dist.ReduceOp.MAX, group=group)
-        local_label = labels - first
-        owned = (local_label >= 0) & (local_label < valid)
-        safe_label = torch.where(owned, local_label, 0)
-        # rows: sum of exp, label's shifted logit, sum of exp * shifted logit
-        sums = torch.zeros((3 if entropy else 2, tokens), dtype=torch.float32, device=logits.device)
-        step = max(1, chunk_elements // max(1, local_vocab))
+        scale, step = 1.0 / temperature, max(1, chunk_elements // max(1, local_vocab))
+        label = labels - first
+        owned = (label >= 0) & (label < valid)
+        label = torch.where(owned, label, 0)
+        # Of each token on this shard: largest logit; then, of logits minus that: log of the sum of exponentials, the label's, the mean.
+        stats = torch.full((4, tokens), _NOTHING, dtype=torch.float32, device=logits.device)
+        stats[3] = 0.0
         for begin in range(0, tokens, step) if valid else ():
             part = slice(begin, begin + step)
-            shifted = _scaled(real[part], scale) - maximum[part, None]
-            sums[1, part] = torch.where(owned[part], shifted.gather(1, safe_label[part, None])[:, 0], 0.0)
+            chunk = _float_chunk(logits.detach()[part, :valid], scale)
+            top = chunk.amax(-1)
+            shifted = chunk - top[:, None]
+            probabilities = torch.softmax(shifted, -1)
+            stats[0, part] = top
+            stats[1, part] = -probabilities.amax(-1).log()  # the largest is exp(0) / sum
+            stats[2, part] = torch.where(owned[part], shifted.gather(1, label[part, None])[:, 0], _NOTHING)
             if entropy:
-                weights = shifted.exp()
-                sums[0, part] = weights.sum(-1)
-                sums[2, part] = torch.linalg.vecdot(weights, shifted)
-            else:
-                sums[0, part] = shifted.exp_().sum(-1)
+                stats[3, part] = torch.linalg.vecdot(probabilities, shifted)
+        everyone = stats[None]
         if world > 1:
-            dist.all_reduce(sums, group=group)
-        log_sum = sums[0].log()
-        logprobs = sums[1] - log_sum
-        entropies = log_sum - sums[2] / sums[0] if entropy else logprobs.new_zeros(())
-        ctx.save_for_backward(logits, maximum + log_sum, safe_label, owned, entropies)
+            everyone = stats.new_empty((world * 4, tokens))
+            dist.all_gather_into_tensor(everyone, stats, group=group)
+            everyone = everyone.view(world, 4, tokens)
+        above = everyone[:, 0] - everyone[:, 0].amax(0)
+        masses = above + everyone[:, 1]
+        log_sum = masses.logsumexp(0)
+        logprobs = (above + everyone[:, 2]).amax(0) - log_sum
+        shares = (masses - log_sum).exp()
+        entropies = log_sum - (shares * (everyone[:, 3] + above)).sum(0) if entropy else logprobs.new_zeros(())
+        ctx.save_for_backward(logits, label, owned, shares[rank], stats[0] - above[rank] + log_sum, entropies)
         ctx.valid, ctx.scale, ctx.step, ctx.entropy = valid, scale, step, entropy
         if not entropy:
             ctx.mark_non_differentiable(entropies)
@@ -92,24 +102,27 @@ class _VocabParallelLogprobs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_logprobs: Tensor, grad_entropies: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        logits, log_normalizer, label, owned, entropies = ctx.saved_tensors
-        valid, scale = ctx.valid, ctx.scale
+        logits, label, owned, share, log_normalizer, entropies = ctx.saved_tensors
+        valid = ctx.valid
         grad = torch.empty_like(logits)
         grad[:, valid:] = 0
-        scaled = grad_logprobs * scale
+        scaled = grad_logprobs * ctx.scale
         for begin in range(0, logits.shape[0], ctx.step) if valid else ():
             part = slice(begin, begin + ctx.step)
-            # log-probabilities of the chunk, then (in place) probabilities: the one softmax buffer
-            work = _scaled(logits[part, :valid], scale) - log_normalizer[part, None]
+            chunk = _float_chunk(logits[part, :valid], ctx.scale)
+            work = torch.softmax(chunk, -1)
             if ctx.entropy:
                 # dH/dz_j = -p_j (log p_j + H)
-                slope = work + entropies[part, None]
-                work.exp_()
-                slope.mul_(grad_entropies[part, None] * scale).add_(scaled[part, None])
-                work.mul_(slope).neg_()
+                slope = chunk - (log_normalizer - entropies)[part, None]
+                slope.mul_((grad_entropies * ctx.scale)[part, None]).add_(scaled[part, None])
+                work.mul_(slope.mul_(-share[part, None]))
             else:
-                work.exp_().mul_(-scaled[part, None])
+                work.mul_((-scaled * share)[part, None])
             rows = torch.arange(work.shape[0], device=work.device)
             work[rows, label[part]] += torch.where(owned[part], scaled[part], 0.0)
             grad[part, :valid] = work
         return grad, None, None, None, None, None, None
+
+
+_NOTHING = -1e30
+"""Stands for a logit that is not there (finite, so that its share is exactly 0 and never NaN)."""
