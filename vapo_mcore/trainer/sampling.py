@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vapo_mcore.data.prompts import Prompt
+from vapo_mcore.data.prompts import Prompt, split_evenly
 from vapo_mcore.data.rollout_batch import RolloutBatch, Rows, gather_rows
 from vapo_mcore.rewards.pool import GradeItem, Verdict, VerifierPool
 from vapo_mcore.rollout.base import Generation, GenerationRequest, RolloutEngine, SamplingConfig
@@ -35,16 +35,6 @@ class Round:
     holder: Tensor
     local: RolloutBatch
     shown: dict[int, dict[str, Any]]
-
-
-def share(count: int, part: int, parts: int) -> range:
-    """Numbers ``0 .. count - 1`` in ``parts`` contiguous ranges whose sizes differ by at most one (larger first); range ``part``.
-
-    Contiguous, so that the responses to one prompt mostly meet in one replica's prefix cache.
-    """
-    size, extra = divmod(count, parts)
-    start = part * size + min(part, extra)
-    return range(start, start + size + (part < extra))
 
 
 class ResponseSampler:
@@ -82,7 +72,8 @@ class ResponseSampler:
                 for prompt in prompts
                 for index in range(samples_per_prompt)
             ]
-            mine = share(len(requests), self.engine.replica_index, self.engine.num_replicas)
+            # Contiguous parts: the responses to one prompt mostly meet in one replica's prefix cache.
+            mine = split_evenly(len(requests), self.engine.num_replicas)[self.engine.replica_index]
             generations = self.engine.generate([requests[number] for number in mine], sampling) if mine else []
         with timer.phase("reward"):
             numbers, responses = (list(mine), generations) if self.engine.is_replica_leader else ([], [])

@@ -1,7 +1,6 @@
-"""avg@k by hand: items by id, sets apart, failed responses left out; shares of replicas without a dropped tail."""
+"""avg@k by hand: items by id, sets apart, failed responses left out."""
 
 from dataclasses import dataclass
-from itertools import chain
 
 import pytest
 import torch
@@ -9,7 +8,6 @@ import torch
 from vapo_mcore.data.rollout_batch import Rows
 from vapo_mcore.trainer.evaluation import first_of_each_set, summarise
 from vapo_mcore.trainer.intervals import wilson_interval
-from vapo_mcore.trainer.sampling import share
 
 
 def rows(entries, samples):
@@ -51,14 +49,6 @@ def test_a_set_without_verdicts_is_undefined_and_not_zero():
     result = summarise(rows([("a", [F], [F])], 1))["a"]
     assert (result.accuracy, result.low, result.high, result.prompts) == (None, None, None, 0)
     assert str(result) == "no verdicts"
-
-
-def test_ten_items_over_four_replicas_lose_none():
-    parts = [list(share(9, part, 4)) for part in range(4)]
-    assert [len(part) for part in parts] == [3, 2, 2, 2]
-    assert list(chain.from_iterable(parts)) == list(range(9))
-    assert list(chain.from_iterable(share(10, part, 4) for part in range(4))) == list(range(10))
-    assert [list(share(2, part, 4)) for part in range(4)] == [[0], [1], [], []]
 
 
 def test_max_prompts_counts_in_each_set():

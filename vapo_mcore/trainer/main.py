@@ -1,0 +1,146 @@
+"""``run_training``: everything a run needs is made here, in the order that finds faults early, and closed at the end."""
+
+from __future__ import annotations
+
+import logging
+import random
+from contextlib import ExitStack
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from vapo_mcore.config.schema import Config
+from vapo_mcore.data.prompts import PromptDataset, check_files
+from vapo_mcore.errors import CheckpointError
+from vapo_mcore.megatron.model import DTYPES
+from vapo_mcore.megatron.parallel import ParallelContext, initialize_parallel
+from vapo_mcore.rewards import VerifierPool, check_verifier_names
+from vapo_mcore.rollout.base import RolloutEngine
+from vapo_mcore.rollout.factory import build_rollout_engine
+from vapo_mcore.trainer.collectives import fail_together
+from vapo_mcore.trainer.console import Console
+from vapo_mcore.trainer.evaluation import Evaluator
+from vapo_mcore.trainer.loop import Run
+from vapo_mcore.trainer.models import build_models
+from vapo_mcore.trainer.run_dir import RunDirectory
+from vapo_mcore.trainer.sampling import ResponseSampler
+from vapo_mcore.trainer.step import Trainer
+from vapo_mcore.trainer.weight_sync import WeightSync
+
+
+def run_training(config: Config, *, clean: bool) -> int:
+    """Run a configuration to its end in this process, one of ``parallel.world_size``. Returns the exit code 0.
+
+    Raises VapoError for everything that is for a person to solve. A rank that raises ends its process, and with it the run:
+    torchrun then ends the others, which may be waiting for it in a collective. So nothing on the way out waits for them.
+    """
+    _configure_logging()
+    _seed(config.seed)
+    parallel = initialize_parallel(config.parallel)
+    with ExitStack() as stack:
+        console = Console(enabled=parallel.rank == 0)
+        stack.callback(console.stop_progress)
+        run_dir = _make_run_directory(config, parallel, clean, stack)
+        console.print(_headline(config))
+        tokenizer, train, held_out = _load_data(config)
+        for dataset in (train, held_out):
+            if dataset is not None:
+                console.print(dataset.summary)
+        engine = _build_engine(config, parallel)
+        models = build_models(config, parallel, console.print)
+        verifiers = _start_verifiers(config, engine, stack, _verifiers(train, held_out))
+        sampler = ResponseSampler(engine, verifiers, tokenizer, config.seed)
+        sync = WeightSync(models.policy, engine, verify=config.rollout.verify_weights)
+        trainer = Trainer(config, parallel, models, sampler, sync, train.next_batch)
+        evaluator = Evaluator(config, sampler, held_out.items) if held_out is not None else None
+        Run(config, trainer, evaluator, run_dir, console).execute()
+    # Only after success: on the way out of an error nobody waits for a rank that may be gone.
+    dist.barrier()
+    dist.destroy_process_group()
+    return 0
+
+
+def _configure_logging() -> None:
+    """Warnings of this package; of the libraries below it errors only."""
+    logging.basicConfig(level=logging.ERROR, format="%(levelname)s %(name)s: %(message)s")
+    logging.getLogger("vapo_mcore").setLevel(logging.WARNING)
+
+
+def _seed(seed: int) -> None:
+    """Global generators, for what draws from them unasked; sampling, shuffling and initial heads have seeds of their own."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def _make_run_directory(config: Config, parallel: ParallelContext, clean: bool, stack: ExitStack) -> RunDirectory | None:
+    """Made by rank 0, which alone gets the writers; a fault there is a fault of all."""
+    run_dir = None
+    with fail_together():
+        if parallel.rank == 0:
+            run_dir = RunDirectory.create(config.run.dir, clean=clean, config_yaml=config.to_yaml(), tensorboard=config.run.tensorboard)
+            stack.callback(run_dir.close)
+    return run_dir
+
+
+def _load_data(config: Config) -> tuple[Any, PromptDataset, PromptDataset | None]:
+    """Tokenizer, training prompts and held-out prompts; every fault of every file is told before a model is loaded.
+
+    Every rank reads the files: the prompts are then the same everywhere, and so is what is wrong with them.
+    """
+    with fail_together():
+        tokenizer = _load_tokenizer(config.model.path)
+        check_files(config.data)
+        train = PromptDataset(config.data, "train", tokenizer, seed=config.seed)
+        held_out = PromptDataset(config.data, "eval", tokenizer, seed=config.seed) if config.data.eval else None
+        check_verifier_names(_verifiers(train, held_out))
+    return tokenizer, train, held_out
+
+
+def _load_tokenizer(folder: str) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise CheckpointError(f"model.path: the tokenizer of {folder!r} cannot be loaded: {error}") from error
+
+
+def _verifiers(*datasets: PromptDataset | None) -> list[str]:
+    return sorted({prompt.verifier for dataset in datasets if dataset is not None for prompt in dataset.items})
+
+
+def _build_engine(config: Config, parallel: ParallelContext) -> RolloutEngine:
+    """Before the models: a missing or unfit engine is found early, and vLLM sizes its memory on a device that is still empty."""
+    return build_rollout_engine(
+        config.rollout,
+        config.model.path,
+        DTYPES[config.model.dtype],
+        tensor_parallel_size=config.rollout_tensor_parallel_size,
+        max_model_len=config.max_sequence_length,
+        rank=parallel.rank,
+        world_size=parallel.world_size,
+        seed=config.seed,
+    )
+
+
+def _start_verifiers(config: Config, engine: RolloutEngine, stack: ExitStack, verifiers: list[str]) -> VerifierPool | None:
+    """Grading processes on the first rank of each replica, with the verifiers of the data imported."""
+    pool = None
+    with fail_together():
+        if engine.is_replica_leader:
+            pool = stack.enter_context(VerifierPool(config.reward.workers, config.reward.timeout_seconds))
+            pool.load(verifiers)
+    return pool
+
+
+def _headline(config: Config) -> str:
+    p, b, estimator = config.parallel, config.batch, config.algorithm.advantage.estimator
+    degrees = f"tensor {p.tensor_model_parallel_size} x pipeline {p.pipeline_model_parallel_size} x context {p.context_parallel_size}"
+    return (
+        f"vapo-mcore: {config.model.path} ({config.model.dtype}), {estimator}, rollout by {config.rollout.engine}; "
+        f"{p.world_size} processes = {degrees} x data {p.data_parallel_size}; "
+        f"{b.prompts_per_step} prompts x {b.responses_per_prompt} responses a step; run directory {config.run.dir}"
+    )
