@@ -163,6 +163,7 @@ def import_megatron() -> None:
         return
     for module in ("megatron", "torch.distributed"):  # deprecations inside the libraries: nothing a user can act on
         warnings.filterwarnings("ignore", module=module + r"\b")
+    warnings.filterwarnings("ignore", message="TypedStorage is deprecated")  # Megatron's buffer offload uses it
     compile_function = torch.compile
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
