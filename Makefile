@@ -23,9 +23,10 @@ setup: $(INSTALLED)
 $(INSTALLED): requirements/cpu.txt pyproject.toml
 	@command -v $(PYTHON) > /dev/null || { echo "error: $(PYTHON) is not installed; install it or give PYTHON=..." >&2; exit 2; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) install --no-deps --requirement requirements/cpu.txt
+	$(PIP) install --no-deps --no-compile --requirement requirements/cpu.txt
 	$(PIP) install --no-deps --no-build-isolation --editable .
-	$(BIN)/python -c "import torch"
+	@# The stack imports; its modules are compiled here once, and not by every process of the first run.
+	VLLM_LOGGING_LEVEL=ERROR $(BIN)/python -W ignore -c "import megatron.core, torch, transformers, vllm"
 	touch $@
 
 $(TINY): tools/make_tiny_model.py | $(INSTALLED)
