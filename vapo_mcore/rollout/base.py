@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 FinishReason = Literal["stop", "length"]
 
 GREEDY = 0.0
-LOWEST_TEMPERATURE = 0.01
+LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE = 0.01, 2.0  # vLLM's bounds, kept by every engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class SamplingConfig:
     """How tokens are drawn: logits / temperature, then the ``top_k`` likeliest, then the smallest set of mass ``top_p``.
 
     Temperature 0 is greedy (``top_p`` and ``top_k`` then do not matter); between 0 and 0.01 vLLM would silently use 0.01, so that is
-    refused. ``top_k`` -1 keeps all tokens. ``max_tokens`` counts the response's tokens, EOS included.
+    refused, as is more than 2. ``top_k`` -1 keeps all tokens. ``max_tokens`` counts the response's tokens, EOS included.
     """
 
     temperature: float
@@ -43,8 +43,8 @@ class SamplingConfig:
 
     def __post_init__(self) -> None:
         faults = []
-        if self.temperature != GREEDY and not LOWEST_TEMPERATURE <= self.temperature < float("inf"):
-            faults.append(f"temperature = {self.temperature}: use 0 (greedy) or at least {LOWEST_TEMPERATURE}")
+        if self.temperature != GREEDY and not LOWEST_TEMPERATURE <= self.temperature <= HIGHEST_TEMPERATURE:
+            faults.append(f"temperature = {self.temperature}: use 0 (greedy) or {LOWEST_TEMPERATURE} to {HIGHEST_TEMPERATURE}")
         if not 0.0 < self.top_p <= 1.0:
             faults.append(f"top_p = {self.top_p}: use a number in (0, 1]")
         if self.top_k != -1 and self.top_k < 1:

@@ -11,11 +11,15 @@ vLLM is imported when an engine is built. What is particular to it, and why it i
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import gc
 import hashlib
 import importlib.util
+import logging
 import os
 import random
+import sys
 import uuid
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
@@ -99,9 +103,9 @@ class VllmEngine(StatefulEngine):
         for generation in generations:
             digest.update(np.asarray([len(generation.token_ids), *generation.token_ids], dtype=np.int64).tobytes())
         mine = torch.tensor([int.from_bytes(digest.digest(), "little", signed=True)])
-        all_ranks = mine.new_empty(self.replica.size)
-        dist.all_gather_into_tensor(all_ranks, mine, group=get_tp_group().cpu_group)
-        if not bool((all_ranks == mine).all()):
+        all_ranks = [torch.empty_like(mine) for _ in range(self.replica.size)]
+        dist.all_gather(all_ranks, mine, group=get_tp_group().cpu_group)
+        if any(theirs != mine for theirs in all_ranks):
             raise RolloutError(f"the ranks of rollout replica {self.replica.index} sampled different responses to the same requests")
 
 
@@ -120,6 +124,7 @@ def _prepare_environment(rank: int) -> None:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine lives in this process
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # training in the same process needs its threads where they are
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"].upper())  # it warns before it reads the variable
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("RANK", str(rank))  # torchrun sets these two; a world of one may be without
     os.environ.setdefault("LOCAL_RANK", "0")
@@ -170,10 +175,33 @@ def _start(arguments: dict[str, Any]) -> Any:
         from vllm import LLM
     except ImportError as error:
         raise RolloutError(f"vLLM is installed but cannot be imported: {error}; repair it or set rollout.engine: transformers") from error
+    _let_modules_be_scanned()
     try:
-        return LLM(**arguments)
+        llm = LLM(**arguments)
     except (ValueError, RuntimeError, torch.OutOfMemoryError) as error:
         raise RolloutError(f"vLLM could not start with model {arguments['model']!r}: {error}") from error
+    # vLLM would destroy the process group, which is not its own, when the engine is collected or the process ends.
+    llm.llm_engine.engine_core._finalizer.detach()
+    atexit.register(_release)
+    return llm
+
+
+def _release() -> None:
+    """What remains of vLLM's own shutdown: its shared memory is unlinked and its objects may be collected again."""
+    from vllm.distributed.parallel_state import get_tp_group
+
+    get_tp_group().mq_broadcaster = None
+    gc.unfreeze()
+
+
+def _let_modules_be_scanned() -> None:
+    """vLLM's CPU backend asks every object of every loaded module for its ``__dict__``.
+
+    llvmlite's library handle, there once numba is, answers any name with a function of the library; here it gets a dictionary to give.
+    """
+    ffi = sys.modules.get("llvmlite.binding.ffi")
+    if ffi is not None and not _HAS_CUDA:
+        ffi.lib._fntab.setdefault("__dict__", {})
 
 
 def _require_parameters_of(llm: Any, shapes: dict[str, tuple[int, ...]]) -> None:

@@ -157,6 +157,7 @@ def test_requests_that_cannot_be_generated(prompt: list[int], message: str, fold
         ({"temperature": 0.005}, "temperature = 0.005: use 0"),
         ({"temperature": -1.0}, "temperature = -1.0"),
         ({"temperature": float("nan")}, "temperature = nan"),
+        ({"temperature": 2.5}, "temperature = 2.5: use 0 .greedy. or 0.01 to 2.0"),
         ({"top_p": 0.0, "top_k": 0, "max_tokens": 0}, "top_p = 0.0.*; top_k = 0.*; max_tokens = 0"),
     ],
 )

@@ -1,0 +1,239 @@
+"""Worker of test_vllm_engine.py: ``vllm_worker.py FOLDER TP REPORT``, under torchrun; every case runs on all ranks of one launch.
+
+One engine per process lives through all cases, as in training. Rank 0 writes what it measured and what its replica sampled to
+REPORT as JSON. Right answers come from plain transformers.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from tests.rollout_models import (
+    EOS,
+    PROMPTS,
+    VOCAB,
+    change_weights,
+    greedy_of,
+    in_buckets,
+    load_model,
+    logprobs_of,
+    named_weights,
+)
+from vapo_mcore.config.schema import RolloutConfig, VllmConfig
+from vapo_mcore.errors import RolloutError
+from vapo_mcore.rollout.base import EngineState, Generation, GenerationRequest, RolloutEngine, SamplingConfig
+from vapo_mcore.rollout.factory import build_rollout_engine
+from vapo_mcore.rollout.seeds import sampling_seed
+from vapo_mcore.rollout.token_sampling import processed_logprobs
+from vapo_mcore.weights.checksums import tensor_checksum
+
+MAX_TOKENS = 32
+
+
+class Run:
+    def __init__(self, folder: Path, tp: int) -> None:
+        self.report: dict[str, Any] = {}
+        self.model = load_model(folder)
+        config = RolloutConfig(engine="vllm", max_response_length=MAX_TOKENS, vllm=VllmConfig(kv_cache_gib=0.0625, max_num_seqs=64))
+        states = torch.get_rng_state(), np.random.get_state()[1].tolist()
+        start = time.perf_counter()
+        self.engine: RolloutEngine = build_rollout_engine(
+            config,
+            folder,
+            torch.float32,
+            tensor_parallel_size=tp,
+            max_model_len=64,
+            rank=dist.get_rank(),
+            world_size=dist.get_world_size(),
+            seed=7,
+        )
+        self.report["build_seconds"] = time.perf_counter() - start
+        assert torch.equal(states[0], torch.get_rng_state()) and states[1] == np.random.get_state()[1].tolist()
+
+    def sync(self, *, verify: bool = False) -> None:
+        weights = named_weights(self.model)
+        self.engine.wake_weights()
+        report = self.engine.update_weights(in_buckets(weights), list(weights), checksum=tensor_checksum if verify else None)
+        assert (report.names, report.bytes) == (len(weights), sum(t.numel() * t.element_size() for t in weights.values()))
+        if verify:
+            assert report.checksums == {name: tensor_checksum(tensor) for name, tensor in weights.items()}
+        self.engine.wake_kv_cache()
+
+    def requests(self, samples: int = 1) -> list[GenerationRequest]:
+        """The same on all replicas, unlike in training, so that replicas and layouts can be compared."""
+        return [
+            GenerationRequest(f"p{i}", j, prompt, sampling_seed(1, 2, f"p{i}", j))
+            for i, prompt in enumerate(PROMPTS)
+            for j in range(samples)
+        ]
+
+    def sample(self, temperature: float, samples: int = 1, **changes: Any) -> list[Generation]:
+        how = SamplingConfig(**({"temperature": temperature, "top_p": 1.0, "top_k": -1, "max_tokens": MAX_TOKENS} | changes))
+        wanted = self.requests(samples)
+        generations = self.engine.generate(wanted, how)
+        assert [g.request for g in generations] == wanted
+        return generations
+
+    def mean_logprob_difference(self, generations: list[Generation], temperature: float) -> float:
+        differences = [
+            torch.tensor(g.logprobs).double() - logprobs_of(self.model, g.request.prompt_token_ids, g.token_ids, temperature)
+            for g in generations
+        ]
+        flat = torch.cat(differences).abs()
+        assert flat.numel() == sum(len(g.token_ids) for g in generations)
+        return float(flat.mean())
+
+
+def nothing_before_the_first_sync(run: Run) -> None:
+    assert run.engine.state is EngineState.ASLEEP
+    for allowed in ("wake_weights", None):
+        try:
+            run.engine.generate(run.requests(), SamplingConfig(1.0, 1.0, -1, 4))
+        except RolloutError as error:
+            assert "generate needs state READY" in str(error)
+        else:
+            raise AssertionError(f"generated in state {run.engine.state}")
+        if allowed:
+            run.engine.wake_weights()
+    run.engine.sleep()
+
+
+def greedy_equals_transformers(run: Run) -> None:
+    run.sync(verify=True)
+    start = time.perf_counter()
+    generations = run.sample(0.0)
+    run.report["first_generation_seconds"] = time.perf_counter() - start
+    assert [g.token_ids for g in generations] == [greedy_of(run.model, prompt, MAX_TOKENS) for prompt in PROMPTS]
+    run.report["logprob_difference_greedy"] = run.mean_logprob_difference(generations, 1.0)
+
+
+def sampled_logprobs_equal_transformers(run: Run) -> None:
+    for temperature in (1.0, 0.5, 1.3):
+        difference = run.mean_logprob_difference(run.sample(temperature, samples=4), temperature)
+        run.report[f"logprob_difference_at_{temperature}"] = difference
+        assert difference <= 1e-3
+
+
+def top_k_and_top_p_keep_to_their_tokens(run: Run) -> None:
+    how = SamplingConfig(0.8, 0.7, 9, MAX_TOKENS)
+    for g in run.sample(0.8, samples=2, top_p=0.7, top_k=9):
+        with torch.no_grad():
+            logits = run.model(torch.tensor([[*g.request.prompt_token_ids, *g.token_ids]])).logits[
+                0, len(g.request.prompt_token_ids) - 1 : -1
+            ]
+        expected = processed_logprobs(logits, how).gather(-1, torch.tensor(g.token_ids)[:, None])[:, 0]
+        assert (expected - torch.tensor(g.logprobs)).abs().max() <= 1e-3
+
+
+def ends_and_vocabulary(run: Run) -> None:
+    generations = run.sample(1.0, samples=8)
+    for g in generations:
+        assert (g.token_ids[-1] == EOS) == (g.finish_reason == "stop")
+        assert EOS not in g.token_ids[:-1]
+        assert g.finish_reason == "stop" or len(g.token_ids) == MAX_TOKENS
+        assert len(g.logprobs) == len(g.token_ids)
+    assert {g.finish_reason for g in generations} == {"stop", "length"}
+    ids = {token for g in run.sample(2.0, samples=40) for token in g.token_ids}  # flat enough to hit every row there is
+    assert ids == set(range(VOCAB))
+
+
+def seeds_decide(run: Run) -> None:
+    """Repeated, reordered and split over calls: the same responses; neighbours differ."""
+    wanted, how = run.requests(4), SamplingConfig(1.0, 1.0, -1, MAX_TOKENS)
+    together = [g.token_ids for g in run.engine.generate(wanted, how)]
+    assert [g.token_ids for g in run.engine.generate(wanted, how)] == together
+    backwards = [g.token_ids for g in run.engine.generate(wanted[::-1], how)][::-1]
+    split = [g.token_ids for part in (wanted[:5], wanted[5:6], wanted[6:]) for g in run.engine.generate(part, how)]
+    run.report["equal_when_rebatched"] = float(np.mean([a == b == c for a, b, c in zip(together, backwards, split, strict=True)]))
+    assert run.report["equal_when_rebatched"] >= 0.9
+    assert len({tuple(ids) for ids in together}) == len(together)
+    run.report["responses"] = together
+
+
+def random_state_is_left_alone(run: Run) -> None:
+    before = torch.get_rng_state()
+    run.sample(1.0)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def no_requests_for_this_replica(run: Run) -> None:
+    """Replicas are independent: one may have work while another has none."""
+    wanted = run.requests() if run.engine.replica_index == 0 else []
+    assert len(run.engine.generate(wanted, SamplingConfig(1.0, 1.0, -1, 4))) == len(wanted)
+
+
+def three_syncs_with_sleep_between(run: Run) -> None:
+    seen = [[g.token_ids for g in run.sample(1.0)]]
+    for step in range(3):
+        run.engine.sleep()
+        change_weights(run.model, seed=step)
+        run.sync(verify=step == 2)
+        generations = run.sample(0.0)
+        assert [g.token_ids for g in generations] == [greedy_of(run.model, prompt, MAX_TOKENS) for prompt in PROMPTS]
+        generations = run.sample(1.0)
+        difference = run.mean_logprob_difference(generations, 1.0)
+        assert difference <= 1e-3
+        run.report[f"logprob_difference_after_sync_{step}"] = difference
+        seen.append([g.token_ids for g in generations])
+    assert all(a != b for a, b in pairwise(seen))
+    report = run.engine.last_sync
+    assert report is not None
+    run.report["sync_seconds"], run.report["load_seconds"] = report.seconds, report.load_seconds
+
+
+def wrong_names_are_refused(run: Run) -> None:
+    run.engine.sleep()
+    run.engine.wake_weights()
+    weights = named_weights(run.model)
+    lacking = {name: tensor for name, tensor in weights.items() if "k_proj" not in name} | {"lm_head.bias": torch.zeros(VOCAB)}
+    for announced, message in ((list(lacking), "missing"), (list(weights), "model.layers.1.self_attn.k_proj.weight")):
+        try:
+            run.engine.update_weights(in_buckets(lacking), announced)
+        except RolloutError as error:
+            assert message in str(error) and "lm_head.bias" in str(error)
+        else:
+            raise AssertionError("a sync without k_proj was accepted")
+        assert run.engine.state is EngineState.WEIGHTS_AWAKE
+    run.engine.sleep()
+    run.sync()
+    assert [g.token_ids for g in run.sample(0.0)] == [greedy_of(run.model, prompt, MAX_TOKENS) for prompt in PROMPTS]
+
+
+CASES: list[Callable[[Run], None]] = [
+    nothing_before_the_first_sync,
+    greedy_equals_transformers,
+    sampled_logprobs_equal_transformers,
+    top_k_and_top_p_keep_to_their_tokens,
+    ends_and_vocabulary,
+    seeds_decide,
+    random_state_is_left_alone,
+    no_requests_for_this_replica,
+    three_syncs_with_sleep_between,
+    wrong_names_are_refused,
+]
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo", timeout=timedelta(seconds=120))
+    this_run = Run(Path(sys.argv[1]), int(sys.argv[2]))
+    for case in CASES:
+        started = time.perf_counter()
+        case(this_run)
+        dist.barrier()
+        if dist.get_rank() == 0:
+            print(f"case {case.__name__} ok ({time.perf_counter() - started:.2f} s)", flush=True)
+    if dist.get_rank() == 0:
+        Path(sys.argv[3]).write_text(json.dumps(this_run.report))
+    assert os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
+    dist.destroy_process_group()
