@@ -14,7 +14,10 @@ from vapo_mcore.errors import VapoError
 
 
 def run(main: Callable[[], None]) -> None:
-    """Call ``main``; a VapoError is printed alone and ends the process with its exit code, any other exception is a bug and keeps its traceback."""
+    """Call ``main``; a VapoError is printed alone and ends the process with its exit code.
+
+    Any other exception is a bug and keeps its traceback.
+    """
     try:
         main()
     except VapoError as error:

@@ -1,0 +1,136 @@
+"""Draw a run's reward, accuracy and held-out evaluation from its metrics.jsonl.
+
+    python tools/plot_run.py runs/quickstart --output curve.png
+
+Left: mean reward and accuracy of the training rollouts, with a running mean. Right: each evaluation set with its 95 % interval.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from toolkit import run
+
+from vapo_mcore.errors import DataError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+RUNNING_MEAN_STEPS = 5
+_EVALUATION = re.compile(r"eval/(?P<name>.+)/avg@(?P<samples>\d+)")
+
+
+@dataclass(frozen=True)
+class Point:
+    """One evaluation: ``step`` of the RL stage (0 is before training), accuracy and the ends of its interval."""
+
+    step: int
+    accuracy: float
+    low: float
+    high: float
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Draw the curves of a run as a PNG.")
+    parser.add_argument("run", type=Path, help="run directory, or its metrics.jsonl")
+    parser.add_argument("--output", type=Path, required=True, help="PNG to write")
+    parser.add_argument("--title", help="default: the name of the run directory")
+    args = parser.parse_args()
+    path = args.run if args.run.is_file() else args.run / "metrics.jsonl"
+    rows = read_rows(path)
+    draw(rows, args.output, args.title or path.resolve().parent.name)
+    print(f"wrote {args.output}")
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The RL rows of a metrics.jsonl, in order. Raises DataError with the line of a damaged row, or if there is none."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}; give a run directory that has a metrics.jsonl") from error
+    rows = []
+    for number, line in enumerate(lines, 1):
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise DataError(f"{path}, line {number}: not JSON ({error})") from error
+        if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+            raise DataError(f"{path}, line {number}: expected an object with an integer 'step'")
+        if row.get("stage", "rl") == "rl":
+            rows.append(row)
+    if not rows:
+        raise DataError(f"{path} has no row of the rl stage; there is nothing to draw yet")
+    return rows
+
+
+def series(rows: Sequence[dict[str, Any]], key: str) -> tuple[list[int], list[float]]:
+    """Steps and values of the rows in which ``key`` is there and not null."""
+    points = [(row["step"], row[key]) for row in rows if row.get(key) is not None]
+    return [step for step, _ in points], [value for _, value in points]
+
+
+def running_mean(values: Sequence[float], width: int = RUNNING_MEAN_STEPS) -> list[float]:
+    """Mean of each value and the up to ``width - 1`` before it."""
+    return [sum(values[max(0, end - width) : end]) / min(width, end) for end in range(1, len(values) + 1)]
+
+
+def evaluations(rows: Sequence[dict[str, Any]]) -> dict[str, list[Point]]:
+    """``"<set> avg@k"`` -> its evaluations in order of steps."""
+    result: dict[str, list[Point]] = {}
+    for row in rows:
+        for key, accuracy in row.items():
+            match = _EVALUATION.fullmatch(key)
+            if match is None or accuracy is None:
+                continue
+            name = match["name"]
+            low, high = row.get(f"eval/{name}/ci_low", accuracy), row.get(f"eval/{name}/ci_high", accuracy)
+            result.setdefault(f"{name} avg@{match['samples']}", []).append(Point(row["step"], accuracy, low, high))
+    return result
+
+
+def draw(rows: Sequence[dict[str, Any]], output: Path, title: str) -> None:
+    """Write the figure to ``output`` as a PNG."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    evaluated = evaluations(rows)
+    figure, axes = pyplot.subplots(1, 2 if evaluated else 1, figsize=(11 if evaluated else 6, 4), squeeze=False, layout="constrained")
+    _draw_training(axes[0][0], rows)
+    if evaluated:
+        _draw_evaluations(axes[0][1], evaluated)
+    figure.suptitle(title)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(output, format="png", dpi=120)
+    pyplot.close(figure)
+
+
+def _draw_training(axis: Axes, rows: Sequence[dict[str, Any]]) -> None:
+    for key, label, color in (("reward/mean", "mean reward", "tab:blue"), ("accuracy/mean", "accuracy", "tab:orange")):
+        steps, values = series(rows, key)
+        axis.plot(steps, values, color=color, alpha=0.3, linewidth=1)
+        axis.plot(steps, running_mean(values), color=color, label=f"{label} (mean of {RUNNING_MEAN_STEPS} steps)")
+    axis.set(xlabel="step", title="training rollouts")
+    axis.grid(alpha=0.3)
+    axis.legend()
+
+
+def _draw_evaluations(axis: Axes, evaluated: dict[str, list[Point]]) -> None:
+    for label, points in evaluated.items():
+        steps, accuracy = [point.step for point in points], [point.accuracy for point in points]
+        (line,) = axis.plot(steps, accuracy, marker="o", label=label)
+        axis.fill_between(steps, [point.low for point in points], [point.high for point in points], color=line.get_color(), alpha=0.2)
+    axis.set(xlabel="step", ylabel="accuracy", ylim=(0, 1), title="held-out evaluation, 95 % interval")
+    axis.grid(alpha=0.3)
+    axis.legend(loc="best")
+
+
+if __name__ == "__main__":
+    run(main)
