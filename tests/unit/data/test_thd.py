@@ -128,6 +128,25 @@ def test_an_empty_microbatch_is_one_dummy_sequence_of_the_pad_multiple(cp: int, 
         assert layout.shift_right(empty, 0.0).tolist() == []
 
 
+@pytest.mark.parametrize("cp", [1, 2, 4])
+@pytest.mark.parametrize("lengths", [[1, 2, 3, 5, 17], [6], []])
+def test_padding_to_a_larger_total_adds_sequences_of_pads_only(lengths: list[int], cp: int) -> None:
+    target = 4096 + 16 * cp
+    plain, ranks = layouts(lengths, cp, tp=2), [layout.with_padding(target) for layout in layouts(lengths, cp, tp=2)]
+    x = torch.arange(1, sum(lengths) + 1)
+    assert all(torch.equal(got, x) for got in split_then_gather(ranks, x))
+    for before, after in zip(plain, ranks, strict=True):
+        assert (after.num_padded_tokens, after.num_local_tokens) == (target, target // cp)
+        assert after.padded_lengths_list[: len(lengths)] == before.padded_lengths_list[: len(lengths)]
+        assert after.local_index.tolist() == zigzag_by_hand(after.padded_lengths_list, cp, before.context_parallel_rank)
+        assert int(after.local_token_mask.sum()) == int(before.local_token_mask.sum())
+        assert torch.equal(after.shift_left(x, 0), before.shift_left(x, 0))
+        assert after.max_seqlen <= 512
+    for impossible in (16, target + 1):
+        with pytest.raises(ValueError, match="cannot pad"):
+            layouts([40], cp, tp=2)[0].with_padding(impossible)
+
+
 def test_wrong_use_is_refused() -> None:
     with pytest.raises(ValueError, match="a sequence of 0 tokens"):
         ThdLayout([3, 0])
