@@ -155,12 +155,16 @@ def _is_outlandish(answer: str) -> bool:
 
 
 def _parsed_truth(truth: str, ground_truth: str) -> Any:
+    from vapo_mcore.rewards.magnitude import has_more_digits_than
+
+    shown = ground_truth if len(ground_truth) <= 100 else ground_truth[:100] + "..."
     expression = _parse(truth)
     if expression is None:
-        shown = ground_truth if len(ground_truth) <= 100 else ground_truth[:100] + "..."
         raise UngradableError(
             f"ground truth {shown!r} cannot be read as mathematics; the verifiers 'exact' and 'multiple_choice' compare text"
         )
+    if has_more_digits_than(expression, MAX_DIGITS):
+        raise UngradableError(f"ground truth {shown!r} contains a number of more than {MAX_DIGITS:,} digits, which cannot be evaluated")
     return expression
 
 

@@ -33,7 +33,8 @@ def _pattern(ground_truth: str) -> re.Pattern[str]:
 
 
 _LETTER = re.compile(r"[(\[]?\s*([A-Z])\s*[)\].:]?", re.IGNORECASE)
-_LETTER_AND_TEXT = re.compile(r"[(\[]?\s*([A-Z])\s*[)\].:]\s*(\S.*)", re.DOTALL)
+_LETTER_AND_TEXT = re.compile(r"[(\[]?\s*([A-Z])\s*[)\].:]\s*(\S.*)", re.IGNORECASE | re.DOTALL)
+_LATEX_SPACES = re.compile(r"\\[ ,;:!]|\\q?quad\b|~")
 _WRAPPERS = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|mathit|operatorname)\s*\{([^{}]*)\}")
 
 
@@ -71,6 +72,7 @@ def _choices(metadata: Mapping[str, Any]) -> dict[str, str]:
 def _plain(text: str) -> str:
     """Without LaTeX text wrappers, dollar signs, emphasis and a final full stop; whitespace and case folded."""
     text = _WRAPPERS.sub(r"\1", text)
+    text = _LATEX_SPACES.sub(" ", text)
     text = text.replace("**", "").replace("$", "").strip().removesuffix(".")
     return " ".join(text.split()).casefold()
 

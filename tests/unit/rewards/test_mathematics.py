@@ -1,0 +1,217 @@
+"""The math verifiers: known verdicts, the labelled pairs, and agreement of the fast path with math-verify."""
+
+import json
+import threading
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+import sympy
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from vapo_mcore.rewards import GradeItem, UngradableError, VerifierPool
+from vapo_mcore.rewards.magnitude import has_more_digits_than
+from vapo_mcore.rewards.mathematics import _math_verify, is_equal, math, math_last_number
+from vapo_mcore.rewards.normalization import as_words, normalize_answer
+
+PAIRS = [json.loads(line) for line in (Path(__file__).parents[2] / "cases" / "answer_pairs.jsonl").read_text("utf-8").splitlines()]
+
+# Known disagreements, each explained in docs/verifiers.md; anything else that differs from its label is a fault.
+DISAGREEMENTS = {
+    (r"\sin 30^\circ", r"\frac12"),  # degrees are dropped, so that 60 answers 60 degrees
+    ("i", r"\sqrt{-1}"),  # roots of negative numbers are not rewritten
+    (r"5 \text{ cm}", r"5 \text{ m}"),  # units are dropped, so that 5 answers 5 cm
+    ("12:30", "2:5"),  # a time is read as a ratio
+}
+
+
+@pytest.mark.parametrize(
+    ("response", "truth", "score"),
+    [
+        (r"thus \boxed{42}", "42", 1.0),
+        (r"thus \boxed{-42}", "-42", 1.0),
+        (r"thus \boxed{42}", "-42", 0.0),
+        (r"thus <answer>42</answer>", "42", 1.0),
+        (r"\boxed{41} no, \boxed{42}", "42", 1.0),
+        (r"\boxed{42} no, \boxed{41}", "42", 0.0),
+        (r"\boxed{42} no, \boxed{41", "42", 0.0),
+        (r"thus 42", "42", 0.0),
+        (r"\boxed{}", "42", 0.0),
+        ("", "42", 0.0),
+        (r"\boxed{0.5}", r"\frac{1}{2}", 1.0),
+        (r"\boxed{\frac{2}{4}}", "1/2", 1.0),
+        (r"\boxed{3,1,2}", r"\{1,2,3\}", 1.0),
+        (r"\boxed{[1,2)}", "[1,2)", 1.0),
+        (r"\boxed{(1,2]}", "[1,2)", 0.0),
+        (r"\boxed{5\text{ cm}}", "5", 1.0),
+        (r"\boxed{x^2+2x+1}", "(x+1)^2", 1.0),
+        (r"\boxed{\boxed{7}}", r"\boxed{7}", 1.0),
+        (r"<answer>$\frac{1}{2}$</answer>", "$0.5$", 1.0),
+    ],
+)
+def test_known_verdicts(response, truth, score):
+    assert math(response, truth, {}) == score
+
+
+def test_last_number_is_an_option_only():
+    assert math("so the sum is 1,234.", "1234", {}) == 0.0
+    assert math_last_number("so the sum is 1,234.", "1234", {}) == 1.0
+    assert math_last_number("1234 or 12", "1234", {}) == 0.0
+    assert math_last_number(r"\boxed{1234} or 12", "1234", {}) == 1.0
+    assert math_last_number(r"1234 so \boxed{", "1234", {}) == 0.0
+    assert math_last_number("nothing", "1234", {}) == 0.0
+
+
+@pytest.mark.parametrize("truth", ["", "   ", "$$", "?", "...", r"\frac{", "{{{", "\x00"])
+@pytest.mark.parametrize("response", [r"\boxed{5}", "no answer", r"\boxed{"])
+def test_a_truth_that_cannot_be_read_is_no_verdict_whatever_the_response(truth, response):
+    with pytest.raises(UngradableError, match="cannot be read as mathematics"):
+        math(response, truth, {})
+
+
+def test_labelled_pairs():
+    """290 pairs, exactly the listed ones differ: 98.6 % and no new mistake."""
+    assert len(PAIRS) >= 150
+    assert min(sum(pair["equal"] for pair in PAIRS), sum(not pair["equal"] for pair in PAIRS)) >= 50
+    wrong = {(pair["ground_truth"], pair["answer"]) for pair in PAIRS if is_equal(pair["answer"], pair["ground_truth"]) != pair["equal"]}
+    print(f"accuracy {1 - len(wrong) / len(PAIRS):.4f} on {len(PAIRS)} pairs")
+    assert wrong == DISAGREEMENTS
+
+
+def _raw_verdict(answer: str, truth: str) -> bool:
+    parse, verify, targets = _math_verify()
+    read = [parse(rf"\boxed{{{text}}}", targets, fallback_mode="no_fallback", parsing_timeout=None) for text in (truth, answer)]
+    return bool(verify(*read, timeout_seconds=None))
+
+
+integers = st.integers(-(10**12), 10**12).map(str)
+padded = st.integers(0, 999).map(lambda n: f"{n:05d}")
+decimals = st.builds(lambda n, places: f"{n / 10**places:.{places}f}", st.integers(-(10**7), 10**7), st.integers(1, 6))
+grouped = st.integers(1000, 10**9).map(lambda n: f"{n:,}")
+fractions = st.builds(lambda n, d: rf"\frac{{{n}}}{{{d}}}", st.integers(-60, 60), st.integers(1, 60))
+slashed = st.builds(lambda n, d: f"{n}/{d}", st.integers(0, 60), st.integers(1, 60))
+plain = st.one_of(integers, padded, decimals, grouped, fractions, slashed)
+
+
+def _respelled(text: str) -> st.SearchStrategy[str]:
+    """The same or almost the same number, written in some way."""
+    match = text.replace(",", "")
+    value = Fraction(match) if "frac" not in match else Fraction(*map(int, match[6:-1].split("}{")))
+    nearby = st.sampled_from([value, value, value + 1, -value, value + Fraction(1, 10**6), value + Fraction(1, 10**4)])
+    return nearby.flatmap(
+        lambda v: st.sampled_from(
+            [rf"\frac{{{v.numerator}}}{{{v.denominator}}}", f"{float(v):.6f}", f"{float(v):.3f}", str(v.numerator), f"+{abs(v.numerator)}"]
+        )
+    )
+
+
+@settings(max_examples=150, deadline=None)
+@given(plain.flatmap(lambda text: st.tuples(st.just(text), st.one_of(_respelled(text), plain))))
+@example(("-0", "0"))
+@example((".5", "1/2"))
+@example((r"\frac{1}{3}", "0.333333"))
+@example((r"\frac{1}{3}", "0.333334"))
+@example((r"-\frac{-1}{3}", "1/3"))
+@example((r"\frac12", "0.5"))
+def test_the_fast_path_agrees_with_math_verify(pair):
+    truth, answer = pair
+    assert is_equal(answer, truth) == _raw_verdict(answer, truth)
+
+
+@pytest.mark.parametrize(
+    ("answer", "truth"),
+    [
+        (r"9^{9^{9^9}}", "9"),
+        (r"9^{9^{9}} \bmod 10", "9"),
+        (r"10^{10^{10}}", "x^2"),
+        (r"2^{-10^{12}}", "0"),
+        (r"((10!)!)!", "1"),
+        (r"\binom{10^9}{10^8}", "1"),
+        ("(" * 300 + "1" + ")" * 300, "1"),
+        ("{" * 500 + "1" + "}" * 500, "1"),
+        ("1+" * 600 + "1", "601"),
+        (r"\frac{1}{" * 200 + "2" + "}" * 200, "1"),
+    ],
+)
+def test_bombs_are_wrong_and_quick(answer, truth):
+    assert is_equal(answer, truth) is False
+
+
+def test_a_huge_truth_is_no_verdict():
+    for answer in (r"\boxed{9^{9^{9^9}}}", r"\boxed{1}", ""):
+        with pytest.raises(UngradableError, match="more than 100,000 digits"):
+            math(answer, r"9^{9^{9^9}}", {})
+    assert is_equal(r"2^{2024}", str(2**2024))
+
+
+def test_number_of_digits_without_evaluation():
+    def pow_(base, exponent):
+        return sympy.Pow(base, exponent, evaluate=False)
+
+    ten = sympy.Integer(10)
+    assert not has_more_digits_than(pow_(ten, sympy.Integer(99_999)), 100_000)
+    assert has_more_digits_than(pow_(ten, sympy.Integer(100_001)), 100_000)
+    assert has_more_digits_than(1 + pow_(ten, pow_(ten, ten)), 100_000)
+    assert not has_more_digits_than(pow_(sympy.Symbol("x"), sympy.Integer(10**9)), 100_000)
+    assert has_more_digits_than(sympy.factorial(10**6, evaluate=False), 100_000)
+    assert not has_more_digits_than(sympy.factorial(20_000, evaluate=False), 100_000)
+
+
+@pytest.mark.parametrize(
+    ("text", "normal"),
+    [
+        (" $42$. ", "42"),
+        (r"\(\boxed{42}\)", "42"),
+        ("**42**", "42"),
+        ("1 234 567", "1234567"),
+        (r"1{,}234", "1234"),
+        ("12 34", "12 34"),
+        ("3 1/2", r"3\frac{1}{2}"),
+        ("1.5e-3", r"1.5\times 10^{-3}"),
+        ("\u221a2", r"\sqrt{2}"),
+        ("]0, 1]", "(0, 1]"),
+        (r"\boxed{1} and \boxed{2}", r"\boxed{1} and \boxed{2}"),
+        ("5 m/s", "5"),
+        ("3...", "3..."),
+    ],
+)
+def test_normal_spelling(text, normal):
+    assert " ".join(normalize_answer(text).split()) == normal
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("Monday", "monday"),
+        (r"\text{Ann and  Bob.}", "ann and bob"),
+        ("abc", None),
+        ("yes", "yes"),
+        ("5 cm", None),
+        (r"\text{5 cm}", None),
+        (r"\pi", None),
+    ],
+)
+def test_words(text, words):
+    assert as_words(text) == words
+
+
+@pytest.mark.slow
+def test_labelled_pairs_from_64_threads_have_the_same_verdicts():
+    items = [GradeItem("math", rf"\boxed{{{pair['answer']}}}", pair["ground_truth"]) for pair in PAIRS]
+    expected = [math(item.response, item.ground_truth, {}) for item in items]
+    results: dict[int, list[float]] = {}
+    with VerifierPool(2, 60.0, cache_size=0) as pool:
+
+        def grade(number: int) -> None:
+            rotated = items[number:] + items[:number]
+            scores = [verdict.score for verdict in pool.grade(rotated)]
+            results[number] = scores[len(items) - number :] + scores[: len(items) - number]
+
+        threads = [threading.Thread(target=grade, args=(number,)) for number in range(64)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert pool.stats.errors == 0
+    assert all(results[number] == expected for number in range(64))
