@@ -148,12 +148,13 @@ def _copy(parameter: Tensor, value: Tensor, entry: MappedTensor) -> None:
 
 
 def _require_finite(value: Tensor, entry: MappedTensor, source: SafetensorsFolder) -> None:
-    if value.numel() and not _all_finite(value):
-        bad = [name for name in entry.hf_names if not _all_finite(source.read(name))]
+    if value.numel() and not all_finite(value):
+        bad = [name for name in entry.hf_names if not all_finite(source.read(name))]
         raise CheckpointError(f"{source.folder}: NaN or infinite weights in {', '.join(bad)}; the checkpoint is damaged")
 
 
-def _all_finite(value: Tensor) -> bool:
+def all_finite(value: Tensor) -> bool:
+    """Whether a non-empty tensor has neither NaN nor inf."""
     low, high = torch.aminmax(value)  # one pass without a temporary; NaN propagates
     return math.isfinite(low.item()) and math.isfinite(high.item())
 

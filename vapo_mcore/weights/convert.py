@@ -1,0 +1,185 @@
+"""Offline conversion between Hugging Face folders and Megatron's distributed checkpoints, one tensor at a time on the CPU.
+
+A Megatron folder made here is a ``torch_dist`` checkpoint that loads at any TP/PP/EP, with a subfolder ``hf`` (config, tokenizer,
+...) that makes it convertible back on its own, and ``checksums.json`` with the checksum of every HF tensor.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from vapo_mcore.config.architecture import ModelArchitecture
+from vapo_mcore.errors import CheckpointError
+from vapo_mcore.weights.checksums import tensor_checksum
+from vapo_mcore.weights.distcp import DistributedCheckpointWriter
+from vapo_mcore.weights.plan import MappedTensor, Role, hf_manifest
+from vapo_mcore.weights.views import HF_SUBFOLDER, HfFolderView, HfView, MegatronFolderView, open_view, placements, require_finite
+from vapo_mcore.weights.writer import DEFAULT_MAX_SHARD_BYTES, SafetensorsWriter, copy_companions, new_folder, refuse_existing, write_json
+
+CHECKSUMS_NAME = "checksums.json"
+DEFAULT_VOCAB_MULTIPLE = 128
+"""Megatron-LM's default of ``--make-vocab-size-divisible-by``."""
+
+_EXTRA_STATES = (
+    "self_attention.core_attention",
+    "self_attention.linear_qkv",
+    "self_attention.linear_proj",
+    "mlp.linear_fc1",
+    "mlp.linear_fc2",
+)
+
+
+@dataclass(frozen=True)
+class ConversionReport:
+    """What a conversion wrote: HF tensors, their bytes, and the tensors of the source that were left out, with the reason."""
+
+    tensors: int
+    num_bytes: int
+    role: Role
+    dropped: dict[str, str]
+
+
+def hf_to_megatron(
+    source: str | Path,
+    destination: str | Path,
+    *,
+    role: Role | None = None,
+    dtype: torch.dtype | None = None,
+    vocab_multiple: int = DEFAULT_VOCAB_MULTIPLE,
+) -> ConversionReport:
+    """Convert a HF folder to a distributed checkpoint. The vocabulary is padded with zero rows to ``vocab_multiple``.
+
+    Peak memory is about one tensor group. ``destination`` appears complete, at the end, or not at all. Raises CheckpointError on
+    every fault of the source (see :class:`HfFolderView`), an existing destination and a full disk.
+    """
+    refuse_existing(destination)
+    with open_view(source, role=role) as view, new_folder(destination) as folder, _Checksums() as checksums:
+        if not isinstance(view, HfFolderView):
+            raise CheckpointError(f"{source} is a Megatron checkpoint already; hf-to-megatron wants a Hugging Face folder")
+        with DistributedCheckpointWriter(folder) as out:
+            for entry in view.plan:
+                _write_entry(out, view, entry, dtype, vocab_multiple, checksums)
+            _write_extra_states(out, view.architecture)
+        kept = [stored_dtype(view.dtype(name), name, dtype) for entry in view.plan for name in entry.hf_names]
+        (folder / HF_SUBFOLDER).mkdir()
+        copy_companions(view.companions, folder / HF_SUBFOLDER, view.architecture, role=view.role, dtype=kept[0])
+        write_json(folder / CHECKSUMS_NAME, checksums.result())
+        return ConversionReport(len(kept), checksums.num_bytes, view.role, view.dropped)
+
+
+def stored_dtype(source: torch.dtype, name: str, wanted: torch.dtype | None) -> torch.dtype:
+    """Type to store a HF tensor in; a scalar head keeps its own, it is tiny and trained in float32."""
+    return source if wanted is None or name.startswith("score.") else wanted
+
+
+def _write_entry(
+    out: DistributedCheckpointWriter,
+    view: HfView,
+    entry: MappedTensor,
+    dtype: torch.dtype | None,
+    vocab_multiple: int,
+    checksums: _Checksums,
+) -> None:
+    """Chunks as Megatron cuts them: gate and up apart, padding rows apart; q, k and v fused."""
+    arch = view.architecture
+    place = placements(entry, arch)[0]
+    rank = len(entry.hf_shapes[0])
+    rows = sum(shape[0] for shape in entry.hf_shapes)
+    padded = -(-rows // vocab_multiple) * vocab_multiple if entry.kind == "vocab" else rows
+    shape = (*place.sizes, padded, *entry.hf_shapes[0][1:])
+    row = 0
+    parts: list[Tensor] = []
+    for name, stored in view.tensors(entry):
+        require_finite(view.folder, name, stored)
+        tensor = stored.to(stored_dtype(stored.dtype, name, dtype))
+        checksums.add(name, tensor)
+        if entry.kind == "qkv":
+            parts.append(tensor)
+            continue
+        out.add(place.key, tensor, shape, (*place.offsets, row, *(0,) * (rank - 1)))
+        row += tensor.shape[0]
+    if parts:
+        out.add(place.key, entry.functions.merge(parts, arch), shape, (*place.offsets, *(0,) * rank))
+    elif padded > rows:
+        out.add(
+            place.key, tensor.new_zeros((padded - rows, *shape[len(place.sizes) + 1 :])), shape, (*place.offsets, rows, *(0,) * (rank - 1))
+        )
+
+
+def _write_extra_states(out: DistributedCheckpointWriter, arch: ModelArchitecture) -> None:
+    """Megatron's linear layers ask for their ``_extra_state`` (scales of fp8 recipes); without fp8 it is empty."""
+    for module in _EXTRA_STATES:
+        if arch.is_moe and module.startswith("mlp."):
+            module = module.replace("mlp.", "mlp.experts.experts.")
+            sizes: tuple[int, ...] = (arch.num_layers, arch.num_experts or 0)
+        else:
+            sizes = (arch.num_layers,)
+        for position in product(*(range(size) for size in sizes)):
+            out.add_object(f"decoder.layers.{module}._extra_state", None, position, sizes)
+
+
+def megatron_to_hf(
+    source: str | Path,
+    destination: str | Path,
+    *,
+    config: str | Path | None = None,
+    role: Role | None = None,
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int = DEFAULT_MAX_SHARD_BYTES,
+) -> ConversionReport:
+    """Convert a distributed checkpoint to a HF folder; ``config`` as ``companions`` of :func:`open_view`.
+
+    A critic becomes a token-classification folder with one label. Guarantees and errors as :func:`hf_to_megatron`.
+    """
+    refuse_existing(destination)
+    with open_view(source, role=role, companions=config) as view, new_folder(destination) as folder, _Checksums() as checksums:
+        if not isinstance(view, MegatronFolderView):
+            raise CheckpointError(f"{source} is no Megatron distributed checkpoint (it has no .metadata file)")
+        manifest = {name: (shape, stored_dtype(view.dtype(name), name, dtype)) for name, shape in hf_manifest(view.plan).items()}
+        copy_companions(view.companions, folder, view.architecture, role=view.role, dtype=next(iter(manifest.values()))[1])
+        with SafetensorsWriter(folder, manifest, max_shard_bytes=max_shard_bytes) as out:
+            for name, stored in view.all_tensors():
+                tensor = stored.to(manifest[name][1])
+                checksums.add(name, tensor)
+                out.write(name, tensor)
+        write_json(folder / CHECKSUMS_NAME, checksums.result())
+        return ConversionReport(len(manifest), checksums.num_bytes, view.role, {})
+
+
+class _Checksums:
+    """Checksums of the HF tensors that pass by, computed beside the reading and writing; at most one tensor is kept for it."""
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+        self._executor = ThreadPoolExecutor(max_workers=1)
+        self._pending: tuple[str, Future[str]] | None = None
+        self._done: dict[str, str] = {}
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        self._collect()
+        self.num_bytes += tensor.nbytes
+        self._pending = (name, self._executor.submit(tensor_checksum, tensor))
+
+    def _collect(self) -> None:
+        if self._pending is not None:
+            name, future = self._pending
+            self._done[name] = future.result()
+            self._pending = None
+
+    def result(self) -> dict[str, str]:
+        self._collect()
+        return self._done
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._executor.shutdown()

@@ -1,0 +1,264 @@
+"""Megatron-Core's distributed checkpoint format (``torch_dist``), written and read tensor by tensor without a process group.
+
+A checkpoint is a folder with ``.metadata`` (which chunk of which global tensor lies where), data files of chunks stored by
+``torch.save``, ``common.pt`` and ``metadata.json``. ``megatron.core.dist_checkpointing`` holds a whole model in memory to write
+it; here a chunk goes to disk as soon as it is there. What is written loads with ``dist_checkpointing.load`` at any layout,
+and what Megatron saves at any layout is read here.
+
+``.metadata`` is a pickle. It is read by an unpickler that knows the classes of this format and nothing else, so that a foreign
+checkpoint cannot run code; the chunks are read with ``weights_only``.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pickle
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from vapo_mcore.errors import CheckpointError
+
+METADATA_NAME = ".metadata"
+_FORMAT = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}
+_FILE_BYTES = 5_000_000_000
+
+_CLASSES = {
+    "torch.distributed.checkpoint.metadata": (
+        "Metadata MetadataIndex TensorStorageMetadata BytesStorageMetadata ChunkStorageMetadata "
+        "TensorProperties StorageMeta _MEM_FORMAT_ENCODING"
+    ),
+    "torch.distributed.checkpoint.filesystem": "_StorageInfo _StoragePrefix",
+    "torch.distributed.checkpoint.planner": "SavePlan WriteItem WriteItemType TensorWriteData BytesIOWriteData",
+    "torch": "Size float64 float32 float16 bfloat16 float8_e4m3fn float8_e5m2 int64 int32 int16 int8 uint8 bool",
+    "torch.serialization": "_get_layout",
+    "collections": "OrderedDict defaultdict",
+    "pathlib": "PosixPath PurePosixPath Path",
+}
+"""Module -> names that ``.metadata`` may refer to."""
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if name in _CLASSES.get(module, "").split():
+            return super().find_class(module, name)
+        raise CheckpointError(f"the checkpoint's {METADATA_NAME} refers to {module}.{name}, which is no part of the format; it is refused")
+
+
+class DistributedCheckpointWriter:
+    """Writes chunks of global tensors into ``folder`` (which exists and is empty). Use as a context manager; the folder is
+    complete, with its metadata, once it is left without an error."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        self._stream: io.BufferedWriter | None = None
+        self._file_name = ""
+        self._files = 0
+        self._tensors: dict[str, tuple[torch.dtype, tuple[int, ...], list[tuple[tuple[int, ...], tuple[int, ...]]]]] = {}
+        self._objects: list[str] = []
+        self._places: list[tuple[str, tuple[int, ...] | None, str, int, int]] = []
+
+    def add(self, key: str, chunk: Tensor, global_shape: Sequence[int], offsets: Sequence[int]) -> None:
+        """Write one chunk: ``chunk`` lies at ``offsets`` of the tensor ``key`` of ``global_shape`` (leading axes of size one added)."""
+        assert len(global_shape) == len(offsets) >= chunk.dim(), (key, global_shape, offsets, chunk.shape)
+        value = chunk.detach().reshape((1,) * (len(global_shape) - chunk.dim()) + tuple(chunk.shape)).contiguous()
+        if value.untyped_storage().nbytes() != value.nbytes:
+            value = value.clone()  # torch.save would store the whole tensor that this is a view of
+        known = self._tensors.setdefault(key, (value.dtype, tuple(global_shape), []))
+        assert known[:2] == (value.dtype, tuple(global_shape)), f"{key}: chunks disagree about the tensor"
+        known[2].append((tuple(offsets), tuple(value.shape)))
+        self._store(key, tuple(offsets), lambda stream: torch.save(value, stream))
+
+    def add_object(self, key: str, value: Any, offset: Sequence[int], global_shape: Sequence[int]) -> None:
+        """Write one piece of a sharded object (Megatron's ``ShardedObject``), for example a module's ``_extra_state``."""
+        name = f"{key}/shard_{'.'.join(map(str, offset))}_{'.'.join(map(str, global_shape))}"
+        self._objects.append(name)
+        self._store(name, None, lambda stream: torch.save(value, stream))
+
+    def _store(self, key: str, offsets: tuple[int, ...] | None, save: Callable[[io.BufferedWriter], None]) -> None:
+        if self._stream is None or self._stream.tell() > _FILE_BYTES:
+            self._next_file()
+        assert self._stream is not None
+        start = self._stream.tell()
+        save(self._stream)
+        self._places.append((key, offsets, self._file_name, start, self._stream.tell() - start))
+
+    def _next_file(self) -> None:
+        if self._stream is not None:
+            self._stream.close()
+        self._file_name = f"__0_{self._files}.distcp"
+        self._files += 1
+        self._stream = (self.folder / self._file_name).open("xb")
+
+    def _finish(self) -> None:
+        from torch.distributed.checkpoint.filesystem import _StorageInfo
+        from torch.distributed.checkpoint.metadata import (
+            BytesStorageMetadata,
+            ChunkStorageMetadata,
+            Metadata,
+            MetadataIndex,
+            TensorProperties,
+            TensorStorageMetadata,
+        )
+
+        state: dict[str, Any] = {
+            key: TensorStorageMetadata(
+                properties=TensorProperties(dtype=dtype),
+                size=torch.Size(shape),
+                chunks=[ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in chunks],
+            )
+            for key, (dtype, shape, chunks) in self._tensors.items()
+        }
+        state.update({name: BytesStorageMetadata() for name in self._objects})
+        storage = {
+            MetadataIndex(key, None if offsets is None else torch.Size(offsets)): _StorageInfo(file, start, length)
+            for key, offsets, file, start, length in self._places
+        }
+        torch.save({}, self.folder / "common.pt")
+        (self.folder / "metadata.json").write_text(json.dumps(_FORMAT), encoding="utf-8")
+        with (self.folder / METADATA_NAME).open("xb") as stream:
+            pickle.dump(Metadata(state_dict_metadata=state, storage_data=storage), stream)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._stream is not None:
+            self._stream.close()
+        if kind is None:
+            self._finish()
+
+
+class DistributedCheckpointReader:
+    """Global tensors of a distributed checkpoint, read in the regions that are asked for.
+
+    Raises CheckpointError where the folder is no such checkpoint, is damaged, or refers to anything outside of itself.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        try:
+            backend = json.loads((self.folder / "metadata.json").read_text(encoding="utf-8"))["sharded_backend"]
+            with (self.folder / METADATA_NAME).open("rb") as stream:
+                metadata = _MetadataUnpickler(stream).load()
+            entries, storage = dict(metadata.state_dict_metadata), dict(metadata.storage_data)
+        except (OSError, ValueError, KeyError, TypeError, EOFError, AttributeError, pickle.UnpicklingError) as error:
+            raise CheckpointError(f"{self.folder} is no Megatron distributed checkpoint, or a damaged one: {error!r}") from error
+        if backend != "torch_dist":
+            raise CheckpointError(f"{self.folder} has the format {backend!r}; only 'torch_dist' is supported")
+        self._entries = {key: entry for key, entry in entries.items() if hasattr(entry, "chunks")}
+        self._places = {(index.fqn, None if index.offset is None else tuple(index.offset)): info for index, info in storage.items()}
+        self._check_files()
+
+    def _check_files(self) -> None:
+        sizes: dict[str, int] = {}
+        for (key, _), info in self._places.items():
+            name = info.relative_path
+            if not isinstance(name, str) or "/" in name or "\\" in name:
+                raise CheckpointError(f"{self.folder}: {key} points to {name!r}; only plain file names inside the folder are allowed")
+            if name not in sizes:
+                file = self.folder / name
+                sizes[name] = file.stat().st_size if file.is_file() else -1
+            if sizes[name] < info.offset + info.length:
+                fault = "does not exist" if sizes[name] < 0 else f"is truncated: it has {sizes[name]} bytes"
+                raise CheckpointError(f"{self.folder / name} {fault}; {key} ends at byte {info.offset + info.length}")
+
+    @property
+    def keys(self) -> list[str]:
+        return list(self._entries)
+
+    def shape(self, key: str) -> tuple[int, ...]:
+        return tuple(self._entries[key].size)
+
+    def dtype(self, key: str) -> torch.dtype:
+        return self._entries[key].properties.dtype
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._entries
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(torch.Size(self.shape(key)).numel() * self.dtype(key).itemsize for key in self._entries)
+
+    def read(self, key: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
+        """The region of ``key`` that starts at ``offsets`` and has ``sizes``; no copy where one chunk holds all of it."""
+        result: Tensor | None = None
+        filled = 0
+        for chunk in self._entries[key].chunks:
+            overlap = _overlap(offsets, sizes, chunk.offsets, chunk.sizes)
+            if overlap is None:
+                continue
+            there, here = overlap
+            part = self._chunk(key, tuple(chunk.offsets), tuple(chunk.sizes))[there]
+            if part.shape == torch.Size(sizes):
+                return part
+            if result is None:
+                result = torch.empty(tuple(sizes), dtype=self.dtype(key))
+            result[here] = part
+            filled += part.numel()
+        if result is None or filled != result.numel():
+            raise CheckpointError(f"{self.folder}: {key} is incomplete at offset {list(offsets)}, size {list(sizes)}")
+        return result
+
+    def _chunk(self, key: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Tensor:
+        info = self._places.get((key, offsets))
+        if info is None:
+            raise CheckpointError(f"{self.folder}: the chunk of {key} at {list(offsets)} is not stored")
+        with (self.folder / info.relative_path).open("rb") as stream:
+            try:
+                value = torch.load(_Window(stream, info.offset, info.length), weights_only=True)  # type: ignore[arg-type]
+            except (RuntimeError, pickle.UnpicklingError, EOFError) as error:
+                raise CheckpointError(f"{self.folder / info.relative_path}: the chunk of {key} is damaged: {error}") from error
+        if not isinstance(value, Tensor) or tuple(value.shape) != sizes:
+            raise CheckpointError(f"{self.folder / info.relative_path}: the chunk of {key} is not a tensor of shape {list(sizes)}")
+        return value
+
+
+def _overlap(
+    offsets: Sequence[int], sizes: Sequence[int], chunk_offsets: Sequence[int], chunk_sizes: Sequence[int]
+) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
+    """Slices of the common part, in the chunk and in the region; None if there is none."""
+    there, here = [], []
+    for start, size, chunk_start, chunk_size in zip(offsets, sizes, chunk_offsets, chunk_sizes, strict=True):
+        first, last = max(start, chunk_start), min(start + size, chunk_start + chunk_size)
+        if first >= last:
+            return None
+        there.append(slice(first - chunk_start, last - chunk_start))
+        here.append(slice(first - start, last - start))
+    return tuple(there), tuple(here)
+
+
+class _Window(io.RawIOBase):
+    """A seekable read-only view of ``length`` bytes of a file."""
+
+    def __init__(self, stream: io.BufferedReader, start: int, length: int) -> None:
+        self._stream, self._start, self._length = stream, start, length
+        self._position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._length}[whence]
+        self._position = base + offset
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer).cast("B")
+        count = max(0, min(len(view), self._length - self._position))
+        self._stream.seek(self._start + self._position)
+        done = self._stream.readinto(view[:count])
+        self._position += done
+        return done
