@@ -24,7 +24,7 @@ _SYMBOLS = str.maketrans(
         "\u211d": r"\mathbb{R}", "\u00b0": r"^\circ ", "\u2070": "^0", "\u00b9": "^1", "\u00b2": "^2", "\u00b3": "^3",
         "\u2074": "^4", "\u2075": "^5", "\u2076": "^6", "\u2077": "^7", "\u2078": "^8", "\u2079": "^9",
         "\u00bd": r"\frac{1}{2}", "\u2153": r"\frac{1}{3}", "\u2154": r"\frac{2}{3}", "\u00bc": r"\frac{1}{4}",
-        "\u00be": r"\frac{3}{4}", "\u00a0": " ", "\u2009": " ", "\u202f": " ", "\u20ac": "", "\u00a3": "", "\u00a5": "",
+        "\u00be": r"\frac{3}{4}", "\u00a0": " ", "\u2009": " ", "\u202f": " ", "\u20ac": "", "\u00a3": "", "\u00a5": "", "\u00a2": "",
     }
 )  # fmt: skip
 
@@ -32,6 +32,12 @@ _ROOT = re.compile(r"\u221a\s*(?:\(([^()]*)\)|\{([^{}]*)\}|(\d+|[a-z]))")
 _GROUPED_DIGITS = re.compile(r"(?<![\d.])\d{1,3}(?:(?:\\[,;! ]|\{,\}|~| )\d{3})+(?![\d/])")
 _SEPARATOR = re.compile(r"\\[,;! ]|\{,\}|~| ")
 _SCIENTIFIC = re.compile(r"([-+]?(?:\d+(?:\.\d*)?|\.\d+))[eE]([-+]?\d{1,4})")
+_REPEATING = re.compile(r"([-+]?)(\d{0,15})\.(\d{0,30})\\overline\s*\{(\d{1,30})\}")
+_SPACED_IMAGINARY = re.compile(r"(?<=\d)\s+i\b")
+_DEGREES = r"(\d+(?:\.\d+)?)\s*\^\s*(?:\\circ|\{\s*\\circ\s*\})"
+_TRIGONOMETRIC = re.compile(
+    rf"(\\(?:sin|cos|tan|cot|sec|csc))\s*(?:\(\s*{_DEGREES}\s*\)|\\left\(\s*{_DEGREES}\s*\\right\)|\{{\s*{_DEGREES}\s*\}}|{_DEGREES})"
+)
 _MIXED = re.compile(r"([-+]?)\s*(\d+)\s+(\d+)\s*/\s*(\d+)")
 _OUTWARD_BRACKETS = re.compile(r"([\[\]])([^\[\]]*,[^\[\]]*)([\[\]])")
 _PI = re.compile(r"(?<![\\A-Za-z])pi(?![A-Za-z])")
@@ -49,6 +55,8 @@ def normalize_answer(text: str) -> str:
     text = text.translate(_SYMBOLS).strip()
     text = text.replace(r"\varnothing", r"\emptyset")
     text = _GROUPED_DIGITS.sub(lambda match: _SEPARATOR.sub("", match[0]), text)
+    text = _TRIGONOMETRIC.sub(_in_radians, text)  # elsewhere the degree sign is dropped, as a unit
+    text = _SPACED_IMAGINARY.sub("i", text)  # math-verify takes the i of "7 i" and that of "7i" for two symbols
     text = _PI.sub(lambda _: r"\pi ", text)
     if text.lower() in ("infinity", "inf", "+infinity"):
         return r"\infty"
@@ -56,9 +64,22 @@ def normalize_answer(text: str) -> str:
         return rf"{scientific[1]}\times 10^{{{int(scientific[2])}}}"
     if mixed := _MIXED.fullmatch(text):
         return rf"{mixed[1]}{mixed[2]}\frac{{{mixed[3]}}}{{{mixed[4]}}}"
+    if repeating := _REPEATING.fullmatch(text):
+        return _as_fraction(*repeating.groups())
     if rate := _RATE.fullmatch(text):
         return rate[1]
     return _usual_brackets(text)
+
+
+def _in_radians(match: re.Match[str]) -> str:
+    degrees = next(group for group in match.groups()[1:] if group is not None)
+    return rf"{match[1]}(\frac{{{degrees}\pi}}{{180}})"
+
+
+def _as_fraction(sign: str, whole: str, fixed: str, repeated: str) -> str:
+    """``0.1\\overline{6}`` is (16 - 1) / 90."""
+    denominator = (10 ** len(repeated) - 1) * 10 ** len(fixed)
+    return rf"{sign}\frac{{{int(whole + fixed + repeated) - int(whole + fixed or 0)}}}{{{denominator}}}"
 
 
 def _unwrapped(text: str) -> str:
