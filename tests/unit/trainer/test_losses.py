@@ -5,25 +5,10 @@ import math
 import pytest
 import torch
 
-from vapo_mcore.config import config_from_dict
+from tests.unit.trainer.rollouts import make_config as config
 from vapo_mcore.trainer.losses import CriticLoss, PolicyLoss, SupervisedLoss
 
 NAN = math.nan
-
-
-def config(**algorithm):
-    rollout = algorithm.pop("rollout", {})
-    return config_from_dict(
-        {
-            "run": {"dir": "unused", "steps": 1},
-            "model": {"path": "unused"},
-            "batch": {"max_tokens_per_microbatch": 512, "prompts_per_step": 4, "responses_per_prompt": 4, "mini_batch_size": 4},
-            "data": {"train": [{"kind": "reasoning_gym", "task": "chain_sum", "size": 4}], "max_prompt_length": 16},
-            "rollout": {"max_response_length": 16, **rollout},
-            "algorithm": algorithm,
-        },
-        check_paths=False,
-    )
 
 
 def policy_batch():
