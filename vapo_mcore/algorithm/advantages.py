@@ -160,13 +160,11 @@ def whiten(x: Tensor, mask: Tensor, group: "dist.ProcessGroup | None" = None) ->
 
     Population variance, two passes in float64. With ``group`` the statistics are over all its ranks: a collective, every rank
     calls it, also one with no tokens; pass the group over which tokens are distinct (data parallel), not one that holds copies.
-    None means this process alone. One unmasked token or none in all gives zeros.
+    None means this process alone. One unmasked token in all gives 0: it is its own mean, exactly.
     """
-    mask = mask.bool()
-    count, mean, variance = masked_moments(x, mask, group)
-    keep = mask & (count > 1)
-    clean = torch.where(mask, x.detach().double(), mean)
-    return torch.where(keep, (clean - mean) / (variance + WHITEN_EPS).sqrt(), torch.zeros_like(clean)).to(x.dtype)
+    _, mean, variance = masked_moments(x, mask, group)
+    centred = torch.where(mask.bool(), x.detach().double() - mean, torch.zeros_like(mean))
+    return (centred / (variance + WHITEN_EPS).sqrt()).to(x.dtype)
 
 
 def _centre_in_groups(scores: Tensor, groups: Tensor, valid: Tensor) -> tuple[Tensor, Tensor, Tensor]:
