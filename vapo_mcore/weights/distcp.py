@@ -79,7 +79,7 @@ class DistributedCheckpointWriter:
         """Write one piece of a sharded object (Megatron's ``ShardedObject``), for example a module's ``_extra_state``."""
         name = f"{key}/shard_{'.'.join(map(str, offset))}_{'.'.join(map(str, global_shape))}"
         self._objects.append(name)
-        self._store(name, None, lambda stream: torch.save(value, stream))
+        self._store(name, None, lambda stream: torch.save([value], stream))  # Megatron keeps a list of the pieces with one name
 
     def _store(self, key: str, offsets: tuple[int, ...] | None, save: Callable[[io.BufferedWriter], None]) -> None:
         if self._stream is None or self._stream.tell() > _FILE_BYTES:

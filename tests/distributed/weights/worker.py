@@ -23,9 +23,11 @@ from torch.utils._pytree import tree_leaves
 from vapo_mcore.config.architecture import read_architecture
 from vapo_mcore.config.schema import ModelConfig, ParallelConfig
 from vapo_mcore.errors import CheckpointError
+from vapo_mcore.megatron.host import megatron_scope
 from vapo_mcore.megatron.model import build_chunks
 from vapo_mcore.megatron.parallel import ParallelContext, initialize_parallel
 from vapo_mcore.weights.checksums import tensor_checksum
+from vapo_mcore.weights.convert import hf_to_megatron, megatron_to_hf
 from vapo_mcore.weights.export import Exporter, export_tensors, save_hf
 from vapo_mcore.weights.loader import load_hf_into
 
@@ -192,6 +194,39 @@ def case_saved_critic_loads_back(parallel: ParallelContext) -> None:
     require_equal(checkpoint(target), expected)
 
 
+def case_checkpoints_of_megatron_and_of_the_converter(parallel: ParallelContext) -> None:
+    """``dist_checkpointing`` loads in this layout what the converter wrote without one, and the converter reads what
+    ``dist_checkpointing`` saved in this layout. Vocabulary paddings differ on both ways."""
+    from megatron.core import dist_checkpointing
+
+    for name, role in (("qwen2", "policy"), ("qwen2_tied", "policy"), ("qwen3", "critic")):
+        source = WORK / f"model_{name}"
+        converted, saved, back = (WORK / f"{kind}_{name}_{os.environ['CASE_LAYOUT']}" for kind in ("converted", "saved", "back"))
+        chunks = load(source, parallel, role, "small" if role == "critic" else None)
+        exporter = Exporter(chunks, read_architecture(source), parallel, role=role)  # type: ignore[arg-type]
+        expected = collected(exporter)
+        if role == "policy":
+            if dist.get_rank() == 0:
+                hf_to_megatron(source, converted, vocab_multiple=3)
+            dist.barrier()
+            with torch.no_grad(), megatron_scope():
+                for chunk in chunks:
+                    for parameter in chunk.parameters():
+                        parameter.fill_(7.0)
+                dist_checkpointing.load(sharded_state_dict(chunks), str(converted))
+            require_equal(collected(exporter), expected)
+        saved.mkdir(exist_ok=True)
+        with megatron_scope():
+            dist_checkpointing.save(sharded_state_dict(chunks), str(saved))
+        if dist.get_rank() == 0:
+            megatron_to_hf(saved, back, config=source, max_shard_bytes=50_000)
+            require_equal(checkpoint(back), expected)
+
+
+def sharded_state_dict(chunks: list[Any]) -> dict[str, Any]:
+    return {f"model{number}": chunk.sharded_state_dict() for number, chunk in enumerate(chunks)}
+
+
 CASES: list[Callable[[ParallelContext], None]] = [
     case_every_model_comes_back,
     case_critic,
@@ -199,6 +234,7 @@ CASES: list[Callable[[ParallelContext], None]] = [
     case_temporary_memory_is_about_one_bucket,
     case_saved_folder,
     case_saved_critic_loads_back,
+    case_checkpoints_of_megatron_and_of_the_converter,
 ]
 
 
