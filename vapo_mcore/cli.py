@@ -75,7 +75,8 @@ def _train(options: argparse.Namespace, arguments: list[str]) -> int:
 
         check_run_directory(config.run.dir, clean=options.clean)
         if options.dry_run:
-            print(_plan(config), flush=True)
+            if os.environ.get("RANK", "0") == "0":
+                print(_plan(config), flush=True)
             return 0
         if config.parallel.world_size > 1:
             return local.launch("vapo_mcore.cli", arguments, config.parallel.world_size)
