@@ -182,7 +182,7 @@ def _unknown_key(location: tuple[int | str, ...]) -> str:
     siblings = _fields_at(tuple(parents))
     hint = _did_you_mean(str(name), siblings)
     if not hint:
-        elsewhere = [key for key in _all_keys() if key.rsplit(".", 1)[-1] == name]
+        elsewhere = [key for key in all_keys() if key.rsplit(".", 1)[-1] == name]
         hint = f"; did you mean {' or '.join(repr(key) for key in elsewhere)}?" if elsewhere else f"; known here: {', '.join(siblings)}"
     return f"unknown key{hint}"
 
@@ -213,13 +213,14 @@ def _fields_at(parents: tuple[int | str, ...]) -> list[str]:
     return list(dict.fromkeys(name for model in models for name in model.model_fields))
 
 
-def _all_keys(model: type[BaseModel] = Config, prefix: str = "") -> list[str]:
+def all_keys(model: type[BaseModel] = Config, prefix: str = "") -> list[str]:
+    """Dotted names of all sections and settings, those of data sources left out."""
     keys = []
     for name, field in model.model_fields.items():
         keys.append(prefix + name)
         for inner in _models_in(field.annotation):
             if inner not in _SOURCES.values():
-                keys += _all_keys(inner, f"{prefix}{name}.")
+                keys += all_keys(inner, f"{prefix}{name}.")
     return keys
 
 
