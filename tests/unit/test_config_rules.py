@@ -140,6 +140,8 @@ BROKEN = [
         "several sources are named 'train'",
     ),
     ("eval_sources_have_distinct_names", ["data.eval.1={kind: reasoning_gym, task: chain_sum, size: 3}"], {}, "data.eval", "'chain_sum'"),
+    ("train_weights_share_between_sources", ["data.train.0.weight=2.0"], {}, "data.train", "weight = 2.0 of 'train' has no effect"),
+    ("eval_sources_have_no_weight", ["data.eval.0.weight=2.0"], {}, "data.eval", "weight of 'chain_sum' has no effect"),
     ("training_samples_the_whole_distribution", ["rollout.top_p=0.9"], {}, "rollout.top_p", "0.9 cuts the distribution"),
     ("training_samples_all_tokens", ["rollout.top_k=50"], {}, "rollout.top_k", "50 cuts the distribution"),
     (

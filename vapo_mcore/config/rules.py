@@ -298,6 +298,20 @@ def eval_sources_have_distinct_names(s: Subject) -> str | None:
     return _repeated_names([source.name for source in s.config.data.eval])
 
 
+@rule("data.train")
+def train_weights_share_between_sources(s: Subject) -> str | None:
+    sources = s.config.data.train
+    if len(sources) > 1 or sources[0].weight == 1.0:
+        return None
+    return f"weight = {sources[0].weight} of {sources[0].name!r} has no effect: it is the only source; remove it"
+
+
+@rule("data.eval")
+def eval_sources_have_no_weight(s: Subject) -> str | None:
+    weighted = [source.name for source in s.config.data.eval if source.weight != 1.0]
+    return f"weight of {', '.join(map(repr, weighted))} has no effect: evaluation takes every prompt; remove it" if weighted else None
+
+
 def _repeated_names(names: list[str]) -> str | None:
     repeated = sorted({name for name in names if names.count(name) > 1})
     return f"several sources are named {', '.join(map(repr, repeated))}; metrics go by name, so give each its own" if repeated else None

@@ -113,7 +113,7 @@ class FileSource(Section):
     path: Path
     name: Name = Field(default_factory=lambda data: data["path"].replace("\\", "/").rsplit("/", 1)[-1].split(".")[0])
     verifier: str
-    weight: PositiveFloat = 1.0
+    weight: PositiveFloat = 1.0  # of training sources: passes over this one relative to the others
     fields: FieldsConfig = FieldsConfig()
 
 
