@@ -6,17 +6,17 @@ Equality is decided by math-verify (LaTeX to sympy, then numeric and symbolic co
 - Words are compared as words.
 - Answers that no reader would take for one (very long, deeply nested, a number with more than 100,000 digits) are
   wrong, without being evaluated.
-- math-verify's own time-out is off: it needs the main thread and SIGALRM and cannot interrupt C code. The pool's does.
+
+This module is cheap to import; sympy and math-verify come with the first answer that needs them.
 """
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any
 
 from vapo_mcore.rewards.extraction import marked_answer, marked_answer_or_last_number
@@ -83,7 +83,7 @@ def is_equal(answer: str | None, ground_truth: str) -> bool:
         return by_parts
     if as_words(candidate) is not None and len(unwrap_text(candidate)) > 1:
         return False
-    return _expressions_equal(truth_expression, candidate)
+    return _equals_expression(candidate, truth_expression)
 
 
 @lru_cache(maxsize=4096)
@@ -156,9 +156,10 @@ def _is_outlandish(answer: str) -> bool:
 
 def _parsed_truth(truth: str, ground_truth: str) -> Any:
     from vapo_mcore.rewards.magnitude import has_more_digits_than
+    from vapo_mcore.rewards.reading import read_expression
 
     shown = ground_truth if len(ground_truth) <= 100 else ground_truth[:100] + "..."
-    expression = _parse(truth)
+    expression = read_expression(truth)
     if expression is None:
         raise UngradableError(
             f"ground truth {shown!r} cannot be read as mathematics; the verifiers 'exact' and 'multiple_choice' compare text"
@@ -168,37 +169,17 @@ def _parsed_truth(truth: str, ground_truth: str) -> Any:
     return expression
 
 
-@cache
-def _math_verify() -> tuple[Any, Any, list[Any]]:
-    """math-verify's ``parse`` and ``verify`` and what ``parse`` is to look for. Imported late: sympy takes half a second."""
-    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+def _equals_expression(candidate: str, truth: Any) -> bool:
+    from vapo_mcore.rewards.magnitude import has_more_digits_than
+    from vapo_mcore.rewards.reading import expressions_equal, read_expression
 
-    for name in ("math_verify", "latex2sympy2_extended"):
-        logging.getLogger(name).setLevel(logging.CRITICAL)  # it warns that its time-out is off
-    return parse, verify, [LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()]
-
-
-@lru_cache(maxsize=4096)
-def _parse(text: str) -> Any:
-    """A sympy object, or None if the text is not mathematics."""
-    parse, _, targets = _math_verify()
-    found = parse(rf"\boxed{{{text}}}", targets, fallback_mode="no_fallback", parsing_timeout=None)
-    return found[0] if found else None
-
-
-def _expressions_equal(truth: Any, candidate: str) -> bool:
-    from vapo_mcore.rewards.magnitude import are_clearly_apart, has_more_digits_than
-
-    expression = _parse(candidate)
+    expression = read_expression(candidate)
     if expression is None or has_more_digits_than(expression, MAX_DIGITS):
         return False
-    if are_clearly_apart(truth, expression, _CLEARLY_APART):
-        return False
-    _, verify, _ = _math_verify()
-    return bool(verify(truth, expression, allow_set_relation_comp=True, timeout_seconds=None))
+    return expressions_equal(truth, expression, _CLEARLY_APART)
 
 
 def warm_up() -> None:
     """Imports sympy and grades one answer of each common kind, so that parsers and caches are built beforehand."""
-    for answer, truth in [("1/2", r"\frac{1}{3}"), ("x+1", "x-1"), (r"\{1,2\}", "[1,2)"), ("0.3", r"\frac13")]:
+    for answer, truth in [(r"\frac{2}{3}\pi", r"\frac{\pi}{3}"), ("x+1", "x-1"), (r"\{1,2\}", "[1,2)"), ("0.333333", r"\frac13")]:
         is_equal(answer, truth)

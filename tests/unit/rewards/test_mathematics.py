@@ -9,11 +9,14 @@ import pytest
 import sympy
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from latex2sympy2_extended.latex2sympy2 import _Latex2Sympy
+from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, parser, verify
 
 from vapo_mcore.rewards import GradeItem, UngradableError, VerifierPool
 from vapo_mcore.rewards.magnitude import has_more_digits_than
-from vapo_mcore.rewards.mathematics import _math_verify, is_equal, math, math_last_number
+from vapo_mcore.rewards.mathematics import is_equal, math, math_last_number
 from vapo_mcore.rewards.normalization import as_words, normalize_answer
+from vapo_mcore.rewards.reading import read_expression
 
 PAIRS = [json.loads(line) for line in (Path(__file__).parents[2] / "cases" / "answer_pairs.jsonl").read_text("utf-8").splitlines()]
 
@@ -82,9 +85,25 @@ def test_labelled_pairs():
 
 
 def _raw_verdict(answer: str, truth: str) -> bool:
-    parse, verify, targets = _math_verify()
+    targets = [LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()]
     read = [parse(rf"\boxed{{{text}}}", targets, fallback_mode="no_fallback", parsing_timeout=None) for text in (truth, answer)]
     return bool(verify(*read, timeout_seconds=None))
+
+
+def test_two_stage_parsing_reads_the_same(monkeypatch):
+    """Every text of the pairs, with prediction in two stages and with full context only, as the library does it."""
+    texts = sorted({normalize_answer(pair[key]) for pair in PAIRS for key in ("ground_truth", "answer")})
+
+    def read_all() -> list[str]:
+        for cached in (read_expression, parser.parse_latex_cached, parser.extract_latex):
+            cached.cache_clear()
+        return [repr(read_expression(text)) for text in texts]
+
+    two_stages = read_all()
+    original = _Latex2Sympy.create_parser.__closure__[0].cell_contents
+    monkeypatch.setattr(_Latex2Sympy, "create_parser", original)
+    assert read_all() == two_stages
+    assert sum(text != "None" for text in two_stages) > 400
 
 
 integers = st.integers(-(10**12), 10**12).map(str)
