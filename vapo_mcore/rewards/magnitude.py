@@ -71,22 +71,24 @@ _UNLIKE_NUMBERS = frozenset({"e", "E", "i", "I", "pi"})
 """Names of symbols that math-verify identifies with constants."""
 
 
-def are_clearly_apart(a: object, b: object, tolerance: float) -> bool:
-    """Whether two scalar expressions in the same symbols differ by more than ``tolerance`` at one arbitrary point.
+def compare_scalars(a: object, b: object, tolerance: float) -> bool | None:
+    """A quick verdict on two scalar expressions in the same symbols, or None where it takes more than this.
 
-    Then they are not equal, and the attempt to simplify their difference to zero, which takes most of the time of a
-    wrong answer's grading, can be left out. False means "not known", also for anything that is not a scalar.
+    False: they differ by more than ``tolerance`` at one arbitrary point. True: their difference expands to zero. Either
+    spares the attempt to simplify the difference, which takes most of the time that an answer's grading can take.
     """
     if not (isinstance(a, sympy.Expr) and isinstance(b, sympy.Expr)) or a.is_Symbol or b.is_Symbol:
-        return False
+        return None
     symbols = sorted(a.free_symbols, key=str)
     if a.free_symbols != b.free_symbols or any(str(symbol) in _UNLIKE_NUMBERS for symbol in symbols):
-        return False
+        return None
     if a.has(sympy.UnevaluatedExpr) or b.has(sympy.UnevaluatedExpr):  # percentages: 50 % answers 50 as well as 0.5
-        return False
+        return None
     point = {symbol: sympy.Rational(7 + 4 * index, 5 + 2 * index) for index, symbol in enumerate(symbols)}
     try:
         difference = complex((a.subs(point) - b.subs(point)).evalf(20))
+        if math.isfinite(abs(difference)) and abs(difference) > tolerance:
+            return False
+        return True if sympy.expand(a - b) == 0 else None
     except (TypeError, ValueError, ArithmeticError, AttributeError, NotImplementedError, RecursionError):
-        return False  # no number comes out, infinity for instance
-    return math.isfinite(abs(difference)) and abs(difference) > tolerance
+        return None  # no number comes out, infinity for instance

@@ -181,5 +181,6 @@ def _equals_expression(candidate: str, truth: Any) -> bool:
 
 def warm_up() -> None:
     """Imports sympy and grades one answer of each common kind, so that parsers and caches are built beforehand."""
-    for answer, truth in [(r"\frac{2}{3}\pi", r"\frac{\pi}{3}"), ("x+1", "x-1"), (r"\{1,2\}", "[1,2)"), ("0.333333", r"\frac13")]:
+    pairs = [(r"\frac{2}{3}\pi", r"\frac{\pi}{3}"), ("x+1", "x-1"), (r"\{1,2\}", "[1,2)"), ("0.333333", r"\frac13")]
+    for answer, truth in [*pairs, (r"\sin^2 x + \cos^2 x", "1"), ("y=x", "2y=2x")]:
         is_equal(answer, truth)

@@ -14,7 +14,7 @@ from antlr4.atn.PredictionMode import PredictionMode  # type: ignore[import-unty
 from latex2sympy2_extended.latex2sympy2 import _Latex2Sympy
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
-from vapo_mcore.rewards.magnitude import are_clearly_apart
+from vapo_mcore.rewards.magnitude import compare_scalars
 
 # math-verify warns that its own time-out is off. It is: it needs SIGALRM in the main thread, and the pool has a better one.
 for _name in ("math_verify", "latex2sympy2_extended"):
@@ -65,6 +65,7 @@ def expressions_equal(truth: Any, answer: Any, tolerance: float) -> bool:
 
     Intervals and inequalities may answer each other.
     """
-    if are_clearly_apart(truth, answer, tolerance):
-        return False
+    quick = compare_scalars(truth, answer, tolerance)
+    if quick is not None:
+        return quick
     return bool(verify(truth, answer, allow_set_relation_comp=True, timeout_seconds=None))
