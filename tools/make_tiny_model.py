@@ -1,0 +1,202 @@
+"""Make a tiny language model that works additions out, unreliably, with its prompts: what the quickstart trains further.
+
+    python tools/make_tiny_model.py --output models/tiny [--seed 0] [--steps 420] [--slips 0.12] [--processes 2]
+
+A Qwen2-architecture model of under half a million parameters with a character tokenizer learns worked solutions of repeated
+additions (see addition_task.py) in which each sum is wrong with probability ``--slips``: it learns the procedure, and to be as
+careless as its teacher. The supervised run goes through the same Megatron engine as everything else, with data parallelism over
+``--processes``. The folder gets the model, the tokenizer, ``train.jsonl`` and ``heldout.jsonl`` (disjoint), and appears complete
+or not at all. Printed at the end: the share of right answers on held-out problems, sampled at temperature 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from addition_task import CHARACTERS, Problem, draw_distinct, draw_problem, worked_solution
+from toolkit import folder_written_atomically, run
+
+TRAIN_PROBLEMS, HELDOUT_PROBLEMS = 6000, 400
+PAD, EOS = "<pad>", "<eos>"
+SEQUENCES = 16
+"""Sequences a step and process."""
+LEARNING_RATE, WARMUP = 4e-3, 20
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=420, help="optimizer steps of the supervised run")
+    parser.add_argument("--slips", type=float, default=0.12, help="probability that a sum of the teacher is wrong")
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.worker is not None:
+        train(arguments)
+        return
+    with folder_written_atomically(arguments.output) as folder:
+        write_untrained(folder / "untrained", arguments.seed)
+        launch_workers(arguments, folder)
+        for file in (folder / "trained").iterdir():
+            file.rename(folder / file.name)
+        for leftover in ("untrained", "trained"):
+            for file in (folder / leftover).iterdir():
+                file.unlink()
+            (folder / leftover).rmdir()
+        heldout = write_problems(folder, arguments.seed)
+        accuracy, lengths = sampled_accuracy(folder, heldout, arguments.seed)
+    print(f"{arguments.output}: {accuracy:.1%} of {len(heldout)} held-out problems right at temperature 1; responses of {lengths} tokens")
+
+
+def tokenizer() -> Any:
+    """One token a character."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {token: number for number, token in enumerate([PAD, EOS, *CHARACTERS])}
+    characters = Tokenizer(models.WordLevel(vocabulary, unk_token=PAD))
+    characters.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    characters.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=characters, pad_token=PAD, eos_token=EOS)
+
+
+def write_untrained(folder: Path, seed: int) -> None:
+    """Random weights; heads of 32, the smallest that vLLM's attention takes on CPU."""
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    text = tokenizer()
+    torch.manual_seed(seed)
+    config = Qwen2Config(
+        vocab_size=len(text),
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        rope_theta=1000.0,
+        tie_word_embeddings=False,
+        initializer_range=0.05,
+        bos_token_id=None,
+        eos_token_id=text.eos_token_id,
+        pad_token_id=text.pad_token_id,
+    )
+    Qwen2ForCausalLM(config).save_pretrained(folder)
+    text.save_pretrained(folder)
+
+
+def launch_workers(arguments: argparse.Namespace, folder: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(arguments.processes)]
+    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--local-addr", "127.0.0.1", __file__]
+    for name in ("output", "seed", "steps", "slips", "processes"):
+        command += [f"--{name}", str(getattr(arguments, name))]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    finished = subprocess.run([*command, "--worker", str(folder)], env=environment, check=False)
+    if finished.returncode != 0:
+        sys.exit(finished.returncode)
+
+
+def train(arguments: argparse.Namespace) -> None:
+    """One process of the supervised run."""
+    import torch
+    import torch.distributed as dist
+
+    from vapo_mcore.config.architecture import read_architecture
+    from vapo_mcore.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
+    from vapo_mcore.megatron.engine import MegatronModel
+    from vapo_mcore.megatron.parallel import initialize_parallel
+    from vapo_mcore.trainer.losses import SupervisedLoss
+    from vapo_mcore.weights.export import Exporter, save_hf
+    from vapo_mcore.weights.loader import load_hf_into
+
+    torch.set_num_threads(1)
+    source = arguments.worker / "untrained"
+    parallel = initialize_parallel(ParallelConfig(world_size=arguments.processes))
+    architecture, text = read_architecture(source), tokenizer()
+    model = MegatronModel(
+        "policy",
+        architecture,
+        ModelConfig(path=str(source), dtype="float32"),
+        parallel,
+        load_weights=lambda chunks: load_hf_into(chunks, source, architecture, parallel, role="policy"),
+        optimizer=OptimizerConfig(lr=LEARNING_RATE, beta2=0.95, weight_decay=0.01, warmup_rollouts=0),
+        warmup_updates=WARMUP,
+    )
+    rng = random.Random(f"{arguments.seed}/{dist.get_rank()}")
+    begin = time.perf_counter()
+    for step in range(1, arguments.steps + 1):
+        batch = supervised_batch(rng, arguments.slips, text)
+        result = model.train_step([batch], SupervisedLoss())
+        if dist.get_rank() == 0 and step % 60 == 0:
+            print(
+                f"supervised step {step}/{arguments.steps}: loss {result.metrics['loss']:.3f}, {time.perf_counter() - begin:.0f} s",
+                flush=True,
+            )
+    exporter = Exporter(model.chunks, architecture, parallel, role="policy")
+    save_hf(exporter, source, arguments.worker / "trained")
+    dist.destroy_process_group()
+
+
+def supervised_batch(rng: random.Random, slips: float, text: Any) -> Any:
+    """A micro-batch of fresh problems; the loss is the mean over the response tokens of all processes."""
+    import torch
+    import torch.distributed as dist
+
+    from vapo_mcore.data.microbatch import MicroBatch
+    from vapo_mcore.data.thd import ThdLayout
+
+    lengths, tokens, mask = [], [], []
+    for _ in range(SEQUENCES):
+        problem = draw_problem(rng)
+        prompt = text.encode(problem.prompt)
+        response = [*text.encode(worked_solution(problem, slip_probability=slips, rng=rng)), text.eos_token_id]
+        lengths.append(len(prompt) + len(response))
+        tokens += prompt + response
+        mask += [False] * len(prompt) + [True] * len(response)
+    response_mask = torch.tensor(mask)
+    total = response_mask.sum()
+    dist.all_reduce(total)
+    tensors = {"tokens": torch.tensor(tokens), "response_mask": response_mask, "loss_weights": response_mask / total}
+    return MicroBatch(ThdLayout(lengths), torch.arange(SEQUENCES), tensors)
+
+
+def write_problems(folder: Path, seed: int) -> list[Problem]:
+    """``train.jsonl`` and ``heldout.jsonl``, disjoint; returns the held-out problems."""
+    rng = random.Random(f"{seed}/problems")
+    heldout = draw_distinct(HELDOUT_PROBLEMS, rng)
+    training = draw_distinct(TRAIN_PROBLEMS, rng, exclude=set(heldout))
+    for name, problems in (("train", training), ("heldout", heldout)):
+        rows = [json.dumps({"prompt": problem.prompt, "answer": problem.answer}) for problem in problems]
+        (folder / f"{name}.jsonl").write_text("\n".join(rows) + "\n", encoding="utf-8")
+    return heldout
+
+
+def sampled_accuracy(folder: Path, problems: list[Problem], seed: int) -> tuple[float, str]:
+    """Share of right answers sampled at temperature 1, and the span of response lengths."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model, text = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), tokenizer()
+    torch.manual_seed(seed)
+    prompts = torch.tensor([text.encode(problem.prompt) for problem in problems])  # all prompts have the same length
+    sampled = model.generate(prompts, attention_mask=torch.ones_like(prompts), do_sample=True, top_k=0, max_new_tokens=180)
+    right, lengths = 0, []
+    for problem, row in zip(problems, sampled[:, prompts.shape[1] :].tolist(), strict=True):
+        response = row[: row.index(text.eos_token_id)] if text.eos_token_id in row else row
+        right += text.decode(response).endswith(f"\\boxed{{{problem.answer}}}")
+        lengths.append(len(response) + 1)
+    return right / len(problems), f"{min(lengths)} to {max(lengths)}"
+
+
+if __name__ == "__main__":
+    run(main)
