@@ -12,7 +12,7 @@ from torch import Tensor
 EOS = 1
 VOCAB = 131
 """Odd and no multiple of 64: vLLM and Megatron pad such a vocabulary, transformers does not."""
-MODELS = ("qwen2", "qwen2_tied", "qwen3", "llama")
+MODELS = ("qwen2", "qwen2_tied", "qwen3", "llama_tied")
 PROMPTS = [[4, 13, 5, 17], [30], [100, 5, 6, 7, 8, 9, 10, 17], [4, 13, 5, 17], [60, 61, 62, 63, 64], [130, 2, 88]]
 
 
@@ -46,7 +46,7 @@ def write_model(name: str, folder: Path, *, seed: int = 0, dtype: torch.dtype = 
         "qwen2": lambda: Qwen2Config(**common),
         "qwen2_tied": lambda: Qwen2Config(**common),
         "qwen3": lambda: Qwen3Config(**common, head_dim=32),
-        "llama": lambda: LlamaConfig(**common, head_dim=32, rope_parameters=scaling),
+        "llama_tied": lambda: LlamaConfig(**common, head_dim=32, rope_parameters=scaling),
     }[name]()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

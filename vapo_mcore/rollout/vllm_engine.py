@@ -80,6 +80,7 @@ class VllmEngine(StatefulEngine):
 
     def _load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights)})
+        self._llm.apply_model(_prepare_tied_heads)
         unloaded = self._llm.apply_model(_parameters_without_storage)[0]
         if unloaded:
             raise RolloutError(f"vLLM left parameters without values after a weight sync: {listed(unloaded)}")
@@ -217,6 +218,17 @@ def _require_parameters_of(llm: Any, shapes: dict[str, tuple[int, ...]]) -> None
             "vLLM builds another model from this folder than transformers does; only in vLLM: "
             f"{listed(unpacked - set(shapes)) or 'nothing'}; only in transformers: {listed(set(shapes) - unpacked) or 'nothing'}"
         )
+
+
+def _prepare_tied_heads(model: torch.nn.Module) -> None:
+    """vLLM prepares reloaded weights only in the layer that they are loaded into, the embedding. On CPU a head that shares them has a
+    packed copy of its own, which would stay what it was."""
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+    embeddings = {id(parameter) for name, parameter in model.named_parameters() if "lm_head" not in name}
+    for module in model.modules():
+        if isinstance(module, ParallelLMHead) and id(module.weight) in embeddings:
+            module.quant_method.process_weights_after_loading(module)
 
 
 def _parameters_without_storage(model: torch.nn.Module) -> list[str]:
