@@ -63,3 +63,9 @@ def fail_together() -> Iterator[None]:
     kind = getattr(errors, found[0][0], VapoError)
     messages = list(dict.fromkeys(message for _, message in found))
     raise kind("\n".join(messages))
+
+
+def lost_a_peer(error: BaseException) -> bool:
+    """Whether a collective failed because another rank is gone (gloo's errors are told by their text, NCCL's by their type)."""
+    closed = ("Connection closed by peer", "Connection reset by peer")
+    return isinstance(error, dist.DistError) or any(text in str(error) for text in closed)

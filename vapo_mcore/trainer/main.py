@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+import time
 from contextlib import ExitStack
 from typing import Any
 
@@ -13,13 +14,13 @@ import torch.distributed as dist
 
 from vapo_mcore.config.schema import Config
 from vapo_mcore.data.prompts import PromptDataset, check_files
-from vapo_mcore.errors import CheckpointError
+from vapo_mcore.errors import CheckpointError, TrainingError
 from vapo_mcore.megatron.model import DTYPES
 from vapo_mcore.megatron.parallel import ParallelContext, initialize_parallel
 from vapo_mcore.rewards import VerifierPool, check_verifier_names
 from vapo_mcore.rollout.base import RolloutEngine
 from vapo_mcore.rollout.factory import build_rollout_engine
-from vapo_mcore.trainer.collectives import fail_together
+from vapo_mcore.trainer.collectives import fail_together, lost_a_peer
 from vapo_mcore.trainer.console import Console
 from vapo_mcore.trainer.evaluation import Evaluator
 from vapo_mcore.trainer.loop import Run
@@ -29,6 +30,8 @@ from vapo_mcore.trainer.sampling import ResponseSampler
 from vapo_mcore.trainer.step import Trainer
 from vapo_mcore.trainer.weight_sync import WeightSync
 
+_SECONDS_UNTIL_ENDED = 60.0
+
 
 def run_training(config: Config, *, clean: bool) -> int:
     """Run a configuration to its end in this process, one of ``parallel.world_size``. Returns the exit code 0.
@@ -37,29 +40,40 @@ def run_training(config: Config, *, clean: bool) -> int:
     torchrun then ends the others, which may be waiting for it in a collective. So nothing on the way out waits for them.
     """
     _configure_logging()
-    _seed(config.seed)
     parallel = initialize_parallel(config.parallel)
+    try:
+        train(config, parallel, clean=clean)
+        dist.barrier()
+    except RuntimeError as error:
+        if not lost_a_peer(error):
+            raise
+        # The rank that failed has the message; torchrun is about to end this one, which has nothing to add.
+        time.sleep(_SECONDS_UNTIL_ENDED)
+        raise TrainingError(f"the connection to another rank is lost, and nothing has ended this one since: {error}") from error
+    dist.destroy_process_group()
+    return 0
+
+
+def train(config: Config, parallel: ParallelContext, *, clean: bool) -> None:
+    """The run itself, in process groups that exist. Everything that it opened is closed when it returns or raises."""
+    _seed(config.seed)
     with ExitStack() as stack:
         console = Console(enabled=parallel.rank == 0)
         stack.callback(console.stop_progress)
         run_dir = _make_run_directory(config, parallel, clean, stack)
         console.print(_headline(config))
-        tokenizer, train, held_out = _load_data(config)
-        for dataset in (train, held_out):
+        tokenizer, prompts, held_out = _load_data(config)
+        for dataset in (prompts, held_out):
             if dataset is not None:
                 console.print(dataset.summary)
         engine = _build_engine(config, parallel)
         models = build_models(config, parallel, console.print)
-        verifiers = _start_verifiers(config, engine, stack, _verifiers(train, held_out))
+        verifiers = _start_verifiers(config, engine, stack, _verifiers(prompts, held_out))
         sampler = ResponseSampler(engine, verifiers, tokenizer, config.seed)
         sync = WeightSync(models.policy, engine, verify=config.rollout.verify_weights)
-        trainer = Trainer(config, parallel, models, sampler, sync, train.next_batch)
+        trainer = Trainer(config, parallel, models, sampler, sync, prompts.next_batch)
         evaluator = Evaluator(config, sampler, held_out.items) if held_out is not None else None
         Run(config, trainer, evaluator, run_dir, console).execute()
-    # Only after success: on the way out of an error nobody waits for a rank that may be gone.
-    dist.barrier()
-    dist.destroy_process_group()
-    return 0
 
 
 def _configure_logging() -> None:

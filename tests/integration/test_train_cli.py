@@ -1,0 +1,92 @@
+"""``vapo-mcore train`` as a user starts it: vLLM tensor parallel to the exported model, faults told once, no rank left hanging."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from tests.rollout_models import greedy_of, load_model
+from tests.torchrun import run_bounded
+from tests.training_setup import read_metrics, read_samples, write_setup
+
+CLI = [sys.executable, "-m", "vapo_mcore.cli", "train"]
+FAILING = "import sys; from vapo_mcore.launch.local import launch; sys.exit(launch('tests.integration.failing_worker', sys.argv[1:], 2))"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_setup(tmp_path_factory.mktemp("cli"), model="qwen2_tied")
+
+
+def train(folder: Path, *overrides: str, timeout: float = 300) -> subprocess.CompletedProcess[str]:
+    return run_bounded([*CLI, str(folder / "base.yaml"), *overrides], timeout=timeout)
+
+
+def test_vllm_run_exports_a_model_that_answers_alike_in_transformers(folder: Path) -> None:
+    pytest.importorskip("vllm", reason="vLLM is not installed")
+    run = folder / "vllm"
+    settings = ["rollout.engine=vllm", "parallel.tensor_model_parallel_size=2", "rollout.verify_weights=true", "run.samples_per_step=7"]
+    greedy = ["eval.temperature=0", "eval.samples_per_prompt=1", "eval.top_p=null", "critic.value_pretraining.steps=1"]
+    result = train(folder, f"run.dir={run}", *settings, *greedy)
+    assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-4000:]
+    assert result.stdout.count("step 1/2 |") == 1  # rank 0 alone prints
+    for row in (row for row in read_metrics(run) if row["step"] > 0):
+        assert row["weights/tensors"] == 26
+        if row["stage"] == "rl":
+            assert row["policy/approx_kl_first"] <= 1e-6
+            assert row["mismatch/logprob_abs_mean"] <= 1e-5
+            assert row["warnings"] == 0
+    assert not _same_weights(folder / "model", run / "export" / "hf")
+    _assert_greedy_answers(run)
+
+
+def _same_weights(one: Path, other: Path) -> bool:
+    first, second = load_file(one / "model.safetensors"), load_file(other / "model.safetensors")
+    return all(bool((first[name] == second[name]).all()) for name in second)
+
+
+def _assert_greedy_answers(run: Path) -> None:
+    """What vLLM answered greedily after the last sync is what plain transformers says with the exported folder."""
+    from transformers import AutoTokenizer
+
+    folder = run / "export" / "hf"
+    model, tokenizer = load_model(folder), AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    answers = read_samples(run, "eval_step_0002")
+    assert len(answers) == 7
+    for answer in answers:
+        tokens = greedy_of(model, tokenizer(answer["prompt"])["input_ids"], 40)
+        assert answer["response"] == tokenizer.decode(tokens, skip_special_tokens=True)
+        assert answer["response_length"] == len(tokens)
+
+
+def test_a_bad_row_is_told_once_before_a_model_is_loaded(folder: Path) -> None:
+    (folder / "bad.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n{"prompt": null, "answer": "2"}\n', encoding="utf-8")
+    result = train(folder, f"run.dir={folder / 'bad'}", f"data.train.0.path={folder / 'bad.jsonl'}")
+    assert result.returncode == 2
+    assert result.stderr.count("error") == 1
+    assert "bad.jsonl" in result.stderr
+    assert "prompt" in result.stderr
+    assert "Traceback" not in result.stderr
+    assert "critic:" not in result.stdout
+
+
+def test_a_run_directory_in_use_is_refused(folder: Path) -> None:
+    (folder / "used").mkdir()
+    (folder / "used" / "notes.txt").write_text("mine")
+    result = train(folder, f"run.dir={folder / 'used'}", "--clean")
+    assert (result.returncode, (folder / "used" / "notes.txt").read_text()) == (2, "mine")
+    assert "not a run of vapo-mcore" in result.stderr
+
+
+def test_one_failing_rank_ends_the_run(folder: Path) -> None:
+    start = time.monotonic()
+    result = run_bounded([sys.executable, "-c", FAILING, str(folder)], timeout=240)
+    assert result.returncode == 2, result.stderr[-4000:]
+    assert result.stderr == "error (rank 1): the second update went wrong here\n"
+    assert [row["step"] for row in read_metrics(folder / "failing")] == [0, 1]
+    assert time.monotonic() - start < 200
