@@ -155,8 +155,8 @@ def _is_outlandish(answer: str) -> bool:
 
 
 def _parsed_truth(truth: str, ground_truth: str) -> Any:
-    from vapo_mcore.rewards.magnitude import has_more_digits_than
     from vapo_mcore.rewards.reading import read_expression
+    from vapo_mcore.rewards.shortcuts import has_more_digits_than
 
     shown = ground_truth if len(ground_truth) <= 100 else ground_truth[:100] + "..."
     expression = read_expression(truth)
@@ -170,8 +170,8 @@ def _parsed_truth(truth: str, ground_truth: str) -> Any:
 
 
 def _equals_expression(candidate: str, truth: Any) -> bool:
-    from vapo_mcore.rewards.magnitude import has_more_digits_than
     from vapo_mcore.rewards.reading import expressions_equal, read_expression
+    from vapo_mcore.rewards.shortcuts import has_more_digits_than
 
     expression = read_expression(candidate)
     if expression is None or has_more_digits_than(expression, MAX_DIGITS):

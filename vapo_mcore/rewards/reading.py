@@ -14,7 +14,7 @@ from antlr4.atn.PredictionMode import PredictionMode  # type: ignore[import-unty
 from latex2sympy2_extended.latex2sympy2 import _Latex2Sympy
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
-from vapo_mcore.rewards.magnitude import compare_scalars
+from vapo_mcore.rewards.shortcuts import compare_linear_equations, compare_scalars
 
 # math-verify warns that its own time-out is off. It is: it needs SIGALRM in the main thread, and the pool has a better one.
 for _name in ("math_verify", "latex2sympy2_extended"):
@@ -66,6 +66,8 @@ def expressions_equal(truth: Any, answer: Any, tolerance: float) -> bool:
     Intervals and inequalities may answer each other.
     """
     quick = compare_scalars(truth, answer, tolerance)
+    if quick is None:
+        quick = compare_linear_equations(truth, answer)
     if quick is not None:
-        return quick
+        return bool(quick)
     return bool(verify(truth, answer, allow_set_relation_comp=True, timeout_seconds=None))

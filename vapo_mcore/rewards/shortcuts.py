@@ -1,5 +1,5 @@
-"""Two cheap questions about sympy expressions that spare the expensive ones: how large are the numbers that evaluating
-an expression would produce, and do two expressions differ at some point?"""
+"""Cheap questions about sympy expressions that spare the expensive ones: how large are the numbers that evaluating an
+expression would produce, and are two expressions, or two linear equations, clearly equal or clearly not?"""
 
 from __future__ import annotations
 
@@ -92,3 +92,24 @@ def compare_scalars(a: object, b: object, tolerance: float) -> bool | None:
         return True if sympy.expand(a - b) == 0 else None
     except (TypeError, ValueError, ArithmeticError, AttributeError, NotImplementedError, RecursionError):
         return None  # no number comes out, infinity for instance
+
+
+def compare_linear_equations(a: object, b: object) -> bool | None:
+    """Whether two linear equations in the same symbols have the same solutions; None for anything else.
+
+    Spares solving both for each symbol: their coefficients are proportional or they are not.
+    """
+    if not (isinstance(a, sympy.Eq) and isinstance(b, sympy.Eq)) or a.free_symbols != b.free_symbols:
+        return None
+    symbols = sorted(a.free_symbols, key=str)
+    if not symbols or any(str(symbol) in _UNLIKE_NUMBERS for symbol in symbols):
+        return None
+    polynomials = [sympy.expand(side.lhs - side.rhs).as_poly(*symbols) for side in (a, b)]
+    if any(polynomial is None or polynomial.total_degree() != 1 for polynomial in polynomials):
+        return None
+    monomials = [*symbols, sympy.S.One]
+    ours, theirs = ([polynomial.coeff_monomial(monomial) for monomial in monomials] for polynomial in polynomials)
+    pivot = next(index for index, coefficient in enumerate(ours) if coefficient != 0)
+    if not all(coefficient.is_Rational for coefficient in [*ours, *theirs]):
+        return None  # floats and roots: whether products are equal is a matter of rounding or simplification
+    return theirs[pivot] != 0 and all(x * theirs[pivot] == y * ours[pivot] for x, y in zip(ours, theirs, strict=True))
