@@ -35,6 +35,7 @@ def test_vllm_run_exports_a_model_that_answers_alike_in_transformers(folder: Pat
     result = train(folder, f"run.dir={run}", *settings, *greedy)
     assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-4000:]
     assert result.stdout.count("step 1/2 |") == 1  # rank 0 alone prints
+    assert "\x1b" not in result.stdout  # no bar off a terminal
     for row in (row for row in read_metrics(run) if row["step"] > 0):
         assert row["weights/tensors"] == 26
         if row["stage"] == "rl":

@@ -59,7 +59,12 @@ _POLICY = (
         "Positive-example NLL per token of correct responses, before its coefficient; exactly 0 without a correct response.",
     ),
     Metric("policy/kl_loss", MEAN, "updates", "KL to the reference as in the loss, before its coefficient (`kl.place: loss`)."),
-    Metric("policy/entropy", MEAN, "response tokens", "Entropy of the sampling distribution before the step's updates."),
+    Metric(
+        "policy/entropy",
+        MEAN,
+        "response tokens",
+        "Entropy of the sampling distribution before the step's updates (with `old_logprobs: rollout`: in the first update alone).",
+    ),
     Metric("policy/approx_kl", MEAN, "response tokens of all updates", "k3 estimate r - 1 - log r of KL(old || new), r = new / old."),
     Metric(
         "policy/approx_kl_first",
