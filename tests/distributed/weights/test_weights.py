@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
+import sys
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
-from tests.torchrun import run_torchrun
+from tests.torchrun import ROOT, run_bounded, run_torchrun
 
 WORKER = Path(__file__).with_name("worker.py")
+META_WORKER = Path(__file__).with_name("meta_worker.py")
 LAYOUTS = ("tp2_pp2", "tp4", "pp2_vpp2_dp2", "pp4", "tp2_cp2")
 
 
@@ -64,3 +68,50 @@ def test_every_layout_gives_the_checkpoint_back(tmp_path: Path) -> None:
     assert critic.num_labels == 1
     assert critic.score.bias.item() == 0.25
     assert critic.score.weight.abs().sum() > 0
+
+
+@pytest.mark.slow
+def test_plans_of_large_models_fit_megatron_at_tp8_pp4() -> None:
+    result = run_bounded([sys.executable, str(META_WORKER)], timeout=300)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert re.findall(r"^model (\S+): \d+ parameters$", result.stdout, re.MULTILINE) == [
+        "Qwen2.5-32B",
+        "Qwen3-32B",
+        "Llama-3.3-70B",
+        "Qwen3-30B-A3B",
+    ]
+
+
+def add_tokenizer(folder: Path) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {word: number for number, word in enumerate([*"abcdefghijklmnopqrstuvwxyz0123456789", "<unk>"])}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")  # type: ignore[assignment]
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>").save_pretrained(folder)
+
+
+@pytest.mark.slow
+def test_verify_compares_logits_of_transformers_and_megatron(tmp_path: Path) -> None:
+    """The command in a process of its own: equal models give exit code 0 and differences of rounding, another model gives 1."""
+    torch.manual_seed(6)
+    make_models(tmp_path)
+    add_tokenizer(tmp_path / "model_qwen3")
+    (tmp_path / "texts.txt").write_text("abc\n\nthe quick brown fox 42\nz\n")
+    command = [sys.executable, str(ROOT / "tools" / "convert_checkpoint.py")]
+    source, megatron = str(tmp_path / "model_qwen3"), str(tmp_path / "megatron")
+    converted = run_bounded([*command, "hf-to-megatron", source, megatron], timeout=120)
+    assert converted.returncode == 0, converted.stderr
+    result = run_bounded([*command, "verify", "--logits", source, megatron, "--text", str(tmp_path / "texts.txt")], timeout=120)
+    assert result.returncode == 0, result.stdout + result.stderr
+    largest = re.search(r"^26 tokens: largest difference (\S+), mean \S+, top-1 agreement 100.00%$", result.stdout, re.MULTILINE)
+    assert largest is not None, result.stdout
+    assert float(largest[1]) <= 1e-4  # logits of this model are of order 10
+    other = tmp_path / "other"
+    shutil.copytree(tmp_path / "model_qwen3", other)
+    weights = load_file(other / "model.safetensors")
+    save_file({**weights, "model.norm.weight": weights["model.norm.weight"].flip(0)}, other / "model.safetensors")
+    result = run_bounded([*command, "verify", "--logits", str(other), megatron], timeout=120)
+    assert result.returncode == 1, result.stdout + result.stderr
+    assert "NOT equal within 0.001" in result.stdout
