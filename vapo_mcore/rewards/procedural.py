@@ -6,11 +6,12 @@ import hashlib
 import pickle
 import re
 from collections.abc import Callable, Hashable, Mapping
-from functools import lru_cache
 from typing import Any
 
 from vapo_mcore.rewards.extraction import has_marker, last_number, marked_answer_or_last_line
 from vapo_mcore.rewards.types import UngradableError
+
+Scorer = Callable[[str, dict[str, Any]], float]
 
 _NUMBER = re.compile(r"[-+]?\d+(?:\.\d+)?")
 
@@ -26,7 +27,7 @@ def reasoning_gym(response: str, ground_truth: str, metadata: Mapping[str, Any])
     a number, the last number of that line ("The sum is 17." answers 17).
     """
     task = task_name(metadata)
-    scorer = _scorer(task, _options(metadata))
+    scorer = _scorer(task, metadata.get("options") or {})
     entry = {
         "question": metadata.get("question", ""),
         "answer": ground_truth,
@@ -66,29 +67,24 @@ def entry_key(metadata: Mapping[str, Any]) -> Hashable:
     return hashlib.blake2b(pickle.dumps(dict(metadata)), digest_size=16).digest()
 
 
-def _options(metadata: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
-    return tuple(sorted((metadata.get("options") or {}).items()))
+_scorers: dict[tuple[str, str], Scorer] = {}
+_MAX_SCORERS = 256
 
 
-def _scorer(task: str, options: tuple[tuple[str, Any], ...]) -> Callable[[str, dict[str, Any]], float]:
-    try:
-        return _cached_scorer(task, options)
-    except TypeError:  # an option that cannot be hashed, a list for instance
-        return _make_scorer(task, options)
+def _scorer(task: str, options: Mapping[str, Any]) -> Scorer:
+    """The task's scorer, made once: with some tasks a data set takes a while to build."""
+    key = task, repr(sorted(options.items()))
+    if key not in _scorers:
+        import reasoning_gym as gym
 
-
-def _make_scorer(task: str, options: tuple[tuple[str, Any], ...]) -> Callable[[str, dict[str, Any]], float]:
-    import reasoning_gym as gym
-
-    try:
-        return gym.create_dataset(task, **dict(options)).score_answer  # type: ignore[no-any-return]
-    except ValueError as error:
-        raise UngradableError(f"reasoning-gym task {task!r}: {error}") from None
-
-
-@lru_cache(maxsize=64)
-def _cached_scorer(task: str, options: tuple[tuple[str, Any], ...]) -> Callable[[str, dict[str, Any]], float]:
-    return _make_scorer(task, options)
+        try:
+            scorer = gym.create_dataset(task, **options).score_answer
+        except (ValueError, TypeError, AssertionError) as error:
+            raise UngradableError(f"reasoning-gym task {task!r} with options {dict(options)}: {error}") from None
+        if len(_scorers) >= _MAX_SCORERS:
+            _scorers.clear()
+        _scorers[key] = scorer
+    return _scorers[key]
 
 
 def warm_up() -> None:

@@ -1,6 +1,7 @@
 """The math verifiers: known verdicts, the labelled pairs, and agreement of the fast path with math-verify."""
 
 import json
+import re
 import threading
 from fractions import Fraction
 from pathlib import Path
@@ -82,6 +83,26 @@ def test_labelled_pairs():
     wrong = {(pair["ground_truth"], pair["answer"]) for pair in PAIRS if is_equal(pair["answer"], pair["ground_truth"]) != pair["equal"]}
     print(f"accuracy {1 - len(wrong) / len(PAIRS):.4f} on {len(PAIRS)} pairs")
     assert wrong == DISAGREEMENTS
+
+
+def _documented_pairs() -> list[tuple[str, str, bool]]:
+    """The table of equal and unequal answers in docs/verifiers.md."""
+    text = (Path(__file__).parents[3] / "docs" / "verifiers.md").read_text("utf-8")
+    table = text.split("| ground truth | equal | not equal |")[1].split("\n\n")[0]
+    pairs = []
+    for row in table.splitlines()[2:]:
+        truth, equal, unequal = (re.findall("`([^`]+)`", cell) for cell in row.strip("|").split(" | "))
+        pairs += [(truth[0], answer, True) for answer in equal] + [(truth[0], answer, False) for answer in unequal]
+    return pairs
+
+
+@pytest.mark.parametrize(("truth", "answer", "equal"), _documented_pairs())
+def test_the_documentation_tells_the_truth(truth, answer, equal):
+    assert is_equal(answer, truth) == equal
+
+
+def test_the_documented_table_is_found():
+    assert len(_documented_pairs()) > 25
 
 
 def _raw_verdict(answer: str, truth: str) -> bool:

@@ -132,7 +132,12 @@ def test_reasoning_gym_metadata_may_be_nested_with_task_and_options():
 
 @pytest.mark.parametrize(
     ("metadata", "message"),
-    [({}, "name no reasoning-gym task"), ({"task": "no_such_task"}, "'no_such_task'"), ({"source_dataset": 3}, "name no")],
+    [
+        ({}, "name no reasoning-gym task"),
+        ({"source_dataset": 3}, "name no reasoning-gym task"),
+        ({"task": "no_such_task"}, "'no_such_task'"),
+        ({"task": "chain_sum", "options": {"no_such": [1]}}, "no_such"),
+    ],
 )
 def test_reasoning_gym_without_a_task_is_no_verdict(metadata, message):
     with pytest.raises(UngradableError, match=message):
