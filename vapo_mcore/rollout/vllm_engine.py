@@ -134,6 +134,9 @@ def _prepare_environment(rank: int) -> None:
         raise ConfigError("PYTORCH_CUDA_ALLOC_CONF has expandable_segments:True, which vLLM's sleep mode cannot work with; unset it")
 
 
+_CPU_BATCHED_TOKENS = 8192  # vLLM's own default on CPU
+
+
 def _engine_arguments(
     folder: str | Path, dtype: torch.dtype, config: VllmConfig, replica: Replica, *, max_model_len: int, seed: int
 ) -> dict[str, Any]:
@@ -158,6 +161,10 @@ def _engine_arguments(
     if _HAS_CUDA:
         return arguments | {"enable_sleep_mode": True, "gpu_memory_utilization": config.gpu_memory_utilization}
     return arguments | {
+        # After a prompt's part vLLM draws a token, throws it away and winds the request's generator back, which a CPU generator cannot
+        # do: prompts are taken whole, and a step must hold the longest.
+        "enable_chunked_prefill": False,
+        "max_num_batched_tokens": max(config.max_num_batched_tokens or _CPU_BATCHED_TOKENS, max_model_len),
         "kv_cache_memory_bytes": int(config.kv_cache_gib * 2**30),
         "worker_cls": "vapo_mcore.rollout.vllm_worker.RunScopedCPUWorker",
         "additional_config": {RUN_KEY: _run_key()},
