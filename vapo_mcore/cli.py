@@ -1,4 +1,4 @@
-"""The command line: ``vapo-mcore config | train``. Arguments and configuration are checked before torch is imported."""
+"""The command line: ``vapo-mcore config | train | convert``. Arguments and configuration are checked before torch is imported."""
 
 from __future__ import annotations
 
@@ -25,6 +25,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options = _parse(arguments)
         if options.command == "config":
             return _config(options)
+        if options.command == "convert":
+            from vapo_mcore.weights import command
+
+            return command.run(options)
         return _train(options, arguments)
     except VapoError as error:
         _report(str(error))
@@ -48,6 +52,10 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     train.add_argument("--dry-run", action="store_true", help="check everything that can be checked without loading a model, then stop")
     train.add_argument("--clean", action="store_true", help="delete the run that run.dir holds, then start")
 
+    from vapo_mcore.weights import command as convert
+
+    convert.add_arguments(commands.add_parser("convert", help="convert checkpoints between Hugging Face and Megatron, and compare them"))
+
     for command in (config, train):
         command.add_argument("file", metavar="FILE", help="YAML configuration")
         command.add_argument("overrides", metavar="KEY=VALUE", nargs="*", default=[], help=_OVERRIDES_HELP)
@@ -55,6 +63,10 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     unknown = [argument for argument in rest if argument.startswith("-")]
     if unknown:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    if options.command == "convert":
+        if rest:
+            parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        return options
     options.overrides += rest  # settings after an option, which argparse does not join to those before it
     return options
 
@@ -71,9 +83,11 @@ def _train(options: argparse.Namespace, arguments: list[str]) -> int:
 
     config = _load_on_every_rank(options)
     if options.dry_run or not local.under_torchrun():
+        from vapo_mcore.data.sources import check_files
         from vapo_mcore.trainer.run_dir import check_run_directory
 
         check_run_directory(config.run.dir, clean=options.clean)
+        check_files(config.data)
         if options.dry_run:
             if os.environ.get("RANK", "0") == "0":
                 print(_plan(config), flush=True)
