@@ -148,7 +148,7 @@ def _respelled(text: str) -> st.SearchStrategy[str]:
     )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(plain.flatmap(lambda text: st.tuples(st.just(text), st.one_of(_respelled(text), plain))))
 @example(("-0", "0"))
 @example((".5", "1/2"))

@@ -114,18 +114,22 @@ def test_processes_that_a_verifier_leaves_behind_are_ended(tmp_path):
 
 
 def test_scenario_23_waiting_is_not_grading():
-    """500 quick verdicts with one worker whose time-out is much shorter than the whole queue takes."""
-    with VerifierPool(1, 0.5) as pool:
-        verdicts = pool.grade([GradeItem(BAD + "short_sleep", "0.004", "") for _ in range(500)])
+    """500 quick verdicts with one worker; the time-out is shorter than the queue takes, far longer than any verdict."""
+    timeout = 2.0  # a busy machine may stop a worker for a second
+    with VerifierPool(1, timeout) as pool:
+        start = time.monotonic()
+        verdicts = pool.grade([GradeItem(BAD + "short_sleep", "0.006", "") for _ in range(500)])
+        assert time.monotonic() - start > 1.4 * timeout
     assert all(verdict == Verdict(1.0, True, None, verdict.seconds) for verdict in verdicts)
-    assert sum(verdict.seconds for verdict in verdicts) > 4 * 0.5
     assert pool.stats.timeouts == 0
 
 
 def test_importing_a_verifier_is_not_grading_time():
-    with VerifierPool(1, 0.3) as pool:  # importing and warming up sympy takes longer
+    with VerifierPool(1, 0.4) as pool:
+        start = time.monotonic()
         verdict = pool.grade([GradeItem("math", r"\boxed{\frac{1}{2}}", "0.5")])[0]
-    assert verdict.correct and verdict.seconds < 0.3
+        assert time.monotonic() - start > 0.4, "importing sympy was so fast that this test shows nothing"
+    assert verdict.correct and verdict.seconds < 0.4
 
 
 def test_equal_answers_are_graded_once(pool):
