@@ -161,9 +161,11 @@ def train_step(shape: ModelArchitecture, lengths: list[list[int]], parallel: Par
 def offload(policy: MegatronModel, shape: ModelArchitecture, parallel: ParallelContext) -> dict[str, Any]:
     critic = build("critic", shape, "bfloat16", parallel)
     critic.train_step(batches(shape, [[16]], parallel.device), TokenLoss())
-    residency = Residency({"policy": policy, "critic": critic}, enabled=True)
-    state = residency.device_bytes()
-    residency.enter("generate")  # allocates the host buffers: not timed
+    residency = Residency(enabled=True)
+    for model in (policy, critic):  # allocates the host buffers: not timed
+        residency.add(model)
+    with residency.all_resident():
+        state = residency.device_bytes()
     left = torch.cuda.memory_allocated() if HAS_CUDA else residency.device_bytes()
     times: dict[str, list[float]] = {"onload": [], "offload": []}
     for _ in range(3):

@@ -44,7 +44,7 @@ def test_a_preset_does_not_depend_on_the_one_below(tmp_path: Path) -> None:
         path = tmp_path / "stack.yaml"
         presets = CONFIGS / "presets"
         path.write_text(f"extends: [{CONFIGS}/quickstart.yaml, {presets}/{lower}.yaml, {presets}/vapo.yaml]\n")
-        stacked, plain = load_config(path, check_paths=False), load_config(CONFIGS / "quickstart.yaml", check_paths=False)
+        stacked, plain = load_config(path, check_paths=False), _on_quickstart("vapo", tmp_path)
         assert stacked.algorithm == plain.algorithm
         assert stacked.reward == plain.reward
         assert stacked.rollout == plain.rollout

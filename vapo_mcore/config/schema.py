@@ -46,6 +46,7 @@ class ModelConfig(Section):
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     attention: Literal["auto", "te", "varlen", "sdpa"] = "auto"
     recompute: Literal["none", "selective", "full"] = "none"
+    offload: bool | None = None  # policy, critic and vLLM take turns on the device, the others wait in host memory; null: with CUDA
 
 
 class ParallelConfig(Section):

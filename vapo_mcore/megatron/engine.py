@@ -1,4 +1,4 @@
-"""One engine for policy, critic and frozen reference: forward passes and training steps over packed micro-batches.
+"""One engine for policy and critic: forward passes and training steps over packed micro-batches.
 
 Everything runs through Megatron-Core's pipeline schedules. Two conventions meet here and nowhere else:
 
@@ -85,7 +85,7 @@ class _Feed:
 
 
 class MegatronModel:
-    """A policy, critic or reference model of this rank, with its optimizer if it is trained.
+    """A policy or critic of this rank, with its optimizer if it is trained.
 
     Args:
         role: what the model is; a critic has a scalar head and gives ``values``.

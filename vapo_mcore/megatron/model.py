@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from vapo_mcore.config.schema import ModelConfig
     from vapo_mcore.megatron.parallel import ParallelContext
 
-Role = Literal["policy", "critic", "reference"]
+Role = Literal["policy", "critic"]
 Attention = Literal["te", "varlen", "sdpa"]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

@@ -48,14 +48,14 @@ class HostPool:
     """
 
     def __init__(self) -> None:
-        self._buffers: dict[Any, Tensor] = {}
+        self._buffers: dict[tuple[Any, ...], Tensor] = {}
 
     @property
     def num_bytes(self) -> int:
         """Bytes held; they only grow when a new key appears."""
         return sum(buffer.untyped_storage().nbytes() for buffer in self._buffers.values())
 
-    def buffer(self, key: Any, like: Tensor) -> Tensor:
+    def buffer(self, key: tuple[Any, ...], like: Tensor) -> Tensor:
         """The host buffer of ``key``, [numel] in the dtype of ``like``, whose values it does not take over."""
         if key not in self._buffers:
             buffer = torch.empty(like.numel(), dtype=like.dtype)
@@ -66,12 +66,12 @@ class HostPool:
         assert found.numel() == like.numel() and found.dtype == like.dtype, f"offload: tensor {key} changed its size or type"
         return found
 
-    def close(self) -> None:
-        """Release everything; offloaded tensors must be back on the device before."""
-        if HAS_CUDA:
-            for buffer in self._buffers.values():
+    def release(self, owner: str) -> None:
+        """Give back the buffers of one model (its keys begin with its name); its parts must be on the device."""
+        for key in [key for key in self._buffers if key[0] == owner]:
+            buffer = self._buffers.pop(key)
+            if HAS_CUDA:
                 torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())  # type: ignore[attr-defined]
-        self._buffers.clear()
 
 
 def _page_lock(buffer: Tensor) -> None:
@@ -101,7 +101,7 @@ class ModelOffloader:
         self.traffic = traffic or Traffic()
         self.resident: set[Part] = set(PARTS)
         self._on_host: set[Part] = set()  # parts whose host copy is up to date
-        self._offloaded_state: list[tuple[Any, Tensor, int]] = []
+        self._offloaded_state: list[tuple[tuple[Any, ...], Tensor, int]] = []
 
     @property
     def _buffers(self) -> list[Any]:
@@ -242,16 +242,26 @@ class Residency:
     Disabled, every model stays on the device and entering a stage costs nothing.
     """
 
-    def __init__(self, models: Mapping[str, MegatronModel], *, enabled: bool) -> None:
+    def __init__(self, *, enabled: bool) -> None:
         self.enabled = enabled
         self.pool = HostPool()
         self.traffic = Traffic()
-        self.offloaders = {name: ModelOffloader(model, self.pool, self.traffic) for name, model in models.items()}
-        self.stage: Stage | None = None
+        self.offloaders: dict[str, ModelOffloader] = {}
+
+    def add(self, model: MegatronModel) -> None:
+        """Take over a freshly built, trainable model under the name of its role; enabled, it leaves the device at once."""
+        self.offloaders[model.role] = ModelOffloader(model, self.pool, self.traffic)
+        self.enter("generate")
+
+    def remove(self, name: str) -> None:
+        """Forget a model; it is on the device afterwards, for as long as somebody else holds it."""
+        offloader = self.offloaders.pop(name)
+        offloader.onload(PARTS)
+        _synchronize()
+        self.pool.release(name)
 
     def enter(self, stage: Stage) -> None:
         """Make exactly this stage's row resident: everything else leaves first, so that the peak is the larger of both rows."""
-        self.stage = stage
         if not self.enabled:
             return
         row = RESIDENCY[stage]

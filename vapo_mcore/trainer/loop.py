@@ -9,7 +9,7 @@ from typing import Any
 from vapo_mcore.config.schema import Config
 from vapo_mcore.trainer.console import Console, format_step
 from vapo_mcore.trainer.evaluation import Evaluation, Evaluator
-from vapo_mcore.trainer.models import critic_after_pretraining
+from vapo_mcore.trainer.models import refresh_critic
 from vapo_mcore.trainer.run_dir import RunDirectory, critic_folder, export_folder
 from vapo_mcore.trainer.step import StepOutcome, Trainer
 from vapo_mcore.trainer.value_pretraining import PretrainingEnd
@@ -35,7 +35,7 @@ class Run:
 
     def execute(self) -> None:
         """The whole run; raises what ends it early."""
-        self.trainer.sync.make_ready()
+        self.trainer.sync_weights()
         if self.evaluator is not None and self.config.eval.at_start:
             evaluation = self._evaluate(0)
             self._write({"step": 0, "stage": "rl"} | evaluation.metrics)
@@ -57,9 +57,7 @@ class Run:
         self.console.stop_progress()
         self.console.print(end.describe())
         self._save_critic()
-        models = self.trainer.models
-        assert models.critic is not None
-        models.critic = critic_after_pretraining(self.config, models.critic)
+        refresh_critic(self.config, self.trainer.models)
 
     def _train(self) -> None:
         steps = self.config.run.steps
@@ -109,11 +107,14 @@ class Run:
         assert critic is not None
         folder = critic_folder(self.config.run.dir)
         source = self.config.model.path if self.config.critic.path is None else self.config.critic.path
+        self.trainer.models.residency.enter("values")
         save_hf(Exporter(critic.chunks, critic.architecture, critic.parallel, role="critic"), source, folder)
         self.console.print(f"pretrained critic saved: {folder} (a later run takes it with critic.init=saved critic.path={folder})")
 
     def _export(self) -> None:
         folder: Path = export_folder(self.config.run.dir)
+        self.trainer.sync.put_to_sleep()
+        self.trainer.models.residency.enter("sync")
         save_hf(self.trainer.sync.exporter, self.config.model.path, folder)
         self.console.print(f"policy exported: {folder}")
 

@@ -1,4 +1,4 @@
-"""Building policy, critic and reference from the configuration, and giving the critic a fresh optimizer between stages."""
+"""Building policy and critic from the configuration, and giving the critic a fresh optimizer between stages."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from vapo_mcore.config.architecture import ModelArchitecture, read_architecture
 from vapo_mcore.config.schema import Config, OptimizerConfig
 from vapo_mcore.errors import ConfigError
 from vapo_mcore.megatron.engine import MegatronModel
+from vapo_mcore.megatron.host import HAS_CUDA
+from vapo_mcore.megatron.offload import Residency
 from vapo_mcore.megatron.parallel import ParallelContext
 from vapo_mcore.weights.loader import LoadReport, load_hf_into
 
@@ -20,12 +23,17 @@ Say = Callable[[str], None]
 
 @dataclass
 class Models:
-    """The models of a run on this rank. ``critic`` is None for critic-free estimators, ``reference`` without a KL term."""
+    """The models of a run on this rank, and which of them are on the device when.
+
+    ``critic`` is None for critic-free estimators. ``reference``: host copies of the policy's initial parameters, for a KL term; they
+    are swapped into the policy's buffers when they are needed (None without one).
+    """
 
     architecture: ModelArchitecture
     policy: MegatronModel
     critic: MegatronModel | None
-    reference: MegatronModel | None
+    reference: list[Tensor] | None
+    residency: Residency
 
 
 def build_models(config: Config, parallel: ParallelContext, say: Say) -> Models:
@@ -40,17 +48,17 @@ def build_models(config: Config, parallel: ParallelContext, say: Say) -> Models:
         optimizer=config.policy.optimizer,
         warmup_updates=config.policy.optimizer.warmup_rollouts * config.batch.updates_per_step * config.policy.epochs,
     )
+    residency = Residency(enabled=HAS_CUDA if config.model.offload is None else config.model.offload)
+    residency.add(policy)
     reference = None
     if config.uses_reference:
-        reference = MegatronModel(
-            "reference",
-            architecture,
-            config.model,
-            parallel,
-            load_weights=lambda chunks: load_hf_into(chunks, config.model.path, architecture, parallel, role="policy"),
-        )
+        residency.enter("sync")
+        reference = residency.offloaders["policy"].copy_params("reference")
+        residency.enter("generate")
     critic = _first_critic(config, architecture, parallel, say) if config.uses_critic else None
-    return Models(architecture, policy, critic, reference)
+    if critic is not None:
+        residency.add(critic)
+    return Models(architecture, policy, critic, reference, residency)
 
 
 def _first_critic(config: Config, policy: ModelArchitecture, parallel: ParallelContext, say: Say) -> MegatronModel:
@@ -102,13 +110,14 @@ def _build_critic(
     )
 
 
-def critic_after_pretraining(config: Config, critic: MegatronModel) -> MegatronModel:
-    """The critic for the RL stage: the same object, or where pretraining had its own rate or a frozen trunk, one with the same
-    weights and a fresh optimizer of ``critic.optimizer``."""
+def refresh_critic(config: Config, models: Models) -> None:
+    """Prepare the critic for the RL stage: as it is, or where pretraining had its own rate or a frozen trunk, one with the same weights
+    and a fresh optimizer of ``critic.optimizer``."""
     pretraining = config.critic.value_pretraining
-    if pretraining.lr is None and not pretraining.head_only:
-        return critic
-    old = critic.chunks
+    if models.critic is None or (pretraining.lr is None and not pretraining.head_only):
+        return
+    models.residency.remove("critic")
+    old = models.critic.chunks
 
     @torch.no_grad()
     def copy(chunks: list[Any]) -> None:
@@ -117,4 +126,7 @@ def critic_after_pretraining(config: Config, critic: MegatronModel) -> MegatronM
             for name, parameter in new_chunk.named_parameters():
                 parameter.copy_(sources[name])
 
-    return _build_critic(config, critic.architecture, critic.parallel, copy, config.critic.optimizer, head_only=False)
+    models.critic = _build_critic(
+        config, models.critic.architecture, models.critic.parallel, copy, config.critic.optimizer, head_only=False
+    )
+    models.residency.add(models.critic)

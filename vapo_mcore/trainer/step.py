@@ -12,6 +12,7 @@ from typing import Any
 from vapo_mcore.config.schema import Config
 from vapo_mcore.data.prompts import Prompt
 from vapo_mcore.megatron.parallel import ParallelContext
+from vapo_mcore.rollout.base import SyncReport
 from vapo_mcore.trainer.advantages import AdvantageEstimator, check_experience, shaped_rewards, trainable_rows
 from vapo_mcore.trainer.collecting import collect
 from vapo_mcore.trainer.collectives import all_gather_objects
@@ -82,14 +83,34 @@ class Trainer:
         step = _Step("rl", number)
         experience = self._collect(step, dynamic=self.config.rollout.dynamic_sampling.enabled)
         if experience.minibatches:
-            self._log_probs(step, experience)
+            # The critic first, then everything of the policy, moves the fewest bytes with offloading: each part of each model comes
+            # once and leaves once. Only a KL penalty in the reward needs the policy's log-probs before.
+            penalised = self.config.algorithm.kl.place == "reward"
+            if penalised:
+                self._log_probs(step, experience)
             if self.models.critic is not None:
                 self._values(step, experience)
             self._advantages_and_critic(step, experience)
-            with step.timer.phase("policy_update"):
-                update_policy(self.config, self.models.policy, experience, step.metrics)
+            if not penalised:
+                self._log_probs(step, experience)
+            self._update_policy(step, experience)
         self._sync(step)
         return self._finish(step)
+
+    def _update_policy(self, step: _Step, experience: Experience) -> None:
+        self.models.residency.enter("policy_update")
+        with step.timer.phase("policy_update"):
+            self.estimator.correct_importance(experience)
+            check_experience(experience)
+            update_policy(self.config, self.models.policy, experience, step.metrics)
+            self.models.residency.mark_changed("policy")
+
+    def _update_critic(self, step: _Step, experience: Experience) -> None:
+        assert self.models.critic is not None
+        self.models.residency.enter("critic_update")
+        with step.timer.phase("critic_update"):
+            update_critic(self.config, self.models.critic, experience, step.metrics)
+            self.models.residency.mark_changed("critic")
 
     def value_pretraining_step(self, number: int) -> StepOutcome:
         """One rollout of the fixed policy; the critic learns its Monte-Carlo returns. No log-prob pass, no policy update."""
@@ -104,8 +125,7 @@ class Trainer:
                 self.estimator.returns(experience, monte_carlo=True)
                 record_values(step.metrics, experience, self.parallel.data_parallel_group)
                 check_experience(experience)
-            with step.timer.phase("critic_update"):
-                update_critic(self.config, self.models.critic, experience, step.metrics)
+            self._update_critic(step, experience)
         self._sync(step)
         return self._finish(step)
 
@@ -130,6 +150,7 @@ class Trainer:
     def _log_probs(self, step: _Step, experience: Experience) -> None:
         """Old log-probs (the trainer's on the very micro-batches of the update, or the rollout's), and the reference's."""
         rollout = self.config.rollout
+        self.models.residency.enter("logprobs")
         with step.timer.phase("logprobs"):
             microbatches = experience.microbatches()
             if rollout.old_logprobs == "recompute":
@@ -142,13 +163,15 @@ class Trainer:
             else:
                 experience.batch["old_logprobs"] = experience.batch["rollout_logprobs"]
             if self.models.reference is not None:
-                found = self.models.reference.forward(microbatches, temperature=rollout.temperature)
+                with self.models.residency.offloaders["policy"].other_params(self.models.reference):
+                    found = self.models.policy.forward(microbatches, temperature=rollout.temperature)
                 experience.store("ref_logprobs", found["logprobs"])
                 self.estimator.record_reference_kl(experience, step.metrics)
 
     def _values(self, step: _Step, experience: Experience) -> None:
         assert self.models.critic is not None
         bootstrap = self.config.algorithm.advantage.truncation == "bootstrap"
+        self.models.residency.enter("values")
         with step.timer.phase("values"):
             names = ("values", "bootstrap_values") if bootstrap else ("values",)
             found = self.models.critic.forward(experience.microbatches(), outputs=names)
@@ -167,12 +190,10 @@ class Trainer:
                 record_values(step.metrics, experience, self.parallel.data_parallel_group)
             if not late:
                 estimator.advantages(experience, step.metrics)
-            estimator.correct_importance(experience)
             check_experience(experience)
         if critic is None:
             return
-        with step.timer.phase("critic_update"):
-            update_critic(self.config, critic, experience, step.metrics)
+        self._update_critic(step, experience)
         if late:
             self._values(step, experience)
             with step.timer.phase("advantages"):
@@ -181,9 +202,14 @@ class Trainer:
 
     def _sync(self, step: _Step) -> None:
         with step.timer.phase("weight_sync"):
-            report = self.sync.make_ready()
+            report = self.sync_weights()
         step.metrics.put("weights/tensors", report.names)
         step.metrics.put("weights/bytes", report.bytes)
+
+    def sync_weights(self) -> SyncReport:
+        """The policy's weights into the sleeping rollout engine, which can generate afterwards; a collective."""
+        self.models.residency.enter("sync")
+        return self.sync.make_ready(after_loading=lambda: self.models.residency.enter("generate"))
 
     def _finish(self, step: _Step) -> StepOutcome:
         """Reduce the metrics; the only place where a step's numbers meet."""

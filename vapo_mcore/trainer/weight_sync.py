@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 
 from vapo_mcore.errors import RolloutError
 from vapo_mcore.megatron.engine import MegatronModel
@@ -20,14 +21,17 @@ class WeightSync:
         self.engine = engine
         self.verify = verify
 
-    def make_ready(self) -> SyncReport:
+    def make_ready(self, after_loading: Callable[[], None]) -> SyncReport:
         """Give the sleeping engine the policy's present weights; a collective. It can generate afterwards.
+
+        ``after_loading`` is called before the engine takes memory for its KV cache: the policy can leave the device there.
 
         With ``verify`` the checksums of all tensors as the loaders received them must be the same on all ranks (every rank is
         given the full tensors). Raises RolloutError if they are not.
         """
         self.engine.wake_weights()
         report = self.engine.update_weights(self.exporter.buckets(), self.exporter.names, checksum=tensor_checksum if self.verify else None)
+        after_loading()
         self.engine.wake_kv_cache()
         if report.checksums is not None:
             self._compare(report.checksums)

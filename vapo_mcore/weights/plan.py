@@ -15,7 +15,7 @@ from vapo_mcore.errors import CheckpointError
 from vapo_mcore.weights.families import FAMILIES, LM_HEAD, VALUE_HEAD
 from vapo_mcore.weights.rules import DIMENSIONS, KINDS, Copy, Rule
 
-Role = Literal["policy", "reference", "critic"]
+Role = Literal["policy", "critic"]
 
 _DERIVED_BUFFER = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
 _HEADS_OF_CAUSAL_LM = ("lm_head.weight",)

@@ -55,8 +55,11 @@ def run(folder: Path, dtype: str, parallel: ParallelContext, *, offload: bool) -
     reference = layouts.Reference(folder.parent, "qwen2")
     _, batches = layouts.microbatches(case, parallel, layouts.token_tensors("token", reference.by_row("old")))
     models = {role: build(role, folder, dtype, parallel) for role in ("policy", "critic")}
-    residency = Residency(models, enabled=offload)
+    residency = Residency(enabled=offload)
+    for model in models.values():
+        residency.add(model)
     facts: dict[str, Any] = {"resident": {}, "device": [], "host": [], "moved": []}
+    residency.enter("sync")
     frozen = residency.offloaders["policy"].copy_params("reference") if offload else []
     for cycle in range(CYCLES):
         before = (residency.traffic.to_device, residency.traffic.to_host)
