@@ -97,7 +97,7 @@ DIFFERENCES_FROM_VAPO = {
 
 @pytest.mark.parametrize("preset", DIFFERENCES_FROM_VAPO)
 def test_preset_differs_from_vapo_exactly_in(preset: str, tmp_path: Path) -> None:
-    vapo = _flat(load_config(CONFIGS / "quickstart.yaml", check_paths=False).algorithm.model_dump())
+    vapo = _flat(_on_quickstart("vapo", tmp_path).algorithm.model_dump())
     other = _flat(_on_quickstart(preset, tmp_path).algorithm.model_dump())
     differences = {key: value for key, value in other.items() if value != vapo[key]}
     expected = {key: value for key, value in DIFFERENCES_FROM_VAPO[preset].items() if value != vapo[key]}
