@@ -264,6 +264,7 @@ class VerifierPool:
     @contextmanager
     def _clean_after_failure(self) -> Iterator[None]:
         """After an interrupt or a RewardError nothing of this call may reach the next one: busy workers are replaced."""
+        self._failed_starts = 0
         try:
             yield
         except BaseException:

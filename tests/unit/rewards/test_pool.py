@@ -281,3 +281,21 @@ def test_many_threads_get_their_own_verdicts(pool):
     for thread in threads:
         thread.join(60)
     assert results == {number: [True, False] * 10 for number in range(16)}
+
+
+def test_processes_that_cannot_be_started_end_the_call(monkeypatch):
+    def no_process(*args, **kwargs):
+        raise OSError("Cannot allocate memory")
+
+    with VerifierPool(2, 1.0) as pool:
+        with monkeypatch.context() as patch:
+            patch.setattr("vapo_mcore.rewards.pool.ProcessPool.schedule", no_process)
+            with pytest.raises(RewardError, match="cannot be kept alive: 3 in a row .* OSError: Cannot allocate memory"):
+                pool.grade([item("right")])
+        assert pool.grade([item("right")])[0].correct
+
+
+def test_metadata_that_cannot_be_sent_is_an_error(pool):
+    with pytest.raises(RewardError, match="cannot be handed to a worker process"):
+        pool.grade([GradeItem(BAD + "good", "a", "a", {"f": lambda: 0})])
+    assert pool.grade([item("right")])[0].correct
