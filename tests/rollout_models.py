@@ -7,11 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 EOS = 1
 VOCAB = 131
 """Odd and no multiple of 64: vLLM and Megatron pad such a vocabulary, transformers does not."""
+STORED_TWICE = "_stored_twice"
+"""Suffix of a tied model whose file has the head as well, as some tools write it."""
 MODELS = ("qwen2", "qwen2_tied", "qwen3", "llama_tied")
 PROMPTS = [[4, 13, 5, 17], [30], [100, 5, 6, 7, 8, 9, 10, 17], [4, 13, 5, 17], [60, 61, 62, 63, 64], [130, 2, 88]]
 
@@ -28,7 +31,7 @@ def write_model(name: str, folder: Path, *, seed: int = 0, dtype: torch.dtype = 
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "max_position_embeddings": 256,
-        "tie_word_embeddings": name.endswith("_tied"),
+        "tie_word_embeddings": "_tied" in name,
         "eos_token_id": EOS,
         "bos_token_id": 2,
         "pad_token_id": 0,
@@ -47,7 +50,7 @@ def write_model(name: str, folder: Path, *, seed: int = 0, dtype: torch.dtype = 
         "qwen2_tied": lambda: Qwen2Config(**common),
         "qwen3": lambda: Qwen3Config(**common, head_dim=32),
         "llama_tied": lambda: LlamaConfig(**common, head_dim=32, rope_parameters=scaling),
-    }[name]()
+    }[name.removesuffix(STORED_TWICE)]()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = _causal_lm().from_config(config, dtype=dtype)
@@ -55,6 +58,11 @@ def write_model(name: str, folder: Path, *, seed: int = 0, dtype: torch.dtype = 
             if parameter_name.endswith("bias"):
                 parameter.data.normal_(std=0.1)
     model.save_pretrained(folder)
+    if name.endswith(STORED_TWICE):
+        tensors = load_file(folder / "model.safetensors")
+        save_file(
+            tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, folder / "model.safetensors", {"format": "pt"}
+        )
     return folder
 
 

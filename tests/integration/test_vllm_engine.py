@@ -23,7 +23,7 @@ WORKER = Path(__file__).with_name("vllm_worker.py")
 
 
 def launch(folder: Path, nproc: int, tp: int, report: Path) -> dict[str, Any]:
-    result = run_torchrun(WORKER, nproc, str(folder), str(tp), str(report), timeout=300)
+    result = run_torchrun(WORKER, nproc, str(folder), str(tp), str(report), timeout=600)
     assert result.returncode == 0, result.stdout[-8000:] + result.stderr[-8000:]
     written = re.search(r"^CASES: .*?\[$(.*?)^\]$", WORKER.read_text(), re.MULTILINE | re.DOTALL)
     assert written is not None
@@ -51,7 +51,7 @@ def test_tensor_parallel_replica_samples_the_same(two_replicas: dict[str, Any], 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("model", "nproc", "tp"), [("qwen2", 4, 2), ("qwen3", 2, 2), ("llama_tied", 1, 1)])
+@pytest.mark.parametrize(("model", "nproc", "tp"), [("qwen2", 4, 2), ("qwen3", 2, 2), ("llama_tied_stored_twice", 1, 1)])
 def test_other_models_and_layouts(model: str, nproc: int, tp: int, tmp_path: Path) -> None:
     launch(write_model(model, tmp_path), nproc, tp, tmp_path / "report.json")
 

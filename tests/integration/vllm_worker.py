@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from inspect import signature
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -211,6 +212,15 @@ def wrong_names_are_refused(run: Run) -> None:
     assert [g.token_ids for g in run.sample(0.0)] == [greedy_of(run.model, prompt, MAX_TOKENS) for prompt in PROMPTS]
 
 
+def calls_of_the_gpu_path_exist(run: Run) -> None:
+    """What only a GPU can run is at least called as the installed vLLM wants it."""
+    from vllm import LLM
+    from vllm.engine.arg_utils import EngineArgs
+
+    assert "level" in signature(LLM.sleep).parameters and "tags" in signature(LLM.wake_up).parameters
+    assert {"enable_sleep_mode", "gpu_memory_utilization", "num_gpu_blocks_override"} <= set(signature(EngineArgs).parameters)
+
+
 CASES: list[Callable[[Run], None]] = [
     nothing_before_the_first_sync,
     greedy_equals_transformers,
@@ -222,6 +232,7 @@ CASES: list[Callable[[Run], None]] = [
     no_requests_for_this_replica,
     three_syncs_with_sleep_between,
     wrong_names_are_refused,
+    calls_of_the_gpu_path_exist,
 ]
 
 if __name__ == "__main__":
