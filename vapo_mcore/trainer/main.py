@@ -25,7 +25,7 @@ from vapo_mcore.trainer.console import Console
 from vapo_mcore.trainer.evaluation import Evaluator
 from vapo_mcore.trainer.loop import Run
 from vapo_mcore.trainer.models import build_models
-from vapo_mcore.trainer.run_dir import RunDirectory
+from vapo_mcore.trainer.run_dir import RunDirectory, check_run_directory
 from vapo_mcore.trainer.sampling import ResponseSampler
 from vapo_mcore.trainer.step import Trainer
 from vapo_mcore.trainer.weight_sync import WeightSync
@@ -60,15 +60,18 @@ def train(config: Config, parallel: ParallelContext, *, clean: bool) -> None:
     with ExitStack() as stack:
         console = Console(enabled=parallel.rank == 0)
         stack.callback(console.stop_progress)
-        run_dir = _make_run_directory(config, parallel, clean, stack)
+        with fail_together():
+            if parallel.rank == 0:
+                check_run_directory(config.run.dir, clean=clean)
         console.print(_headline(config))
         tokenizer, prompts, held_out = _load_data(config)
         for dataset in (prompts, held_out):
             if dataset is not None:
                 console.print(dataset.summary)
         engine = _build_engine(config, parallel)
-        models = build_models(config, parallel, console.print)
         verifiers = _start_verifiers(config, engine, stack, _verifiers(prompts, held_out))
+        models = build_models(config, parallel, console.print)
+        run_dir = _make_run_directory(config, parallel, clean, stack)
         sampler = ResponseSampler(engine, verifiers, tokenizer, config.seed)
         sync = WeightSync(models.policy, engine, verify=config.rollout.verify_weights)
         trainer = Trainer(config, parallel, models, sampler, sync, prompts.next_batch)
@@ -90,7 +93,7 @@ def _seed(seed: int) -> None:
 
 
 def _make_run_directory(config: Config, parallel: ParallelContext, clean: bool, stack: ExitStack) -> RunDirectory | None:
-    """Made by rank 0, which alone gets the writers; a fault there is a fault of all."""
+    """Made by rank 0, which alone gets the writers, once everything is there: a start that failed leaves no run behind."""
     run_dir = None
     with fail_together():
         if parallel.rank == 0:
