@@ -3,8 +3,9 @@
     python benchmarks/logprob.py [--tokens 8192]
 
 One JSON line a dtype. ``time_ratio``: over torch's cross-entropy (float32 logits, forward and backward) of the same tokens chunk by
-chunk, its gradient kept in a buffer of the logits' type, as a training step needs it. ``memory_ratio``: highest extra resident memory over the bytes of the logits shard in its own dtype, the returned gradient
-included; measured from the kernel's peak counter, which is reset before.
+chunk, its gradient kept in a buffer of the logits' type, as a training step needs it. ``memory_ratio``: highest extra resident memory
+over the bytes of the logits shard in its own dtype, the returned gradient included; measured from the kernel's peak counter, which
+is reset before.
 """
 
 from __future__ import annotations
