@@ -39,7 +39,6 @@ from vapo_mcore.rollout.stateful import StatefulEngine
 from vapo_mcore.rollout.weight_stream import listed
 
 RUN_KEY = "vapo_mcore_run"  # in vLLM's additional_config: the name of this run, for RunScopedCPUWorker
-_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _HAS_CUDA = torch.cuda.is_available()
 
 
@@ -62,7 +61,7 @@ class VllmEngine(StatefulEngine):
             warnings.simplefilter("ignore", FutureWarning)  # vLLM's own use of deprecated torch names
             self._llm = _start(_engine_arguments(folder, dtype, config, replica, max_model_len=max_model_len, seed=seed))
         super().__init__(replica, shapes, vocab_size=architecture.vocab_size, max_model_len=max_model_len)
-        self._fills_head = _require_parameters_of(self._llm, shapes, tied=architecture.tie_word_embeddings)
+        _require_parameters_of(self._llm, shapes)
         self._sleep()
 
     def _sleep(self) -> None:
@@ -80,8 +79,7 @@ class VllmEngine(StatefulEngine):
             raise RolloutError("vLLM could not drop its prefix cache after a weight sync: requests are still running")
 
     def _load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        delivered = _with_head(weights) if self._fills_head else iter(weights)
-        self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": delivered})
+        self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights)})
         self._llm.apply_model(_prepare_tied_heads)
         unloaded = self._llm.apply_model(_parameters_without_storage)[0]
         if unloaded:
@@ -214,34 +212,19 @@ def _let_modules_be_scanned() -> None:
         ffi.lib._fntab.setdefault("__dict__", {})
 
 
-def _require_parameters_of(llm: Any, shapes: dict[str, tuple[int, ...]], *, tied: bool) -> bool:
-    """vLLM's own parameters, unpacked (``qkv_proj`` -> ``q_proj``, ...), must be the HF names: then a complete sync fills all of them.
-
-    Returns whether vLLM has an output head of its own although the model is ``tied``: so it does for a folder that stores the head
-    as a second copy of the embedding. It is then given the embedding.
-    """
+def _require_parameters_of(llm: Any, shapes: dict[str, tuple[int, ...]]) -> None:
+    """vLLM's own parameters, unpacked (``qkv_proj`` -> ``q_proj``, ...), must be the HF names: then a complete sync fills all of them."""
     names, packed = llm.apply_model(lambda model: ([name for name, _ in model.named_parameters()], dict(model.packed_modules_mapping)))[0]
     unpacked: set[str] = set()
     for name in names:
         module, _, leaf = name.rpartition(".")
         parent, _, module = module.rpartition(".")
         unpacked |= {".".join(filter(None, (parent, part, leaf))) for part in packed.get(module, [module])}
-    separate_head = tied and _HEAD in unpacked
-    if separate_head:
-        unpacked.remove(_HEAD)
     if unpacked != set(shapes):
         raise RolloutError(
             "vLLM builds another model from this folder than transformers does; only in vLLM: "
             f"{listed(unpacked - set(shapes)) or 'nothing'}; only in transformers: {listed(set(shapes) - unpacked) or 'nothing'}"
         )
-    return separate_head
-
-
-def _with_head(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    for name, tensor in weights:
-        yield name, tensor
-        if name == _EMBEDDING:
-            yield _HEAD, tensor
 
 
 def _prepare_tied_heads(model: torch.nn.Module) -> None:
