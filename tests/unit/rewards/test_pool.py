@@ -290,7 +290,7 @@ def test_processes_that_cannot_be_started_end_the_call(monkeypatch):
     with VerifierPool(2, 1.0) as pool:
         with monkeypatch.context() as patch:
             patch.setattr("vapo_mcore.rewards.pool.ProcessPool.schedule", no_process)
-            with pytest.raises(RewardError, match="cannot be kept alive: 3 in a row .* OSError: Cannot allocate memory"):
+            with pytest.raises(RewardError, match=r"cannot be kept alive: 3 in a row .* OSError: Cannot allocate memory"):
                 pool.grade([item("right")])
         assert pool.grade([item("right")])[0].correct
 

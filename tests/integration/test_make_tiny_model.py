@@ -1,0 +1,39 @@
+"""The tiny model's script end to end with a few steps: a folder that other tools load, and nothing where it fails."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+
+from tests.torchrun import ROOT, run_bounded
+
+SCRIPT = ROOT / "tools" / "make_tiny_model.py"
+
+
+def test_a_few_steps(tmp_path: Path) -> None:
+    output = tmp_path / "tiny"
+    command = [sys.executable, str(SCRIPT), "--output", str(output), "--steps", "60", "--processes", "2"]
+    result = run_bounded(command, timeout=240)
+    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]
+    loss = float(re.search(r"supervised step 60/60: loss ([\d.]+)", result.stdout).group(1))  # type: ignore[union-attr]
+    assert loss < 1.2  # a uniform guess over the characters is 3.5
+    assert "400 held-out problems right" in result.stdout
+    rows = {name: [json.loads(line) for line in (output / f"{name}.jsonl").read_text().splitlines()] for name in ("train", "heldout")}
+    assert len(rows["train"]) == 6000 and len(rows["heldout"]) == 400
+    assert not {row["prompt"] for row in rows["train"]} & {row["prompt"] for row in rows["heldout"]}
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(output)
+    assert sum(parameter.numel() for parameter in model.parameters()) <= 2_000_000
+    assert AutoTokenizer.from_pretrained(output).decode([1]) == "<eos>"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["tiny"]
+    assert not (output / "untrained").exists() and not (output / "trained").exists()
+
+
+def test_a_failed_run_leaves_nothing(tmp_path: Path) -> None:
+    command = [sys.executable, str(SCRIPT), "--output", str(tmp_path / "tiny"), "--steps", "1", "--processes", "0"]
+    result = run_bounded(command, timeout=120)
+    assert result.returncode != 0
+    assert list(tmp_path.iterdir()) == []
