@@ -197,7 +197,7 @@ def test_null_resets_what_cannot_be_null(tmp_path: Path) -> None:
         ("data.train=3", "data.train: 3 must be a list"),
         ("data.train.0.kind=fil", "data.train.0: kind 'fil'; kind must be 'file' or 'reasoning_gym'"),
         ("model.dtype=float16", "model.dtype: 'float16' must be 'float32' or 'bfloat16'; did you mean"),
-        ("rollout.temperature=0", "rollout.temperature: 0 must be > 0"),
+        ("rollout.temperature=0", "rollout.temperature: 0 must be >= 0.01"),
         ("algorithm.advantage.lambda_policy.alpha=0", "algorithm.advantage.lambda_policy.alpha: 0 must be > 0"),
         ("algorithm.policy_loss.clip_low=1", "algorithm.policy_loss.clip_low: 1 must be < 1.0"),
         ("algorithm.policy_loss.dual_clip=1", "algorithm.policy_loss.dual_clip: 1 must be > 1.0"),

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 PositiveInt = Annotated[int, Field(gt=0)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
@@ -20,6 +20,15 @@ PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 UnitFloat = Annotated[float, Field(ge=0, le=1)]
 Fraction = Annotated[float, Field(gt=0, le=1)]
+
+
+def _greedy_or_sampled(temperature: float) -> float:
+    if 0 < temperature < 0.01:
+        raise ValueError(f"{temperature} must be 0 (greedy) or at least 0.01")
+    return temperature
+
+
+SamplingTemperature = Annotated[float, Field(ge=0.01, le=2)]  # what the rollout engines take
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
 Path = Annotated[str, Field(min_length=1)]
 Interval = Annotated[tuple[float, float], Field(strict=False)]
@@ -165,7 +174,7 @@ class RolloutConfig(Section):
     engine: Literal["vllm", "transformers"] = "vllm"
     tensor_parallel_size: PositiveInt | None = None  # null: parallel.tensor_model_parallel_size
     max_response_length: PositiveInt  # tokens, EOS included
-    temperature: PositiveFloat = 1.0
+    temperature: SamplingTemperature = 1.0
     top_p: Fraction = 1.0
     top_k: int = -1
     old_logprobs: Literal["recompute", "rollout"] = "recompute"
@@ -327,7 +336,7 @@ class EvalConfig(Section):
     at_start: bool = True
     at_end: bool = True
     samples_per_prompt: PositiveInt = 1
-    temperature: NonNegativeFloat = 1.0  # 0: greedy
+    temperature: Annotated[float, Field(ge=0, le=2), AfterValidator(_greedy_or_sampled)] = 1.0  # 0: greedy
     top_p: Fraction = 0.7
     max_prompts: PositiveInt | None = None
 

@@ -111,7 +111,7 @@ class PromptDataset:
                 if len(token_ids) > self._data.max_prompt_length:
                     self._overlong(name, problem, len(token_ids), faults)
                 elif not token_ids:
-                    faults.add(problem.where, None, None, "the prompt has no tokens")
+                    faults.add(problem.file, problem.row, None, "the prompt has no tokens")
                 else:
                     verdict = (problem.ground_truth, problem.source, problem.verifier, problem.metadata)
                     prompts.append(Prompt(problem.problem_id, list(token_ids), text, *verdict))
@@ -125,7 +125,7 @@ class PromptDataset:
             f"the prompt has {length} tokens, more than data.max_prompt_length = {self._data.max_prompt_length}; raise that, or set "
             "data.overlong_prompts: drop"
         )
-        faults.add(problem.where, None, None, reason)
+        faults.add(problem.file, problem.row, None, reason)
 
     def _text(self, problem: Problem, tokenizer: Tokenizer, faults: Faults) -> str | None:
         """The text to tokenize; None after a fault."""
@@ -142,7 +142,7 @@ class PromptDataset:
         try:
             return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
         except TemplateError as error:
-            faults.add(problem.where, None, None, f"the chat template refuses the messages: {error}")
+            faults.add(problem.file, problem.row, None, f"the chat template refuses the messages: {error}")
             return None
 
     def __len__(self) -> int:

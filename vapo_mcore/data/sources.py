@@ -27,8 +27,8 @@ Messages = list[dict[str, str]]
 class Problem:
     """A prompt with its ground truth as its source gives it, checked, not yet put into a template or tokenized.
 
-    ``problem_id`` is ``<source name>/<id or row number>``; ``prompt`` is a text or a list of chat messages; ``where`` names file
-    and row for messages.
+    ``problem_id`` is ``<source name>/<id or row number>``; ``prompt`` is a text or a list of chat messages; ``file`` and ``row``
+    say in messages where it stands.
     """
 
     problem_id: str
@@ -37,7 +37,8 @@ class Problem:
     source: str
     verifier: str
     metadata: dict[str, Any]
-    where: str
+    file: str
+    row: int
 
 
 @dataclass
@@ -96,8 +97,7 @@ def _from_file(source: FileSource, data: DataConfig, faults: Faults) -> Iterator
         if prompt is None or answer is None or name is None:
             continue
         rest = {key: value for key, value in row.items() if key not in (source.fields.prompt, source.fields.answer)}
-        where = f"{source.path}, row {number}"
-        yield Problem(f"{source.name}/{name}", prompt, answer, source.name, source.verifier, rest, where)
+        yield Problem(f"{source.name}/{name}", prompt, answer, source.name, source.verifier, rest, source.path, number)
     if not faults.rows[source.path] and source.path not in faults.count:
         faults.add(source.path, None, None, "the file has no rows")
 
@@ -315,4 +315,4 @@ def _procedural(source: ReasoningGymSource, faults: Faults) -> Iterator[Problem]
         # Some tasks have many right answers and give none: their scorer judges by the entry's metadata.
         answer = "" if entry["answer"] is None else str(entry["answer"])
         metadata = {"task": source.task, "options": source.options, "question": question, "entry_metadata": entry["metadata"]}
-        yield Problem(f"{source.name}/{number}", question, answer, source.name, "reasoning_gym", metadata, f"{place}, row {number}")
+        yield Problem(f"{source.name}/{number}", question, answer, source.name, "reasoning_gym", metadata, place, number)
