@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from tests.torchrun import ROOT
 from tests.unit.config_helpers import faults_of, load, write_base, write_child, write_model
 from vapo_mcore.config import Config, config_from_dict, load_config
+from vapo_mcore.config.architecture import read_architecture
 from vapo_mcore.config.schema import FileSource, ReasoningGymSource
 
 
@@ -112,21 +113,28 @@ def test_cycle_is_refused(tmp_path: Path) -> None:
         ("extends: 3", "extends: 3 must be"),
         ("extends: {a: b}", "must be the path of a YAML file, or a list of them"),
         ("[1, 2]", "holds a list, expected a mapping"),
+        ("hello", "holds the single value 'hello', expected a mapping"),
+        ("extends: null", "extends: null must be"),
         ("a: [1", "not valid YAML: line"),
     ],
 )
 def test_unreadable_files(text: str, expected: str, tmp_path: Path) -> None:
+    """Nothing is said about keys that the unreadable file may hold."""
     (tmp_path / "bad.yaml").write_text(text)
-    faults = faults_of(tmp_path, file="bad.yaml")
+    (fault,) = faults_of(tmp_path, file="bad.yaml")
+    assert expected in fault
+    (tmp_path / "child.yaml").write_text("extends: bad.yaml\nsed: 3\npolicy: {epochs: 0}\n")
+    faults = faults_of(tmp_path, file="child.yaml")
     assert expected in faults[0]
+    assert [fault.split(":")[0] for fault in faults[1:]] == ["policy.epochs", "sed"]
 
 
 def test_missing_file_and_folder_and_binary(tmp_path: Path) -> None:
     assert faults_of(tmp_path, file="none.yaml") == [f"{tmp_path}/none.yaml: no such configuration file"]
     (tmp_path / "folder.yaml").mkdir()
     assert "cannot be read" in faults_of(tmp_path, file="folder.yaml")[0]
-    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00\x01")
-    assert "cannot be read" in faults_of(tmp_path, file="binary.yaml")[0]
+    (tmp_path / "latin.yaml").write_bytes("run: {dir: é}".encode("latin-1"))
+    assert "cannot be read: not UTF-8 (byte 0xe9 at position 11)" in faults_of(tmp_path, file="latin.yaml")[0]
 
 
 def test_empty_file_lists_what_is_required(tmp_path: Path) -> None:
@@ -168,6 +176,9 @@ def test_null_resets_what_cannot_be_null(tmp_path: Path) -> None:
     assert load_config(tmp_path / "child.yaml").critic.epochs == 3
     assert load_config(tmp_path / "child.yaml", ["critic=null"]).critic.epochs == 1
     assert faults_of(tmp_path, "run.steps=null") == ["run.steps: is required"]
+    write_child(tmp_path, "eval: {every_steps: 3}\nalgorithm: {kl: {place: loss, coef: 0.1}}\n")
+    config = load_config(tmp_path / "child.yaml", ["data.eval=null", "algorithm.kl.place=null"])  # switches off what goes with them
+    assert (config.data.eval, config.eval.every_steps, config.algorithm.kl.place) == ((), 0, "off")
 
 
 @pytest.mark.parametrize(
@@ -188,21 +199,32 @@ def test_null_resets_what_cannot_be_null(tmp_path: Path) -> None:
         ("data.eval.0.fields.prompt=x", "data.eval.0.fields: unknown key; known here: kind, task, name, size, seed, weight, options"),
         ("seed=1.5", "seed: 1.5 must be a whole number"),
         ("seed='7'", "seed: '7' must be a whole number"),
-        ("seed=true", "seed: True must be a whole number"),
+        ("seed=true", "seed: true must be a whole number"),
         ("policy.optimizer.lr=fast", "policy.optimizer.lr: 'fast' must be a number"),
         ("policy.optimizer.lr=.nan", "policy.optimizer.lr: nan must be"),
         ("data.shuffle=yes", "data.shuffle: 'yes' must be true or false"),
         ("policy=3", "policy: 3 must be a mapping"),
-        ("data.train=[]", "data.train: [] must be a list with at least one entry"),
+        ("data.train=[]", "data.train: [] must be a list with at least 1 entry"),
         ("data.train=3", "data.train: 3 must be a list"),
         ("data.train.0.kind=fil", "data.train.0: kind 'fil'; kind must be 'file' or 'reasoning_gym'"),
         ("model.dtype=float16", "model.dtype: 'float16' must be 'float32' or 'bfloat16'; did you mean"),
         ("rollout.temperature=0", "rollout.temperature: 0 must be >= 0.01"),
         ("algorithm.advantage.lambda_policy.alpha=0", "algorithm.advantage.lambda_policy.alpha: 0 must be > 0"),
-        ("algorithm.policy_loss.clip_low=1", "algorithm.policy_loss.clip_low: 1 must be < 1.0"),
-        ("algorithm.policy_loss.dual_clip=1", "algorithm.policy_loss.dual_clip: 1 must be > 1.0"),
+        ("algorithm.policy_loss.clip_low=1", "algorithm.policy_loss.clip_low: 1 must be < 1"),
+        ("algorithm.policy_loss.dual_clip=1", "algorithm.policy_loss.dual_clip: 1 must be > 1"),
         ("algorithm.advantage.gamma=1.01", "algorithm.advantage.gamma: 1.01 must be <= 1"),
-        ("data.eval.0.name=a/b", "data.eval.0.name: 'a/b'"),
+        ("data.eval.0.name=a/b", "data.eval.0.name: 'a/b' must be a name: letters, digits"),
+        ("data.train=[x]", "data.train.0: 'x' must be a mapping"),
+        ("data.train={}", "data.train: {} must be a list"),
+        ("data.train.0.path=null", "data.train.0.path: null must be text"),
+        ("data.train.0.kind=null", "data.train.0: kind null; kind must be 'file' or 'reasoning_gym'"),
+        ("data=null", "data: is required"),
+        ("reward.overlong={}", "reward.overlong.cache: is required"),
+        ("reward.scale={source: [0, 1, 2]}", "reward.scale.source: [0, 1, 2] must be a list with at most 2 entries"),
+        ("reward.scale={source: [0]}", "reward.scale.source.1: is missing in the list"),
+        ("run.dir=''", "run.dir: '' must be text that is not empty"),
+        ("eval.temperature=0.001", "eval.temperature: 0.001 must be 0 (greedy) or at least 0.01"),
+        ("algorithm.kl={place: [reward, loss], coef: 0.1}", "algorithm.kl.place: ['reward', 'loss'] must be 'off', 'reward' or 'loss'"),
     ],
 )
 def test_faulty_settings(override: str, expected: str, tmp_path: Path) -> None:
@@ -255,11 +277,57 @@ def test_missing_paths_are_faults_unless_skipped(tmp_path: Path) -> None:
     assert load_config(tmp_path / "base.yaml", settings, check_paths=False).model.path == "nowhere"
 
 
-@pytest.mark.parametrize("content", ["{", "[]", '{"model_type": "gpt2"}', '{"model_type": "qwen2"}'])
+@pytest.mark.parametrize("content", ["{", "[]", '{"model_type": "gpt2"}', '{"model_type": "qwen2"}', "", "\xff", "[" * 10_000])
 def test_corrupt_model_folder(content: str, tmp_path: Path) -> None:
-    (tmp_path / "model" / "config.json").write_text(content)
+    (tmp_path / "model" / "config.json").write_bytes(content.encode("latin-1"))
     (fault,) = faults_of(tmp_path)
     assert fault.startswith("model.path: ")
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"model_type": None}, "model_type None is not supported (supported: llama"),
+        ({"hidden_size": 64.5}, "hidden_size is 64.5, it must be a positive whole number"),
+        ({"hidden_size": "64"}, "hidden_size is '64', it must be a positive whole number"),
+        ({"vocab_size": True}, "vocab_size is True, it must be"),
+        ({"num_hidden_layers": 10**10}, "num_hidden_layers is 10000000000, it must be"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads = 3 must divide num_attention_heads = 4"),
+        ({"head_dim": "x"}, "head_dim is 'x', it must be a positive whole number"),
+        ({"head_dim": -3}, "head_dim is -3, it must be"),
+        ({"max_position_embeddings": "x"}, "max_position_embeddings is 'x', it must be"),
+        ({"rms_norm_eps": float("inf")}, "rms_norm_eps is inf, it must be a positive number"),
+        ({"rope_parameters": [1]}, "rope_parameters is [1], it must be a mapping"),
+        ({"rope_parameters": {"rope_theta": "x"}}, "rope_parameters.rope_theta is 'x', it must be a positive number"),
+        ({"rope_scaling": {"type": "yarn"}}, "rope scaling type 'yarn' is not supported"),
+        ({"rope_parameters": {"rope_type": "llama3", "factor": 8}}, "rope_parameters.original_max_position_embeddings is missing"),
+        ({"use_sliding_window": True, "sliding_window": "x"}, "sliding_window = 'x' below max_position_embeddings = 512"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantised weights are not supported"),
+    ],
+)
+def test_odd_values_in_the_models_config(change: dict[str, object], expected: str, tmp_path: Path) -> None:
+    write_model(tmp_path / "model", **change)
+    (fault,) = faults_of(tmp_path)
+    assert fault.startswith("model.path: ")
+    assert expected in fault
+
+
+def test_all_faults_of_the_models_config_are_told(tmp_path: Path) -> None:
+    write_model(tmp_path / "model", hidden_size=None, head_dim=0, hidden_act="relu", rope_scaling="yarn")
+    (fault,) = faults_of(tmp_path)
+    for name in ("hidden_size", "head_dim", "hidden_act", "rope_scaling"):
+        assert f"{name} " in fault
+
+
+def test_what_the_models_config_may_leave_out(tmp_path: Path) -> None:
+    write_model(tmp_path / "model", head_dim=None, num_key_value_heads=None, max_position_embeddings=None, sliding_window=16)
+    architecture = read_architecture(tmp_path / "model")
+    assert (architecture.head_dim, architecture.num_key_value_heads, architecture.max_position_embeddings) == (32, 4, 2048)
+    scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 256}
+    write_model(tmp_path / "model", rope_parameters={"rope_type": "llama3", "rope_theta": 500.0, **scaling})
+    architecture = read_architecture(tmp_path / "model")
+    assert (architecture.rope_theta, architecture.rope_scaling) == (500.0, {"rope_type": "llama3", **scaling})
 
 
 def test_moe_model_is_refused_with_the_reason(tmp_path: Path) -> None:

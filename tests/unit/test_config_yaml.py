@@ -7,7 +7,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vapo_mcore.config.yaml_text import format_yaml, parse_yaml
+from vapo_mcore.config.yaml_text import format_yaml, parse_yaml, shown
 
 
 @pytest.mark.parametrize(
@@ -51,13 +51,27 @@ def test_merge_keys_work() -> None:
     assert parse_yaml("a: &x {p: 1, q: 2}\nb: {<<: *x, q: 3}\n") == ({"a": {"p": 1, "q": 2}, "b": {"p": 1, "q": 3}}, [])
 
 
-@pytest.mark.parametrize("text", ["a: [1", "a: b: c", "\tx: 1", "a: !!python/object/apply:os.system [ls]", "a: 1\n---\nb: 2\n", "x: \x01"])
+_MALFORMED = ["a: [1", "a: b: c", "\tx: 1", "a: !!python/object/apply:os.system [ls]", "a: 1\n---\nb: 2\n", "x: \x01", "a: <<: 3"]
+_WRONG_TAGS = ["a: !!timestamp x", "a: !!set {b}", "a: !!binary x", "a: !!int x", "a: !!int ''", "a: !!float ''", "a: !!bool x"]
+_ENDLESS = ["a: &x {b: *x}", "a: &x [[*x]]", "&x [*x]", "[" * 2000, "{a: " * 2000, "a: " + "9" * 5000]
+
+
+@pytest.mark.parametrize("text", [*_MALFORMED, *_WRONG_TAGS, *_ENDLESS], ids=lambda text: text[:20])
 def test_malformed_documents_are_refused(text: str) -> None:
     document, faults = parse_yaml(text)
     assert document is None
     assert len(faults) == 1
     assert faults[0].startswith("not valid YAML")
     assert "\n" not in faults[0]
+
+
+def test_aliases_work_where_they_do_not_contain_themselves() -> None:
+    assert parse_yaml("a: &x [1]\nb: [*x, *x]\nc: {d: *x}\n") == ({"a": [1], "b": [[1], [1]], "c": {"d": [1]}}, [])
+
+
+def test_values_in_messages_are_written_as_in_yaml() -> None:
+    assert shown({"a": (None, True, "b"), "c": 1.5}) == "{a: [null, true, 'b'], c: 1.5}"
+    assert shown("x" * 300) == "'" + "x" * 196 + "..."
 
 
 _TEXT = st.text(alphabet=st.characters(codec="utf-8", exclude_characters="\x85\u2028\u2029", exclude_categories=("Cc", "Cs")), max_size=12)

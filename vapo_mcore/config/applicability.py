@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from vapo_mcore.config.layers import Fault, Key, Tree, dotted
+from vapo_mcore.config.layers import Fault, Key, Tree, dotted, overlap
 from vapo_mcore.config.schema import Config
+from vapo_mcore.config.yaml_text import shown
 
 
 @dataclass(frozen=True)
@@ -112,15 +113,20 @@ INAPPLICABLE: tuple[Inapplicable, ...] = (
 )
 
 
-def resolve_inapplicable(config: Config, tree: Tree) -> tuple[set[Key], list[Fault]]:
-    """Keys of ``tree`` that give way to a later switch, and faults for those that contradict their mode."""
+def resolve_inapplicable(config: Config, tree: Tree, resets: Tree, faulty: set[str]) -> tuple[set[Key], list[Fault]]:
+    """Keys of ``tree`` that give way to a later switch, and faults for those that contradict their mode.
+
+    ``resets``: keys set back to their defaults by ``null``, which is a switch too. A mode whose switch is among the ``faulty``
+    dotted keys is not known, and nothing is said about it.
+    """
+    given = {**tree, **resets}
     dropped: set[Key] = set()
     faults: list[Fault] = []
     reported: set[Key] = set()
     for entry in INAPPLICABLE:
-        if not entry.when(config):
+        if not entry.when(config) or any(overlap(switch, bad) for switch in entry.switches for bad in faulty):
             continue
-        switch_layer = max((tree[key].layer for name in entry.switches for key in _below(tree, name)), default=-1)
+        switch_layer = max((given[key].layer for name in entry.switches for key in _below(given, name)), default=-1)
         for name in entry.keys:
             for key in _below(tree, name):
                 if tree[key].value is None or tree[key].value == {}:
@@ -130,7 +136,7 @@ def resolve_inapplicable(config: Config, tree: Tree) -> tuple[set[Key], list[Fau
                 elif key not in reported:
                     reported.add(key)
                     state = " and ".join(f"{switch} = {_value(config, switch)}" for switch in entry.switches)
-                    faults.append(Fault(dotted(key), f"{tree[key].value!r} has no effect with {state}: {entry.reason}; remove it"))
+                    faults.append(Fault(dotted(key), f"{shown(tree[key].value)} has no effect with {state}: {entry.reason}; remove it"))
     return dropped, [fault for fault in faults if tuple(fault.where.split(".")) not in dropped]
 
 
@@ -148,4 +154,4 @@ def _value(config: Config, name: str) -> str:
     value: object = config
     for part in name.split("."):
         value = getattr(value, part)
-    return repr(value) if isinstance(value, str | int | bool | tuple | type(None)) else "given"
+    return shown(value) if isinstance(value, str | int | bool | tuple | type(None)) else "given"

@@ -7,6 +7,9 @@ One reader for everybody: the config checks (heads divisible by TP), the Megatro
 from __future__ import annotations
 
 import json
+import math
+import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -15,7 +18,9 @@ from typing import Any
 from vapo_mcore.errors import CheckpointError
 
 _FAMILY_BY_MODEL_TYPE = {"llama": "llama", "mistral": "mistral", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3_moe": "qwen3_moe"}
+_SIZES = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
 _KNOWN_ROPE_TYPES = ("default", "llama3")
+_LLAMA3_SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
 
 @dataclass(frozen=True)
@@ -53,15 +58,18 @@ class ModelArchitecture:
 
 
 def read_architecture(folder: str | Path) -> ModelArchitecture:
-    """Read ``config.json`` of a HF model folder. Raises CheckpointError naming the folder, the key and what is supported."""
+    """Read ``config.json`` of a HF model folder. Raises CheckpointError naming the folder, the keys and what is supported."""
+    if not os.path.isdir(folder):
+        state = "is not a folder" if os.path.exists(folder) else "does not exist"
+        raise CheckpointError(f"model folder {str(folder)!r} {state}; give a Hugging Face model folder with a config.json")
     path = Path(folder) / "config.json"
-    if not Path(folder).is_dir():
-        raise CheckpointError(f"model folder {str(folder)!r} does not exist; give a Hugging Face model folder with a config.json")
     if not path.is_file():
         raise CheckpointError(f"{str(folder)!r} has no config.json, so it is not a Hugging Face model folder")
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:  # of JSON, of UTF-8
         raise CheckpointError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(raw, dict):
         raise CheckpointError(f"{path} holds {type(raw).__name__}, expected a JSON object")
@@ -69,78 +77,119 @@ def read_architecture(folder: str | Path) -> ModelArchitecture:
 
 
 def architecture_from_config(raw: dict[str, Any], where: str = "config.json") -> ModelArchitecture:
-    """Translate a parsed HF ``config.json``; ``where`` names the file in messages."""
-    model_type = raw.get("model_type")
-    family = _FAMILY_BY_MODEL_TYPE.get(str(model_type))
-    if family is None:
-        near = get_close_matches(str(model_type), _FAMILY_BY_MODEL_TYPE, n=1, cutoff=0.3)
-        hint = f"; nearest supported: {near[0]!r}" if near else ""
-        supported = ", ".join(sorted(_FAMILY_BY_MODEL_TYPE))
-        raise CheckpointError(f"{where}: model_type {model_type!r} is not supported (supported: {supported}){hint}")
+    """Translate a parsed HF ``config.json``; ``where`` names the file in messages. All faults are in one CheckpointError."""
+    family = _family(raw, where)
     moe = family == "qwen3_moe"
-    required = ["num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size", "rms_norm_eps"]
-    if moe:
-        experts_key = "num_local_experts" if "num_local_experts" in raw else "num_experts"  # transformers 5 and 4
-        required += [experts_key, "num_experts_per_tok", "moe_intermediate_size"]
-    bad = [f"{key} = {raw.get(key)!r}" for key in required if not _positive_number(raw.get(key))]
-    if bad:
-        raise CheckpointError(f"{where}: missing or not a positive number: {', '.join(bad)}")
-    heads = int(raw["num_attention_heads"])
-    kv_heads = raw.get("num_key_value_heads") or heads
-    if not _positive_number(kv_heads) or heads % int(kv_heads):
-        raise CheckpointError(f"{where}: num_key_value_heads = {kv_heads!r} must divide num_attention_heads = {heads}")
-    if raw.get("hidden_act", "silu") != "silu":
-        raise CheckpointError(f"{where}: hidden_act {raw['hidden_act']!r} is not supported, only 'silu'")
-    _refuse_sliding_window(raw, family, where)
-    if moe and (raw.get("mlp_only_layers") or raw.get("decoder_sparse_step", 1) != 1):
-        raise CheckpointError(
-            f"{where}: mixtures of experts with some dense layers (mlp_only_layers, decoder_sparse_step) are not supported"
-        )
-    theta, scaling = _rope(raw, where)
+    experts_key = "num_local_experts" if "num_local_experts" in raw else "num_experts"  # transformers 5 and 4
+    keys = _Keys(raw)
+    sizes = {name: keys.size(name) for name in _SIZES}
+    experts = {name: keys.size(name) for name in (experts_key, "num_experts_per_tok", "moe_intermediate_size")} if moe else {}
+    head_dim, kv_heads = keys.size("head_dim", optional=True), keys.size("num_key_value_heads", optional=True)
+    positions = keys.size("max_position_embeddings", optional=True) or 2048
+    epsilon = keys.number("rms_norm_eps")
+    theta, scaling = _rope(keys)
+    faults = [*keys.faults, *_unsupported(raw, family, positions)]
+    heads = sizes["num_attention_heads"]
+    if heads and kv_heads and heads % kv_heads:
+        faults.append(f"num_key_value_heads = {kv_heads} must divide num_attention_heads = {heads}")
+    if faults:
+        raise CheckpointError(f"{where}: {'; '.join(faults)}")
     attention_bias = bool(raw.get("attention_bias", False))
     return ModelArchitecture(
         family=family,
-        num_layers=int(raw["num_hidden_layers"]),
-        hidden_size=int(raw["hidden_size"]),
-        ffn_hidden_size=int(raw["intermediate_size"]),
+        num_layers=sizes["num_hidden_layers"],
+        hidden_size=sizes["hidden_size"],
+        ffn_hidden_size=sizes["intermediate_size"],
         num_attention_heads=heads,
-        num_key_value_heads=int(kv_heads),
-        head_dim=int(raw.get("head_dim") or int(raw["hidden_size"]) // heads),
-        vocab_size=int(raw["vocab_size"]),
-        max_position_embeddings=int(raw.get("max_position_embeddings", 2048)),
-        rms_norm_eps=float(raw["rms_norm_eps"]),
+        num_key_value_heads=kv_heads or heads,
+        head_dim=head_dim or sizes["hidden_size"] // heads,
+        vocab_size=sizes["vocab_size"],
+        max_position_embeddings=positions,
+        rms_norm_eps=epsilon,
         rope_theta=theta,
         rope_scaling=scaling,
         tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
         qkv_bias=family == "qwen2" or attention_bias,
         attention_output_bias=family != "qwen2" and attention_bias,
         qk_norm=family in ("qwen3", "qwen3_moe"),
-        num_experts=int(raw[experts_key]) if moe else None,
-        num_experts_per_token=int(raw["num_experts_per_tok"]) if moe else None,
-        moe_ffn_hidden_size=int(raw["moe_intermediate_size"]) if moe else None,
+        num_experts=experts.get(experts_key),
+        num_experts_per_token=experts.get("num_experts_per_tok"),
+        moe_ffn_hidden_size=experts.get("moe_intermediate_size"),
         norm_topk_prob=bool(raw.get("norm_topk_prob", False)),
     )
 
 
-def _positive_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+def _family(raw: dict[str, Any], where: str) -> str:
+    model_type = raw.get("model_type")
+    family = _FAMILY_BY_MODEL_TYPE.get(str(model_type))
+    if family is None:
+        near = get_close_matches(str(model_type), _FAMILY_BY_MODEL_TYPE, n=1, cutoff=0.3)
+        hint = f"; nearest supported: {near[0]!r}" if near else ""
+        supported = ", ".join(sorted(_FAMILY_BY_MODEL_TYPE))
+        given = f"model_type {model_type!r} is not supported" if "model_type" in raw else "has no model_type"
+        raise CheckpointError(f"{where}: {given} (supported: {supported}){hint}")
+    return family
 
 
-def _refuse_sliding_window(raw: dict[str, Any], family: str, where: str) -> None:
-    """Sliding-window attention changes results silently where it is ignored, so an active window is refused."""
-    active = raw.get("use_sliding_window", False) if family.startswith("qwen") else raw.get("sliding_window") is not None
-    window, limit = raw.get("sliding_window"), raw.get("max_position_embeddings", 0)
-    if active and window is not None and window < limit:
-        raise CheckpointError(f"{where}: sliding_window = {window} below max_position_embeddings = {limit} is not supported")
+class _Keys:
+    """Typed reading of a mapping of numbers: what is wrong goes to ``faults``, and a stand-in of 0 is returned."""
+
+    def __init__(self, raw: dict[str, Any], prefix: str = "") -> None:
+        self.raw, self.prefix = raw, prefix
+        self.faults: list[str] = []
+
+    def size(self, name: str, *, optional: bool = False) -> int:
+        value = self.raw.get(name)
+        if optional and value is None:
+            return 0
+        if isinstance(value, int) and not isinstance(value, bool) and 0 < value < 2**31:
+            return value
+        return int(self._fault(name, "a positive whole number"))
+
+    def number(self, name: str) -> float:
+        value = self.raw.get(name)
+        if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf:
+            return float(value)
+        return self._fault(name, "a positive number")
+
+    def _fault(self, name: str, expected: str) -> float:
+        given = f"is {self.raw[name]!r}, it must be {expected}" if name in self.raw else "is missing"
+        self.faults.append(f"{self.prefix}{name} {given}")
+        return 0.0
 
 
-def _rope(raw: dict[str, Any], where: str) -> tuple[float, dict[str, Any] | None]:
+def _unsupported(raw: dict[str, Any], family: str, positions: int) -> Iterator[str]:
+    """What the models here cannot compute, or would compute differently without a word."""
+    if raw.get("hidden_act", "silu") != "silu":
+        yield f"hidden_act {raw['hidden_act']!r} is not supported, only 'silu'"
+    if raw.get("quantization_config"):
+        yield "quantization_config: quantised weights are not supported; dequantise the model first"
+    # Ignoring an active window would change results silently. Qwen models name one that they do not use.
+    active = raw.get("use_sliding_window", False) if family.startswith("qwen") else True
+    window = raw.get("sliding_window")
+    if active and window is not None and not (isinstance(window, int) and window >= positions):
+        yield f"sliding_window = {window!r} below max_position_embeddings = {positions} is not supported"
+    if family == "qwen3_moe" and (raw.get("mlp_only_layers") or raw.get("decoder_sparse_step", 1) != 1):
+        yield "mixtures of experts with some dense layers (mlp_only_layers, decoder_sparse_step) are not supported"
+
+
+def _rope(keys: _Keys) -> tuple[float, dict[str, Any] | None]:
     """Both spellings: ``rope_parameters`` (transformers 5) and ``rope_theta`` + ``rope_scaling`` (4)."""
-    params = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
-    theta = float(params.pop("rope_theta", None) or raw.get("rope_theta") or 10000.0)
+    raw = keys.raw
+    name = "rope_parameters" if raw.get("rope_parameters") else "rope_scaling"
+    params = raw.get(name) or {}
+    if not isinstance(params, dict):
+        keys.faults.append(f"{name} is {params!r}, it must be a mapping")
+        return 0.0, None
+    inner = _Keys({**params, "rope_theta": params.get("rope_theta") or raw.get("rope_theta") or 10000.0}, f"{name}.")
+    theta = inner.number("rope_theta")
     kind = params.get("rope_type", params.get("type", "default"))
     if kind not in _KNOWN_ROPE_TYPES:
-        raise CheckpointError(f"{where}: rope scaling type {kind!r} is not supported (supported: {', '.join(_KNOWN_ROPE_TYPES)})")
-    if kind == "default":
-        return theta, None
-    return theta, params
+        inner.faults.append(f"rope scaling type {kind!r} is not supported (supported: {', '.join(_KNOWN_ROPE_TYPES)})")
+    scaling = None
+    if kind == "llama3":
+        for key in _LLAMA3_SCALING:
+            inner.number(key)
+        scaling = {key: value for key, value in params.items() if key != "rope_theta"}
+    keys.faults += inner.faults
+    return theta, scaling

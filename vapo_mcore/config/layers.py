@@ -8,12 +8,13 @@ when a later layer switches to a mode that has no use for it, while the same con
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vapo_mcore.config.yaml_text import parse_yaml
+from vapo_mcore.config.yaml_text import parse_yaml, shown
 
 Key = tuple[str, ...]
 
@@ -42,14 +43,19 @@ def dotted(key: Iterable[object]) -> str:
     return ".".join(str(part) for part in key)
 
 
+def overlap(one: str, other: str) -> bool:
+    """Whether two dotted keys are the same, or one a section that holds the other."""
+    return one == other or one.startswith(other + ".") or other.startswith(one + ".")
+
+
 def put(tree: Tree, key: Key, value: Any, layer: int) -> None:
     """Set a leaf or merge a mapping below ``key``."""
     if isinstance(value, dict) and value:
         for name, item in value.items():
             put(tree, (*key, name), item, layer)
         return
-    if value == {} and any(other[: len(key)] == key for other in tree):
-        return  # an empty mapping adds nothing to what is there
+    if value == {} and any(len(other) > len(key) and other[: len(key)] == key for other in tree):
+        return  # an empty mapping adds nothing to the mapping that is there
     for other in [other for other in tree if other[: len(key)] == key or key[: len(other)] == other]:
         del tree[other]
     tree[key] = Setting(value, layer)
@@ -66,52 +72,59 @@ def nested(tree: Tree) -> dict[str, Any]:
     return result
 
 
-def read_layers(path: Path, faults: list[Fault]) -> tuple[Tree, int]:
-    """Read a file and all that it extends. Returns the tree and the number of layers."""
-    files: list[tuple[Path, dict[str, Any]]] = []
-    _collect(path, (), files, faults)
+def read_layers(path: Path, faults: list[Fault]) -> tuple[Tree, int, bool]:
+    """Read a file and all that it extends. Returns the tree, the number of layers and whether every file could be read."""
+    files: list[dict[str, Any]] = []
+    complete = _collect(path, (), files, faults)
     tree: Tree = {}
-    for layer, (_, document) in enumerate(files):
+    for layer, document in enumerate(files):
         put(tree, (), document, layer)
     tree.pop((), None)  # what an empty file leaves
-    return tree, len(files)
+    return tree, len(files), complete
 
 
-def _collect(path: Path, chain: tuple[Path, ...], files: list[tuple[Path, dict[str, Any]]], faults: list[Fault]) -> None:
-    """Append the documents of ``path`` in merge order: what it extends first, itself last."""
-    resolved = path.resolve()
+def _collect(path: Path, chain: tuple[str, ...], files: list[dict[str, Any]], faults: list[Fault]) -> bool:
+    """Append the documents of ``path`` in merge order: what it extends first, itself last. Returns whether all could be read."""
+    resolved = os.path.realpath(path)
     if resolved in chain:
-        loop = " -> ".join(str(p.name) for p in (*chain[chain.index(resolved) :], resolved))
+        loop = " -> ".join(os.path.basename(p) for p in (*chain[chain.index(resolved) :], resolved))
         faults.append(Fault(str(path), f"extends itself in a cycle: {loop}"))
-        return
+        return False
     document = _read_document(path, faults)
+    if document is None:
+        return False
+    complete = True
     parents = document.pop("extends", [])
     parents = [parents] if isinstance(parents, str) else parents
-    if not isinstance(parents, list) or not all(isinstance(parent, str) and parent for parent in parents):
-        faults.append(Fault(str(path), f"extends: {parents!r} must be the path of a YAML file, or a list of them"))
-        parents = []
+    if not isinstance(parents, list) or not all(isinstance(parent, str) and parent and "\0" not in parent for parent in parents):
+        faults.append(Fault(str(path), f"extends: {shown(parents)} must be the path of a YAML file, or a list of them"))
+        parents, complete = [], False
     for parent in parents:
-        _collect(path.parent / parent, (*chain, resolved), files, faults)
-    files.append((path, document))
+        complete &= _collect(path.parent / parent, (*chain, resolved), files, faults)
+    files.append(document)
+    return complete
 
 
-def _read_document(path: Path, faults: list[Fault]) -> dict[str, Any]:
+def _read_document(path: Path, faults: list[Fault]) -> dict[str, Any] | None:
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_bytes().decode("utf-8-sig")
     except FileNotFoundError:
         faults.append(Fault(str(path), "no such configuration file"))
-        return {}
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        faults.append(Fault(str(path), f"cannot be read: {reason}"))
-        return {}
+        return None
+    except OSError as error:
+        faults.append(Fault(str(path), f"cannot be read: {error.strerror or error}"))
+        return None
+    except UnicodeDecodeError as error:
+        faults.append(Fault(str(path), f"cannot be read: not UTF-8 (byte 0x{error.object[error.start]:02x} at position {error.start})"))
+        return None
     document, messages = parse_yaml(text)
     faults.extend(Fault(str(path), message) for message in messages)
     if document is None:
-        return {}
+        return None if messages else {}
     if not isinstance(document, dict):
-        faults.append(Fault(str(path), f"holds a {type(document).__name__}, expected a mapping of keys to values"))
-        return {}
+        kind = "a list" if isinstance(document, list) else f"the single value {shown(document)}"
+        faults.append(Fault(str(path), f"holds {kind}, expected a mapping of keys to values"))
+        return None
     return document
 
 
@@ -159,7 +172,7 @@ def _put_inside(node: Any, key: Key, value: Any) -> str | None:
         if slot == len(node):
             node.append({})
     elif not isinstance(node, dict):
-        return f"{name!r} cannot be set inside the value {node!r}"
+        return f"{name!r} cannot be set inside the value {shown(node)}"
     if len(key) == 1:
         node[slot] = value
         return None

@@ -15,7 +15,7 @@ from vapo_mcore.config.architecture import ModelArchitecture
 from vapo_mcore.config.layers import Fault, Key, Setting, Tree, apply_overrides, dotted, nested, put, read_layers
 from vapo_mcore.config.rules import Subject, broken_rules, missing_paths, read_model
 from vapo_mcore.config.schema import Config, FileSource, ReasoningGymSource
-from vapo_mcore.config.yaml_text import format_yaml
+from vapo_mcore.config.yaml_text import format_yaml, shown
 from vapo_mcore.errors import ConfigError
 
 # Stand-ins for required keys that are missing or faulty, so that the other rules can still be checked; never used in a run.
@@ -30,6 +30,7 @@ _STAND_INS: dict[Key, Any] = {
 }
 
 
+_REQUIRED = "is required"
 _SOURCES: dict[str, type[BaseModel]] = {"file": FileSource, "reasoning_gym": ReasoningGymSource}
 
 
@@ -40,9 +41,9 @@ def load_config(path: str | Path, overrides: Iterable[str] = (), *, check_paths:
     architecture, data files). Raises ConfigError listing all faults, each with the dotted path of its key.
     """
     faults: list[Fault] = []
-    tree, layers = read_layers(Path(path), faults)
+    tree, layers, complete = read_layers(Path(path), faults)
     apply_overrides(tree, overrides, layers, faults)
-    return _build(tree, faults, f"configuration {path}", check_paths)
+    return _build(tree, faults, f"configuration {path}", check_paths, complete)
 
 
 def config_from_dict(settings: dict[str, Any], *, check_paths: bool = True) -> Config:
@@ -52,15 +53,14 @@ def config_from_dict(settings: dict[str, Any], *, check_paths: bool = True) -> C
     return _build(tree, [], "configuration", check_paths)
 
 
-def _build(tree: Tree, faults: list[Fault], what: str, check_paths: bool) -> Config:
-    if not tree and faults:  # nothing could be read: no use in listing every required key as missing
-        raise _error(what, faults)
-    _drop_resetting_nulls(tree)
+def _build(tree: Tree, faults: list[Fault], what: str, check_paths: bool, complete: bool = True) -> Config:
+    """The Config of a tree. ``complete``: no file is missing; else absent keys are not faults, nor is what depends on them."""
+    resets = _drop_resetting_nulls(tree)
     config, field_faults = _validate(tree)
-    faults += field_faults
-    if config is None:
+    faults += field_faults if complete else [fault for fault in field_faults if fault.message != _REQUIRED]
+    if config is None or not complete:
         raise _error(what, faults)
-    dropped, contradictions = resolve_inapplicable(config, tree)
+    dropped, contradictions = resolve_inapplicable(config, tree, resets, {fault.where for fault in faults})
     if dropped:
         for key in dropped:
             del tree[key]
@@ -141,40 +141,50 @@ def _without_union_tags(location: tuple[int | str, ...]) -> tuple[int | str, ...
     )
 
 
-_KINDS = {
+_EXPECTED = {
     "int_type": "a whole number",
     "int_from_float": "a whole number",
     "float_type": "a number",
     "bool_type": "true or false",
     "string_type": "text",
+    "string_too_short": "text that is not empty",
     "model_type": "a mapping",
+    "model_attributes_type": "a mapping",
     "dict_type": "a mapping",
     "tuple_type": "a list",
     "finite_number": "a finite number",
-    "too_short": "a list with at least one entry",
 }
+_BOUNDS = {"greater_than": ("gt", ">"), "greater_than_equal": ("ge", ">="), "less_than": ("lt", "<"), "less_than_equal": ("le", "<=")}
 
 
 def _message(item: Any) -> str:
     kind, value, context = item["type"], item.get("input"), item.get("ctx", {})
     if kind == "missing":
-        return "is required"
+        # The entries of a list of fixed length are required too; what is missing there has a number for a name.
+        return _REQUIRED if isinstance(item["loc"][-1], str) else "is missing in the list"
     if kind == "extra_forbidden":
         return _unknown_key(item["loc"])
     if kind == "literal_error":
-        return f"{value!r} must be {context['expected']}" + _did_you_mean(
+        return f"{shown(value)} must be {context['expected']}" + _did_you_mean(
             str(value), context["expected"].replace("'", "").replace(" or ", ", ").split(", ")
         )
     if kind in ("union_tag_invalid", "union_tag_not_found"):
-        given = f"kind {context['tag']!r}" if "tag" in context else "a source without kind"
+        given = f"kind {shown(value.get('kind'))}" if "tag" in context else "a source without kind"
         return f"{given}; kind must be 'file' or 'reasoning_gym'"
-    if kind in _KINDS:
-        return f"{value!r} must be {_KINDS[kind]}"
-    bounds = {"greater_than": ("gt", ">"), "greater_than_equal": ("ge", ">="), "less_than": ("lt", "<"), "less_than_equal": ("le", "<=")}
-    if kind in bounds:
-        name, sign = bounds[kind]
-        return f"{value!r} must be {sign} {context[name]}"
-    return f"{value!r}: {item['msg'][0].lower()}{item['msg'][1:]}"
+    if kind in _EXPECTED:
+        return f"{shown(value)} must be {_EXPECTED[kind]}"
+    if kind in _BOUNDS:
+        name, sign = _BOUNDS[kind]
+        return f"{shown(value)} must be {sign} {context[name]:.12g}"
+    if kind in ("too_short", "too_long"):
+        limit = context.get("min_length", context.get("max_length"))
+        number = f"at least {limit}" if kind == "too_short" else f"at most {limit}"
+        return f"{shown(value)} must be a list with {number} {'entry' if limit == 1 else 'entries'}"
+    if kind == "string_pattern_mismatch":
+        return f"{shown(value)} must be a name: letters, digits, '_', '-' and '.', with a letter or digit first"
+    if kind == "value_error":  # of our own validators, whose messages name the value
+        return str(context["error"])
+    return f"{shown(value)}: {item['msg'][0].lower()}{item['msg'][1:]}"
 
 
 def _unknown_key(location: tuple[int | str, ...]) -> str:
@@ -224,8 +234,9 @@ def all_keys(model: type[BaseModel] = Config, prefix: str = "") -> list[str]:
     return keys
 
 
-def _drop_resetting_nulls(tree: Tree) -> None:
-    """``null`` for a key that cannot be null means "not given"."""
+def _drop_resetting_nulls(tree: Tree) -> Tree:
+    """``null`` for a key that cannot be null means "not given". Returns what was dropped."""
+    dropped: Tree = {}
     for key in [key for key, setting in tree.items() if setting.value is None]:
         model: type[BaseModel] | None = Config
         nullable = False
@@ -237,7 +248,8 @@ def _drop_resetting_nulls(tree: Tree) -> None:
             nullable = NoneType in get_args(field.annotation)
             model = next(iter(_models_in(field.annotation)), None)
         if not nullable:
-            del tree[key]
+            dropped[key] = tree.pop(key)
+    return dropped
 
 
 # --- output -----------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vapo_mcore.config.architecture import ModelArchitecture, read_architecture
-from vapo_mcore.config.layers import Fault
+from vapo_mcore.config.layers import Fault, overlap
 from vapo_mcore.config.schema import GROUP_ESTIMATORS, Config, FileSource, ParallelConfig
 from vapo_mcore.errors import CheckpointError
 
@@ -49,15 +49,11 @@ def broken_rules(subject: Subject, faulty: set[str]) -> Iterator[Fault]:
     for entry in RULES:
         if entry.needs_architecture and subject.architecture is None:
             continue
-        if any(_overlap(key, bad) for key in entry.keys for bad in faulty):
+        if any(overlap(key, bad) for key in entry.keys for bad in faulty):
             continue
         message = entry.check(subject)
         if message:
             yield Fault(entry.keys[0], message)
-
-
-def _overlap(one: str, other: str) -> bool:
-    return one == other or one.startswith(other + ".") or other.startswith(one + ".")
 
 
 def read_model(key: str, folder: str, faults: list[Fault]) -> ModelArchitecture | None:

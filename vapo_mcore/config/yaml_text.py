@@ -1,6 +1,7 @@
 """YAML in and out with the scalars of YAML 1.2: ``off`` and ``no`` are strings, ``1e-6`` is a number, a date stays text.
 
-Reading refuses duplicate keys and keys that are not strings, all of them at once, each with its line.
+Reading refuses duplicate keys and keys that are not strings, all of them at once, each with its line. Of explicit tags
+(``!!int``) only those of the scalars above, lists and mappings are known.
 """
 
 from __future__ import annotations
@@ -31,6 +32,11 @@ def _resolvers() -> dict[str, list[tuple[str, re.Pattern[str]]]]:
 
 class _Loader(yaml.SafeLoader):
     yaml_implicit_resolvers = _resolvers()
+    yaml_constructors = {  # noqa: RUF012 (an instance variable to the type stubs)
+        tag: constructor
+        for tag, constructor in yaml.SafeLoader.yaml_constructors.items()
+        if tag is None or tag.rsplit(":", 1)[-1] in ("null", "bool", "int", "float", "str", "seq", "map")
+    }
 
     def __init__(self, stream: str) -> None:
         super().__init__(stream)
@@ -79,9 +85,26 @@ def parse_yaml(text: str) -> tuple[Any, list[str]]:
             loader.dispose()
     except yaml.YAMLError as error:
         return None, [f"not valid YAML: {_one_line(error)}"]
-    except (ValueError, RecursionError) as error:
-        return None, [f"not valid YAML: {error}"]
+    except RecursionError:
+        return None, ["not valid YAML: nested too deeply"]
+    except (ValueError, LookupError) as error:  # an explicit tag that its text contradicts, a number of thousands of digits
+        return None, [f"not valid YAML: a value does not have the type it claims: {error}"]
+    if _contains_itself(document, set(), set()):
+        return None, ["not valid YAML: an alias (*) stands inside the value it names"]
     return document, loader.faults
+
+
+def _contains_itself(node: Any, open_nodes: set[int], done: set[int]) -> bool:
+    if not isinstance(node, dict | list) or id(node) in done:
+        return False
+    if id(node) in open_nodes:
+        return True
+    open_nodes.add(id(node))
+    if any(_contains_itself(item, open_nodes, done) for item in (node.values() if isinstance(node, dict) else node)):
+        return True
+    open_nodes.remove(id(node))
+    done.add(id(node))
+    return False
 
 
 def _one_line(error: yaml.YAMLError) -> str:
@@ -93,3 +116,19 @@ def _one_line(error: yaml.YAMLError) -> str:
 
 def format_yaml(document: Any) -> str:
     return yaml.dump(document, Dumper=_Dumper, sort_keys=False, default_flow_style=False, allow_unicode=True, width=120)
+
+
+def shown(value: Any, limit: int = 200) -> str:
+    """A value as a message shows it: on one line, null and true as in YAML, text in quotes, cut after ``limit`` characters."""
+    text = _flow(value)
+    return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def _flow(value: Any) -> str:
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{name}: {_flow(item)}" for name, item in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_flow, value)) + "]"
+    return repr(value)
