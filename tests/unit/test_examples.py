@@ -119,6 +119,20 @@ def test_preset_settings_outside_the_algorithm(tmp_path: Path) -> None:
     assert (dapo.reward.scale.source, dapo.reward.scale.target) == ((0, 1), (-1, 1))
 
 
+@pytest.mark.parametrize("preset", ["vapo", "vapo_wo_group_sampling", "ppo"])
+def test_a_preset_alone_draws_the_papers_batch(preset: str) -> None:
+    required = [
+        "run={dir: unused, steps: 1}",
+        "model.path=unused",
+        "batch.max_tokens_per_microbatch=8192",
+        "data={train: [{kind: reasoning_gym, task: chain_sum, size: 1}], max_prompt_length: 1024}",
+        "rollout.max_response_length=4096",
+    ]
+    batch = load_config(CONFIGS / "presets" / f"{preset}.yaml", required, check_paths=False).batch
+    assert (batch.responses_per_step, batch.mini_batch_size, batch.updates_per_step) == (8192, 512, 16)
+    assert batch.responses_per_prompt == (16 if preset == "vapo" else 1)
+
+
 def _flat(tree: dict[str, object], prefix: str = "") -> dict[str, object]:
     flat: dict[str, object] = {}
     for key, value in tree.items():
