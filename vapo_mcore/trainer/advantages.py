@@ -70,10 +70,11 @@ class AdvantageEstimator:
         if settings.kind == "length_adaptive":
             return length_adaptive_lambda(lengths, settings.alpha)
         if settings.kind == "sigmoid":
-            trained = lengths[experience.trainable].double()
-            if trained.numel() == 0:
+            # The statistics are of the whole rollout: a cut response that carries no loss counts too.
+            rollout = experience.rows.response_length[experience.rows.graded].double()
+            if rollout.numel() == 0:
                 return torch.zeros(lengths.numel(), dtype=torch.float64)
-            return sigmoid_lambda(lengths, settings.min, settings.max, float(trained.mean()), float(trained.std(correction=0)))
+            return sigmoid_lambda(lengths, settings.min, settings.max, float(rollout.mean()), float(rollout.std(correction=0)))
         return torch.full((lengths.numel(),), settings.value, dtype=torch.float64)
 
     def returns(self, experience: Experience, *, monte_carlo: bool = False) -> None:

@@ -71,6 +71,15 @@ def test_length_adaptive_lambda_leaves_the_returns_alone():
     assert sum(row["gae/lambda_histogram"]) == 3
 
 
+def test_sigmoid_lambda_is_relative_to_the_lengths_of_the_whole_rollout():
+    config = make_config(advantage={"lambda_policy": {"kind": "sigmoid", "min": 0.3, "max": 0.95}, "truncation": "mask"})
+    rows = make_rows([4, 8, 12, 30], [1.0, 0.0, 0.0, 0.0], graded=[True, True, True, False], cut=[2])
+    lam = AdvantageEstimator(config, None).lambdas(make_experience(config, rows))
+    std = math.sqrt(32 / 3)  # of 4, 8 and 12: the cut response counts, the one without a verdict does not
+    expected = [0.3 + 0.65 / (1 + math.exp(-(length - 8) / std)) for length in (4, 8)]
+    assert lam[:2].tolist() == pytest.approx(expected, rel=1e-12)
+
+
 def test_masked_cut_responses_stay_in_group_statistics_and_failed_gradings_do_not():
     config = make_config(advantage={"estimator": "grpo", "truncation": "mask"}, positive_lm={"coef": 0.0})
     rows = make_rows([2, 2, 2, 2], [1.0, 0.0, 0.0, 0.0], groups=[0, 0, 0, 0], graded=[True, True, True, False], cut=[1])
