@@ -23,6 +23,7 @@ class SamplingCounts:
     prompts_tried: int
     dropped_all_right: int = 0
     dropped_all_wrong: int = 0
+    dropped_ungraded: int = 0
     dropped_surplus: int = 0
 
 
@@ -71,9 +72,11 @@ def collect(
     if collector.exhausted and config.rollout.dynamic_sampling.on_exhausted == "stop":
         raise TrainingError(
             f"dynamic sampling kept {len(collector.kept)} of {wanted} prompts after {collector.rounds} rounds "
-            f"({collector.tried} prompts tried, {collector.all_right} groups all right, {collector.all_wrong} all wrong), and "
+            f"({collector.tried} prompts tried, {collector.all_right} groups all right, {collector.all_wrong} all wrong, "
+            f"{collector.ungraded} without a verdict), and "
             "rollout.dynamic_sampling.on_exhausted = 'stop'; use easier or harder data, more max_rounds, or 'train' to go on with "
             "what there is"
         )
-    counts = SamplingCounts(collector.rounds, collector.tried, collector.all_right, collector.all_wrong, collector.surplus)
+    dropped = (collector.all_right, collector.all_wrong, collector.ungraded, collector.surplus)
+    counts = SamplingCounts(collector.rounds, collector.tried, *dropped)
     return keep_groups(rounds, collector.kept), counts

@@ -26,7 +26,7 @@ class GroupCollector:
     """Fills a batch of ``target`` groups with informative ones over at most ``max_rounds`` rounds.
 
     ``kept``: (round, group) pairs in the order drawn, at most ``target``. Surplus informative groups of the last round
-    are not kept for later (they would be off-policy then) and are counted.
+    are not kept for later (they would be off-policy then) and are counted. ``ungraded``: groups without a single verdict.
     """
 
     target: int
@@ -36,6 +36,7 @@ class GroupCollector:
     tried: int = 0
     all_right: int = 0
     all_wrong: int = 0
+    ungraded: int = 0
     surplus: int = 0
 
     def add_round(self, verdicts: Sequence[Sequence[bool]], graded: Sequence[Sequence[bool]]) -> None:
@@ -43,7 +44,9 @@ class GroupCollector:
         for group, (right, known) in enumerate(zip(verdicts, graded, strict=True)):
             self.tried += 1
             if is_uniform(right, known):
-                if any(verdict for verdict, ok in zip(right, known, strict=True) if ok):
+                if not any(known):
+                    self.ungraded += 1
+                elif any(verdict for verdict, ok in zip(right, known, strict=True) if ok):
                     self.all_right += 1
                 else:
                     self.all_wrong += 1

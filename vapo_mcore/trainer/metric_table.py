@@ -44,6 +44,7 @@ _RESPONSES = (
     Metric("sampling/prompts_tried", SAME, "prompts", "Prompts sampled, dropped ones included."),
     Metric("sampling/dropped_all_right", SAME, "groups", "Groups dropped by dynamic sampling because all verdicts were right."),
     Metric("sampling/dropped_all_wrong", SAME, "groups", "Groups dropped by dynamic sampling because all verdicts were wrong."),
+    Metric("sampling/dropped_ungraded", SAME, "groups", "Groups dropped by dynamic sampling because no response had a verdict."),
     Metric("sampling/dropped_surplus", SAME, "groups", "Informative groups beyond a full batch, dropped."),
     Metric("tokens/response", SAME, "response tokens", "Response tokens of the step."),
     Metric("tokens/total", SAME, "tokens", "Prompt and response tokens of the step."),
@@ -135,7 +136,8 @@ _MISMATCH = (
         "mismatch/logprob_abs_mean",
         POOLED,
         "response tokens",
-        "Mean |trainer - rollout| log-probability of the sampled token, same weights on both sides.",
+        "Mean |trainer - rollout| log-probability of the sampled token, same weights on both sides (all of `mismatch/*`: with "
+        "`old_logprobs: rollout` over the first update's mini-batch alone).",
     ),
     Metric("mismatch/logprob_abs_max", POOLED, "response tokens", "Largest such difference."),
     Metric("mismatch/kl", POOLED, "response tokens", "k3 estimate of KL(rollout || trainer)."),

@@ -50,6 +50,7 @@ def record_rows(metrics: StepMetrics, rows: Rows, trainable: Tensor, counts: Sam
     metrics.put("sampling/prompts_tried", counts.prompts_tried)
     metrics.put("sampling/dropped_all_right", counts.dropped_all_right)
     metrics.put("sampling/dropped_all_wrong", counts.dropped_all_wrong)
+    metrics.put("sampling/dropped_ungraded", counts.dropped_ungraded)
     metrics.put("sampling/dropped_surplus", counts.dropped_surplus)
 
 

@@ -42,3 +42,9 @@ def test_missing_groups_are_drawn_by_the_acceptance_seen_and_surplus_is_counted(
     assert collector.kept == [(0, 0), (0, 3), (1, 1), (1, 2)]
     assert (collector.surplus, collector.all_right, collector.all_wrong) == (1, 2, 1)
     assert collector.next_draw() == 0
+
+
+def test_a_group_without_a_verdict_is_neither_right_nor_wrong():
+    collector = GroupCollector(target=2, max_rounds=1)
+    collector.add_round([[F, F], [F, F], [T, F]], [[F, F], [T, F], [T, F]])
+    assert (collector.ungraded, collector.all_wrong, collector.all_right, collector.kept) == (1, 1, 1, [])
