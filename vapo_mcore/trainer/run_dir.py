@@ -115,7 +115,7 @@ def _make_empty(path: Path, clean: bool) -> None:
 
 
 class _TensorBoard:
-    """Scalars and histograms by step. A failure after the start only warns, once: a tracker never stops training."""
+    """Scalars by step. A failure after the start only warns, once: a tracker never stops training."""
 
     def __init__(self, path: Path) -> None:
         from torch.utils.tensorboard import SummaryWriter
