@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from vapo_mcore import __version__
-from vapo_mcore.errors import ConfigError, VapoError
+from vapo_mcore.errors import CheckpointError, ConfigError, VapoError
 
 if TYPE_CHECKING:
     from vapo_mcore.config.schema import Config
@@ -88,6 +88,7 @@ def _train(options: argparse.Namespace, arguments: list[str]) -> int:
 
         check_run_directory(config.run.dir, clean=options.clean)
         check_files(config.data)
+        _check_weights(config)
         if options.dry_run:
             if os.environ.get("RANK", "0") == "0":
                 print(_plan(config), flush=True)
@@ -99,6 +100,25 @@ def _train(options: argparse.Namespace, arguments: list[str]) -> int:
     from vapo_mcore.trainer.main import run_training
 
     return run_training(config, clean=options.clean)
+
+
+def _check_weights(config: Config) -> None:
+    """Compare the headers of the files of weights with their folder's config.json. Raises CheckpointError for all that does not fit."""
+    from vapo_mcore.config.architecture import read_architecture
+    from vapo_mcore.weights.loader import check_folder
+
+    faults = []
+    try:
+        check_folder(config.model.path, read_architecture(config.model.path), role="policy")
+    except CheckpointError as error:
+        faults.append(f"model.path: {error}")
+    if config.uses_critic and config.critic.path is not None:
+        try:
+            check_folder(config.critic.path, read_architecture(config.critic.path), role="critic")
+        except CheckpointError as error:
+            faults.append(f"critic.path: {error}")
+    if faults:
+        raise CheckpointError("\n".join(faults))
 
 
 def _load_on_every_rank(options: argparse.Namespace) -> Config:

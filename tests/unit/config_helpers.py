@@ -35,9 +35,15 @@ rollout: {{max_response_length: 160}}
 """
 
 
+def write_model_config(folder: Path, **changes: object) -> None:
+    (folder / "config.json").write_text(json.dumps({**QWEN2, **changes}))
+
+
 def write_model(folder: Path, **changes: object) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps({**QWEN2, **changes}))
+    write_model_config(folder, **changes)
+    for name in ("model.safetensors", "tokenizer.json"):  # their contents are for those who load them
+        (folder / name).touch()
     return folder
 
 

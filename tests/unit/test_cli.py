@@ -1,6 +1,7 @@
 """The command line: exit codes, one message for an error, and no heavy import before everything is checked."""
 
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.torchrun import ROOT
-from tests.unit.config_helpers import write_base, write_child
+from tests.unit.config_helpers import write_base, write_child, write_model_config
 from vapo_mcore import __version__
 from vapo_mcore.cli import main
 from vapo_mcore.config import load_config
@@ -23,6 +24,21 @@ def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     return write_base(tmp_path)
+
+
+@pytest.fixture
+def weights(base: Path) -> Path:
+    """The file of weights of base.yaml's model, complete."""
+    import torch
+    from safetensors.torch import save_file
+
+    from vapo_mcore.config.architecture import read_architecture
+    from vapo_mcore.weights.plan import hf_manifest, plan_mapping
+
+    plan = plan_mapping(read_architecture(base.parent / "model"), "policy")
+    file = base.parent / "model" / "model.safetensors"
+    save_file({name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in hf_manifest(plan).items()}, file)
+    return file
 
 
 def _in_new_process(*arguments: str, **environment: str) -> tuple[subprocess.CompletedProcess[str], float]:
@@ -90,7 +106,7 @@ def test_skip_paths(base: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["config", "--skip-paths", str(base), "model.path=nowhere"]) == 0
 
 
-def test_settings_may_follow_options(base: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_settings_may_follow_options(base: Path, weights: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", str(base), "run.steps=3", "--dry-run", "batch.prompts_per_step=8"]) == 0
     assert "8 prompts x 8 responses = 64 responses, 1 policy updates" in capsys.readouterr().out
 
@@ -110,12 +126,28 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"vapo-mcore {__version__}\n"
 
 
-def test_dry_run_starts_nothing_and_touches_nothing(base: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_dry_run_starts_nothing_and_touches_nothing(base: Path, weights: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", str(base), "--dry-run", "parallel.world_size=2"]) == 0
     out = capsys.readouterr().out
     assert "processes: 2 = tensor 1 x pipeline 1 x context 1 x data 2" in out
     assert "steps: 50 of value pretraining, then 6" in out
     assert not (base.parent / "run").exists()
+
+
+def test_weights_are_checked_before_anything_starts(base: Path, weights: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    complete = weights.read_bytes()
+    shutil.copytree(weights.parent, base.parent / "critic")
+    critic = ["critic.init=saved", f"critic.path={base.parent}/critic", "critic.value_pretraining.steps=0"]
+    for content, expected in ((complete[:-1], "is truncated"), (b"", "is truncated or not a safetensors file"), (complete, "")):
+        weights.write_bytes(content)
+        assert main(["train", str(base), "--dry-run", *critic]) == 2
+        message = capsys.readouterr().err
+        assert (f"model.path: {weights} {expected}" in message) == bool(expected)
+        assert f"critic.path: {base.parent}/critic does not match its config.json (qwen2, role critic)" in message
+        assert "score.weight" in message
+    write_model_config(weights.parent, num_hidden_layers=5)
+    assert main(["train", str(base), "--dry-run"]) == 2
+    assert "missing tensors (12)" in capsys.readouterr().err
 
 
 def test_run_directory_in_use_is_refused_before_anything_starts(base: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -222,7 +222,12 @@ def test_null_resets_what_cannot_be_null(tmp_path: Path) -> None:
         ("reward.overlong={}", "reward.overlong.cache: is required"),
         ("reward.scale={source: [0, 1, 2]}", "reward.scale.source: [0, 1, 2] must be a list with at most 2 entries"),
         ("reward.scale={source: [0]}", "reward.scale.source.1: is missing in the list"),
-        ("run.dir=''", "run.dir: '' must be text that is not empty"),
+        ("run.dir=''", "run.dir: '' is not a path"),
+        ("run.steps=2147483648", "run.steps: 2147483648 must be < 2147483648"),
+        ("seed=9223372036854775808", "seed: 9223372036854775808 must be < 9223372036854775808"),
+        ("parallel.timeout_minutes=1e300", "parallel.timeout_minutes: 1e+300 must be <= 100000"),
+        ("data.train.0.verifier=mth", "data.train.0.verifier: unknown verifier 'mth': did you mean 'math'? built-in are math, "),
+        ("data.train.0.verifier=os.system", "data.train.0.verifier: unknown verifier 'os.system': built-in are math, "),
         ("eval.temperature=0.001", "eval.temperature: 0.001 must be 0 (greedy) or at least 0.01"),
         ("algorithm.kl={place: [reward, loss], coef: 0.1}", "algorithm.kl.place: ['reward', 'loss'] must be 'off', 'reward' or 'loss'"),
     ],
@@ -311,6 +316,22 @@ def test_odd_values_in_the_models_config(change: dict[str, object], expected: st
     (fault,) = faults_of(tmp_path)
     assert fault.startswith("model.path: ")
     assert expected in fault
+
+
+def test_model_folder_without_weights_or_tokenizer(tmp_path: Path) -> None:
+    for name in ("model.safetensors", "tokenizer.json"):
+        (tmp_path / "model" / name).unlink()
+    weights, tokenizer = faults_of(tmp_path)
+    assert weights.endswith("has no weights: neither model.safetensors nor model.safetensors.index.json")
+    assert tokenizer.endswith("has no tokenizer (tokenizer.json, tokenizer.model or vocab.json)")
+    (tmp_path / "model" / "pytorch_model.bin").touch()
+    assert "pytorch_model.bin is a pickle, which can run code and is refused" in faults_of(tmp_path)[0]
+    assert load_config(tmp_path / "base.yaml", check_paths=False).model.path
+
+
+def test_paths_longer_than_the_system_takes(tmp_path: Path) -> None:
+    settings = ["model.path=" + "a" * 5000, "data.train.0.path=" + "b" * 5000]
+    assert [fault.split(":")[0] for fault in faults_of(tmp_path, *settings)] == ["model.path", "data.train.0.path"]
 
 
 def test_all_faults_of_the_models_config_are_told(tmp_path: Path) -> None:

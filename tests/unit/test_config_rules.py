@@ -152,6 +152,14 @@ BROKEN = [
         "batch.responses_per_prompt = 1",
     ),
     ("reward_scale_has_a_source_interval", ["reward.scale.source=[1, 1]"], {}, "reward.scale.source", "low < high"),
+    ("reward_scale_rewards_what_is_right", ["reward.scale.target=[1, -1]"], {}, "reward.scale.target", "[1.0, -1.0] must be"),
+    (
+        "model_has_no_attention_output_bias",
+        [],
+        {"model_type": "llama", "attention_bias": True},
+        "model.path",
+        "has a bias on the attention output",
+    ),
     (
         "overlong_cache_is_inside_the_response",
         ["reward.overlong.cache=160"],

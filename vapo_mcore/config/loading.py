@@ -147,7 +147,6 @@ _EXPECTED = {
     "float_type": "a number",
     "bool_type": "true or false",
     "string_type": "text",
-    "string_too_short": "text that is not empty",
     "model_type": "a mapping",
     "model_attributes_type": "a mapping",
     "dict_type": "a mapping",
@@ -175,7 +174,8 @@ def _message(item: Any) -> str:
         return f"{shown(value)} must be {_EXPECTED[kind]}"
     if kind in _BOUNDS:
         name, sign = _BOUNDS[kind]
-        return f"{shown(value)} must be {sign} {context[name]:.12g}"
+        bound = context[name]
+        return f"{shown(value)} must be {sign} {bound if isinstance(bound, int) else f'{bound:.12g}'}"
     if kind in ("too_short", "too_long"):
         limit = context.get("min_length", context.get("max_length"))
         number = f"at least {limit}" if kind == "too_short" else f"at most {limit}"

@@ -6,6 +6,7 @@ is itself faulty, so that one mistake is reported once.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,20 +57,31 @@ def broken_rules(subject: Subject, faulty: set[str]) -> Iterator[Fault]:
             yield Fault(entry.keys[0], message)
 
 
+_WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
+
+
 def read_model(key: str, folder: str, faults: list[Fault]) -> ModelArchitecture | None:
-    """The architecture of a model folder; what is wrong with the folder is one of the faults, at ``key``."""
+    """The architecture of a model folder; what is wrong with the folder is among the faults, at ``key``."""
     try:
-        return read_architecture(folder)
+        architecture = read_architecture(folder)
     except CheckpointError as error:
         faults.append(Fault(key, str(error)))
         return None
+    if not any(Path(folder, name).is_file() for name in _WEIGHTS):
+        pickled = sorted(file.name for suffix in ("bin", "pt", "pth", "ckpt") for file in Path(folder).glob(f"*.{suffix}"))
+        hint = f"; {pickled[0]} is a pickle, which can run code and is refused: convert it to safetensors" if pickled else ""
+        faults.append(Fault(key, f"{folder!r} has no weights: neither {' nor '.join(_WEIGHTS)}{hint}"))
+    if key == "model.path" and not any(Path(folder, name).is_file() for name in _TOKENIZERS):
+        faults.append(Fault(key, f"{folder!r} has no tokenizer ({', '.join(_TOKENIZERS[:-1])} or {_TOKENIZERS[-1]})"))
+    return architecture
 
 
 def missing_paths(config: Config) -> Iterator[Fault]:
     """Data files that the run reads and that do not exist."""
     for split in ("train", "eval"):
         for index, source in enumerate(getattr(config.data, split)):
-            if isinstance(source, FileSource) and not Path(source.path).is_file():
+            if isinstance(source, FileSource) and not os.path.isfile(source.path):
                 yield Fault(f"data.{split}.{index}.path", f"no such file: {source.path!r} (relative to {str(Path.cwd())!r})")
 
 
@@ -138,6 +150,14 @@ def model_is_dense(s: Subject) -> str | None:
             f"{s.config.model.path!r} is a mixture-of-experts model ({s.architecture.family}, {s.architecture.num_experts} experts); "
             "training refuses these until a small one has been shown to give the same step in every layout; use a dense model"
         )
+    return None
+
+
+@rule("model.path")
+def model_has_no_attention_output_bias(s: Subject) -> str | None:
+    assert s.architecture is not None
+    if s.architecture.attention_output_bias:
+        return f"{s.config.model.path!r} has a bias on the attention output (llama's attention_bias), which training does not support"
     return None
 
 
@@ -356,6 +376,14 @@ def reward_scale_has_a_source_interval(s: Subject) -> str | None:
     if scale is None or scale.source[0] < scale.source[1]:
         return None
     return f"{list(scale.source)} must be an interval [low, high] with low < high"
+
+
+@rule("reward.scale.target")
+def reward_scale_rewards_what_is_right(s: Subject) -> str | None:
+    scale = s.config.reward.scale
+    if scale is None or scale.target[0] < scale.target[1]:
+        return None
+    return f"{list(scale.target)} must be an interval [low, high] with low < high, or a right answer earns no more than a wrong one"
 
 
 @rule("reward.overlong.cache", "rollout.max_response_length")

@@ -14,8 +14,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-PositiveInt = Annotated[int, Field(gt=0)]
-NonNegativeInt = Annotated[int, Field(ge=0)]
+from vapo_mcore.config.verifiers import verifier_name_fault
+
+# Sizes are bounded where the libraries below stop: 32 bits, seeds 63.
+PositiveInt = Annotated[int, Field(gt=0, lt=2**31)]
+NonNegativeInt = Annotated[int, Field(ge=0, lt=2**31)]
+Seed = Annotated[int, Field(ge=0, lt=2**63)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 UnitFloat = Annotated[float, Field(ge=0, le=1)]
@@ -28,9 +32,22 @@ def _greedy_or_sampled(temperature: float) -> float:
     return temperature
 
 
+def _known_verifier(name: str) -> str:
+    fault = verifier_name_fault(name)
+    if fault is not None:
+        raise ValueError(fault)
+    return name
+
+
+def _possible_path(path: str) -> str:
+    if not path or "\0" in path:
+        raise ValueError(f"{path!r} is not a path")
+    return path
+
+
 SamplingTemperature = Annotated[float, Field(ge=0.01, le=2)]  # what the rollout engines take
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
-Path = Annotated[str, Field(min_length=1)]
+Path = Annotated[str, AfterValidator(_possible_path)]
 Interval = Annotated[tuple[float, float], Field(strict=False)]
 
 Estimator = Literal["gae", "grpo", "grpo_process", "dr_grpo", "rloo", "reinforce", "reinforce_pp"]
@@ -69,7 +86,8 @@ class ParallelConfig(Section):
     expert_model_parallel_size: PositiveInt = 1
     data_parallel_size: PositiveInt = Field(default_factory=lambda data: _derived_data_parallel_size(data))
     sequence_parallel: bool = Field(default_factory=lambda data: data["tensor_model_parallel_size"] > 1)
-    timeout_minutes: PositiveFloat = 30.0  # of the process groups: above the longest skew between ranks in generation
+    # Of the process groups; above the longest skew between ranks in generation.
+    timeout_minutes: Annotated[float, Field(gt=0, le=100_000)] = 30.0
 
     @property
     def model_parallel_size(self) -> int:
@@ -122,7 +140,7 @@ class FileSource(Section):
     kind: Literal["file"]
     path: Path
     name: Name = Field(default_factory=lambda data: data["path"].replace("\\", "/").rsplit("/", 1)[-1].split(".")[0])
-    verifier: str
+    verifier: Annotated[str, AfterValidator(_known_verifier)]
     weight: PositiveFloat = 1.0  # of training sources: passes over this one relative to the others
     fields: FieldsConfig = FieldsConfig()
 
@@ -134,7 +152,7 @@ class ReasoningGymSource(Section):
     task: Name
     name: Name = Field(default_factory=lambda data: data["task"])
     size: PositiveInt
-    seed: NonNegativeInt = 0
+    seed: Seed = 0
     weight: PositiveFloat = 1.0
     options: dict[str, Any] = {}
 
@@ -199,7 +217,7 @@ class OverlongConfig(Section):
 
 class RewardConfig(Section):
     workers: PositiveInt = 1  # grading processes per rollout replica
-    timeout_seconds: PositiveFloat = 5.0  # per response, queue time excluded
+    timeout_seconds: Annotated[float, Field(gt=0, le=86_400)] = 5.0  # per response, queue time excluded
     scale: RewardScaleConfig | None = None
     overlong: OverlongConfig | None = None
     truncated_factor: UnitFloat | None = None  # multiplies the reward of a response cut by the length limit
@@ -348,7 +366,7 @@ class ExportConfig(Section):
 class Config(Section):
     """The whole configuration of a run."""
 
-    seed: NonNegativeInt = 1234
+    seed: Seed = 1234
     run: RunConfig
     model: ModelConfig
     parallel: ParallelConfig = Field(default_factory=ParallelConfig)

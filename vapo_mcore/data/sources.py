@@ -178,6 +178,8 @@ def _parse_json(text: bytes, *, first: bool) -> Any:
         raise ValueError(f"not valid JSON: {error}") from error
     except RecursionError as error:
         raise ValueError("not valid JSON: nested too deeply") from error
+    except ValueError as error:  # Python's limit of digits
+        raise ValueError("not valid JSON: a number has too many digits (write it as text)") from error
 
 
 class _RowCheck:
@@ -282,7 +284,9 @@ class _RowCheck:
 
 def _kind(value: Any) -> str:
     """The value's type in the words of a data file, with a short value."""
-    names = {dict: "an object", list: "a list", str: "text", bool: "a boolean", int: "a number", float: "a number", type(None): "null"}
+    names = {dict: "an object", list: "a list", str: "text", bool: "a boolean", int: "a number", float: "a number"}
+    if value is None:
+        return "null"
     shown = repr(value)
     return f"{names.get(type(value), type(value).__name__)}: {shown if len(shown) <= 60 else shown[:57] + '...'}"
 
@@ -301,7 +305,7 @@ def _procedural(source: ReasoningGymSource, faults: Faults) -> Iterator[Problem]
         return
     fixed = sorted({"size", "seed"} & source.options.keys())
     if fixed:
-        faults.add(place, None, "options", f"{' and '.join(fixed)} belong beside 'task', not into 'options'")
+        faults.add(place, None, "options", f"{' and '.join(fixed)}: to be given beside 'task', not inside 'options'")
         return
     try:
         dataset = create_dataset(source.task, size=source.size, seed=source.seed, **source.options)

@@ -6,22 +6,20 @@ score in [0, 1]. It runs in a worker process and may be killed at any moment, so
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import importlib
-import re
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+from vapo_mcore.config.verifiers import BUILT_IN_VERIFIERS, verifier_name_fault
 from vapo_mcore.errors import RewardError
 from vapo_mcore.rewards.types import GradeItem
 
 Score = Callable[[str, str, Mapping[str, Any]], float]
 
 _HOME = "vapo_mcore.rewards."
-_IMPORT_PATH = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
 
 @dataclass(frozen=True)
@@ -57,6 +55,7 @@ _BUILT_IN = {
 }
 
 BUILT_IN_NAMES = tuple(_BUILT_IN)
+assert BUILT_IN_NAMES == BUILT_IN_VERIFIERS, "a new verifier needs its name in vapo_mcore/config/verifiers.py"
 
 
 def check_verifier_names(names: Iterable[str]) -> None:
@@ -65,18 +64,9 @@ def check_verifier_names(names: Iterable[str]) -> None:
     Raises:
         RewardError: lists every name that is neither built-in nor an import path.
     """
-    faults = [_name_fault(name) for name in names if name not in _BUILT_IN and not _IMPORT_PATH.fullmatch(name)]
+    faults = [fault for name in names if (fault := verifier_name_fault(name)) is not None]
     if faults:
         raise RewardError("\n".join(faults))
-
-
-def _name_fault(name: str) -> str:
-    near = difflib.get_close_matches(name, BUILT_IN_NAMES, n=1)
-    hint = f"did you mean {near[0]!r}? " if near else ""
-    return (
-        f"unknown verifier {name!r}: {hint}built-in are {', '.join(BUILT_IN_NAMES)}; "
-        "your own is named by its import path, 'package.module:function'"
-    )
 
 
 @cache

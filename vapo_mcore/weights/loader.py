@@ -105,6 +105,13 @@ def load_hf_into(
     return report
 
 
+def check_folder(folder: str | Path, architecture: ModelArchitecture, *, role: Role, head_init: HeadInit | None = None) -> None:
+    """Raise the CheckpointError that ``load_hf_into`` would raise for files, names, shapes and types, from the files' headers alone."""
+    with SafetensorsFolder(folder) as source:
+        new_head = role == "critic" and head_init is not None
+        check_bijection(plan_mapping(architecture, role), source.shapes, arch=architecture, role=role, where=str(folder), new_head=new_head)
+
+
 def _require_complete_pipeline(plan: Sequence[MappedTensor], held: dict[int, Tensor], parallel: ParallelLayout) -> None:
     size = parallel.pipeline_model_parallel_size
     stages: list[list[int]] = [list(held)]

@@ -153,7 +153,7 @@ BAD_ROWS = [
     ({"prompt": "x", "answer": float("nan")}, "field 'answer': must be a text or a finite number, got a number: nan"),
     (["x", "1"], "a row must be an object with named fields, got a list"),
     ("text", "a row must be an object with named fields, got text: 'text'"),
-    (None, "a row must be an object with named fields, got null: None"),
+    (None, "a row must be an object with named fields, got null"),
 ]
 
 
@@ -260,7 +260,7 @@ def test_malformed_and_too_long_rows_come_in_one_error(tmp_path: Path) -> None:
             "field 'options': AssertionError: max_terms must be >= min_terms",
         ),
         ({"task": "chain_sum", "options": {"terms": 2}}, "unexpected keyword argument 'terms'"),
-        ({"task": "chain_sum", "options": {"seed": 2}}, "seed belong beside 'task', not into 'options'"),
+        ({"task": "chain_sum", "options": {"seed": 2}}, "seed: to be given beside 'task', not inside 'options'"),
     ],
 )
 def test_wrong_reasoning_gym_settings(settings: dict[str, Any], expected: str) -> None:
