@@ -86,7 +86,7 @@ def _train(options: argparse.Namespace, arguments: list[str]) -> int:
         from vapo_mcore.data.sources import check_files
         from vapo_mcore.trainer.run_dir import check_run_directory
 
-        check_run_directory(config.run.dir, clean=options.clean)
+        check_run_directory(config.run.dir, clean=options.clean, tensorboard=config.run.tensorboard)
         check_files(config.data)
         _check_weights(config)
         if options.dry_run:

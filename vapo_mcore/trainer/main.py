@@ -62,7 +62,7 @@ def train(config: Config, parallel: ParallelContext, *, clean: bool) -> None:
         stack.callback(console.stop_progress)
         with fail_together():
             if parallel.rank == 0:
-                check_run_directory(config.run.dir, clean=clean)
+                check_run_directory(config.run.dir, clean=clean, tensorboard=config.run.tensorboard)
         console.print(_headline(config))
         tokenizer, prompts, held_out = _load_data(config)
         for dataset in (prompts, held_out):

@@ -13,6 +13,7 @@ import importlib.util
 import json
 import logging
 import math
+import os
 import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -50,17 +51,13 @@ class RunDirectory:
         ``tensorboard``: None = when installed, True = required, False = off.
         """
         path = Path(path)
-        installed = importlib.util.find_spec("tensorboard") is not None
-        if tensorboard and not installed:
-            raise ConfigError(
-                "run.tensorboard = true, but the package tensorboard is not installed; install it or set run.tensorboard to null"
-            )
-        _make_empty(path, clean)
+        check_run_directory(path, clean=clean, tensorboard=tensorboard)
+        _make_empty(path)
         try:
             (path / _MARKER).touch()
             (path / "samples").mkdir()
             (path / "config.yaml").write_text(config_yaml, encoding="utf-8")
-            return cls(path, tensorboard=installed if tensorboard is None else tensorboard)
+            return cls(path, tensorboard=_has_tensorboard() if tensorboard is None else tensorboard)
         except OSError as error:
             raise ConfigError(f"run.dir = {str(path)!r} cannot be written: {error}") from error
 
@@ -90,22 +87,36 @@ class RunDirectory:
             self._tensorboard.close()
 
 
-def check_run_directory(path: str | Path, *, clean: bool) -> None:
-    """Raise ConfigError unless a run may use ``path``: it is new or empty, or holds a run and ``clean`` allows deleting it."""
+def check_run_directory(path: str | Path, *, clean: bool, tensorboard: bool | None) -> None:
+    """Raise ConfigError unless a run may use ``path``: it is new or empty, or holds a run and ``clean`` allows deleting it.
+
+    Also refused: a place where no directory can be made, and ``tensorboard`` = True (required) where it is not installed.
+    """
     path = Path(path)
-    if path.is_symlink() or (path.exists() and not path.is_dir()):
-        raise ConfigError(f"run.dir = {str(path)!r} exists and is not a directory; give another run.dir")
-    if path.exists() and any(path.iterdir()):
-        if not (path / _MARKER).is_file():
+    if tensorboard and not _has_tensorboard():
+        raise ConfigError("run.tensorboard = true, but the package tensorboard is not installed; install it or set run.tensorboard to null")
+    try:
+        if path.is_symlink() or (path.exists() and not path.is_dir()):
+            raise ConfigError(f"run.dir = {str(path)!r} exists and is not a directory; give another run.dir")
+        above = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
+        if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
+            raise ConfigError(f"run.dir = {str(path)!r} cannot be made: {str(above)!r} is not a directory that can be written to")
+        in_use = path.exists() and any(path.iterdir())
+        if in_use and not (path / _MARKER).is_file():
             raise ConfigError(
                 f"run.dir = {str(path)!r} holds files that are not a run of vapo-mcore; nothing was touched, give another run.dir"
             )
-        if not clean:
-            raise ConfigError(f"run.dir = {str(path)!r} already holds a run; give another run.dir, or --clean to delete that run first")
+    except OSError as error:
+        raise ConfigError(f"run.dir = {str(path)!r} cannot be used: {error.strerror}") from error
+    if in_use and not clean:
+        raise ConfigError(f"run.dir = {str(path)!r} already holds a run; give another run.dir, or --clean to delete that run first")
 
 
-def _make_empty(path: Path, clean: bool) -> None:
-    check_run_directory(path, clean=clean)
+def _has_tensorboard() -> bool:
+    return importlib.util.find_spec("tensorboard") is not None
+
+
+def _make_empty(path: Path) -> None:
     try:
         if path.exists():
             shutil.rmtree(path)

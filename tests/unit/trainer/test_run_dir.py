@@ -1,12 +1,13 @@
 """The run directory: what is written, never reused by accident, never deleting what is not ours."""
 
+import importlib.util
 import json
 import math
 
 import pytest
 
 from vapo_mcore.errors import ConfigError
-from vapo_mcore.trainer.run_dir import RunDirectory
+from vapo_mcore.trainer.run_dir import RunDirectory, check_run_directory
 
 
 def create(path, **kwargs):
@@ -55,6 +56,22 @@ def test_an_unwritable_place_is_one_message(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cannot be made"):
         create(tmp_path / "file" / "run")
+
+
+@pytest.mark.parametrize(("name", "expected"), [("file/a/b", "cannot be made: .*file' is not a directory"), ("a" * 300, "too long")])
+def test_an_impossible_place_is_found_before_it_is_made(tmp_path, name, expected):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=expected):
+        check_run_directory(tmp_path / name, clean=False, tensorboard=None)
+    check_run_directory(tmp_path / "new" / "deep", clean=False, tensorboard=None)
+    assert not (tmp_path / "new").exists()
+
+
+def test_required_tensorboard_has_to_be_installed(tmp_path, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="the package tensorboard is not installed"):
+        check_run_directory(tmp_path / "run", clean=False, tensorboard=True)
+    check_run_directory(tmp_path / "run", clean=False, tensorboard=None)
 
 
 def test_tensorboard_scalars_are_written(tmp_path):
