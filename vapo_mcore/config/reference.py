@@ -1,0 +1,158 @@
+"""The table of all settings; ``docs/configuration.md`` is written from it:
+
+python -m vapo_mcore.config.reference > docs/configuration.md
+
+Types, bounds and defaults come from the models of ``schema.py``, meanings from the comments beside their fields, and what has
+no effect when from ``applicability.py``.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import io
+import json
+import re
+import tokenize
+from collections.abc import Iterator
+from functools import cache
+from typing import Any, get_args
+
+from pydantic import BaseModel
+
+from vapo_mcore.config import schema
+from vapo_mcore.config.applicability import INAPPLICABLE
+from vapo_mcore.config.loading import _models_in
+
+_UNBOUNDED = 2**31  # bounds from here on keep numbers inside machine types; they are no news to a reader
+_HTML = re.compile(r"<\w[\w.]*>[\w/]*")  # a placeholder such as <run.dir>/export, which Markdown would take for a tag
+_BOUNDS = {"exclusiveMinimum": ">", "minimum": ">=", "exclusiveMaximum": "<", "maximum": "<="}
+
+_INTRODUCTION = """# Settings
+
+Every key of a configuration file. This page is written by `python -m vapo_mcore.config.reference`.
+
+`vapo-mcore config FILE [key.path=value ...]` checks a file and prints it with all defaults. A file may extend others
+(`extends: presets/vapo.yaml`, or a list; paths are relative to the file that names them): mappings are merged key by key, lists are
+replaced, the last one wins, and settings of the command line win over all files. Other relative paths start at the current
+directory. `null` for a key that has no `null` among its values means "not given". A name has letters, digits, `_`, `-` and `.`.
+
+The last column says which other key can leave a setting without effect, and why. Such a setting is refused, unless a file that is
+extended gave it and the other key was set later: then it gives way. What must fit together over several keys is in
+`vapo_mcore/config/rules.py`; all faults are reported at once, before a model loads."""
+
+
+def render_markdown() -> str:
+    """The text of ``docs/configuration.md``."""
+    return "\n".join([_INTRODUCTION, *_section(schema.Config, "", "The top level", None)]) + "\n"
+
+
+def _section(model: type[BaseModel], prefix: str, title: str, default: str | None) -> Iterator[str]:
+    """Heading, remarks and table of a model, then the sections inside it. ``default``: of the section as a whole."""
+    schema_of_model = model.model_json_schema()
+    properties, required = schema_of_model["properties"], schema_of_model.get("required", [])
+    inner = {name: _models_in(field.annotation) for name, field in model.model_fields.items()}
+    leaves = [name for name in model.model_fields if not inner[name] or _is_list(properties[name])]
+    remarks = [_summary(model), default, *(f"No effect, by {text}" for text in _no_effect(prefix.rstrip(".")))]
+    yield from ("", f"{'#' * min(max(2, 1 + prefix.replace('.N.', '').count('.')), 4)} {title}")
+    if any(remarks):
+        yield from ("", ". ".join(remark.rstrip(".") for remark in remarks if remark) + ".")
+    if leaves:
+        yield from ("", "| key | type | default | meaning | no effect, by |", "|---|---|---|---|---|")
+    for name in leaves:
+        key = prefix + name
+        shown = "required" if name in required else _default(properties[name])
+        cells = (f"`{key}`", _type(properties[name]), shown, _meaning(model, name), "; ".join(_no_effect(key)))
+        yield "| " + " | ".join(_HTML.sub(r"`\g<0>`", cell).replace("|", "\\|") for cell in cells) + " |"
+    for name, models in inner.items():
+        if name in leaves:
+            if prefix + name == "data.train":  # the kinds of sources are the same for both lists
+                for source in models:
+                    (kind,) = get_args(source.model_fields["kind"].annotation)
+                    yield from _section(source, "data.train.N.", f"Entries of data.train and data.eval, kind: {kind}", None)
+            continue
+        nullable = "`null` by default" if properties[name].get("default", ...) is None else None
+        yield from _section(models[0], f"{prefix}{name}.", f"{prefix}{name}", nullable)
+
+
+def _is_list(node: dict[str, Any]) -> bool:
+    return node.get("type") == "array"
+
+
+def _no_effect(key: str) -> list[str]:
+    """`switch`: reason, for each entry of ``applicability.py`` that names ``key`` itself."""
+    return [f"{' and '.join(f'`{switch}`' for switch in e.switches)}: {e.reason}" for e in INAPPLICABLE if key in e.keys]
+
+
+def _type(node: dict[str, Any]) -> str:
+    """A JSON schema in words."""
+    if "anyOf" in node:
+        return " or ".join(_type(option) for option in node["anyOf"])
+    if "enum" in node:
+        return ", ".join(f"`{value}`" for value in node["enum"])
+    if "const" in node:
+        return f"`{node['const']}`"
+    kind = node.get("type")
+    if kind == "array":
+        return "two numbers" if node.get("maxItems") == 2 else "list of sources" + (", not empty" if node.get("minItems") else "")
+    if kind in ("integer", "number"):
+        bounds = [f"{sign} {node[name]}" for name, sign in _BOUNDS.items() if name in node and abs(node[name]) < _UNBOUNDED]
+        return " ".join(["whole number" if kind == "integer" else "number", ", ".join(bounds)]).strip()
+    return {"string": "name" if "pattern" in node else "text", "boolean": "true or false", "null": "`null`", "object": "mapping"}[str(kind)]
+
+
+def _default(node: dict[str, Any]) -> str:
+    """What is taken when the key is not given; "derived" where other keys decide."""
+    if "default" not in node:
+        return "derived"
+    value = node["default"]
+    return f"`{value}`" if isinstance(value, str) and value else f"`{json.dumps(value)}`"
+
+
+def _meaning(model: type[BaseModel], name: str) -> str:
+    """The comment of a field, its own or that of the class it is inherited from."""
+    for parent in model.__mro__:
+        if text := _comments().get((parent.__name__, name)):
+            return text
+    return ""
+
+
+def _summary(model: type[BaseModel]) -> str | None:
+    """Docstring of a section, its own or inherited, as one line; the base class's speaks of all sections."""
+    for parent in model.__mro__[: model.__mro__.index(schema.Section)]:
+        if text := vars(parent).get("__doc__"):
+            return " ".join(str(text).replace("``", "`").split())
+    return None
+
+
+@cache
+def _comments() -> dict[tuple[str, str], str]:
+    """(class, field) -> the comment on the lines of the field and directly above it."""
+    source = inspect.getsource(schema)
+    trailing: dict[int, str] = {}
+    above: dict[int, str] = {}
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT and not token.string.startswith("# noqa"):
+            kept = trailing if token.line[: token.start[1]].strip() else above
+            text = token.string.lstrip("# ").strip()
+            sentence = kept is above and text[1:2].islower()
+            kept[token.start[0]] = text[0].lower() + text[1:].rstrip(".") if sentence else text
+    found: dict[tuple[str, str], str] = {}
+    for parent in ast.walk(ast.parse(source)):
+        if not isinstance(parent, ast.ClassDef):
+            continue
+        for node in parent.body:
+            if not isinstance(node, ast.AnnAssign) or not isinstance(node.target, ast.Name):
+                continue
+            first = node.lineno
+            while first - 1 in above:
+                first -= 1
+            last = node.end_lineno or node.lineno
+            found[parent.name, node.target.id] = " ".join(
+                comment for line in range(first, last + 1) if (comment := above.get(line) or trailing.get(line))
+            )
+    return found
+
+
+if __name__ == "__main__":
+    print(render_markdown(), end="")
