@@ -218,6 +218,13 @@ BROKEN = [
         "3.0 must be below cap = 2.0",
     ),
     ("kl_loss_has_a_gradient", ["algorithm.kl={place: loss, kind: k1, coef: 0.1}"], {}, "algorithm.kl.kind", "expected gradient of zero"),
+    (
+        "kl_in_the_reward_reaches_the_advantages",
+        ["algorithm.advantage.estimator=rloo", "algorithm.kl={place: reward, kind: k1, coef: 0.1}"],
+        {},
+        "algorithm.kl.place",
+        "'reward' has no effect with algorithm.advantage.estimator = 'rloo'",
+    ),
     ("kl_has_a_coefficient", ["algorithm.kl={place: reward}"], {}, "algorithm.kl.coef", "reference model for nothing"),
     ("critic_init_has_a_path", ["critic.init=reward_model"], {}, "critic.path", "is required with critic.init = 'reward_model'"),
     (
@@ -292,6 +299,8 @@ def test_what_the_rules_allow(tmp_path: Path) -> None:
     load(tmp_path, "algorithm.advantage.estimator=reinforce", "batch.responses_per_prompt=1", "batch.mini_batch_size=16")
     load(tmp_path, "algorithm.advantage.estimator=reinforce_pp", "algorithm.advantage.whiten=minibatch", "algorithm.advantage.gamma=0.9")
     load(tmp_path, "algorithm.advantage.estimator=grpo", "algorithm.advantage.whiten=off", "algorithm.advantage.truncation=mask")
+    load(tmp_path, "algorithm.advantage.estimator=reinforce_pp", "algorithm.kl={place: reward, kind: k1, coef: 0.1}")
+    load(tmp_path, "algorithm.advantage.estimator=rloo", "algorithm.kl={place: loss, coef: 0.1}")
     load(tmp_path, "eval.temperature=0")
 
 

@@ -461,6 +461,17 @@ def kl_loss_has_a_gradient(s: Subject) -> str | None:
     return "'k1' in the loss has an expected gradient of zero; use 'k2' or 'k3' there, or place: reward"
 
 
+@rule("algorithm.kl.place", "algorithm.advantage.estimator")
+def kl_in_the_reward_reaches_the_advantages(s: Subject) -> str | None:
+    estimator = s.config.algorithm.advantage.estimator
+    if s.config.algorithm.kl.place != "reward" or estimator not in GROUP_ESTIMATORS:
+        return None
+    return (
+        f"'reward' has no effect with algorithm.advantage.estimator = {estimator!r}, which compares one reward a response and reads no "
+        "token's penalty; use place: loss, or an estimator that does ('gae', 'reinforce', 'reinforce_pp')"
+    )
+
+
 @rule("algorithm.kl.coef", "algorithm.kl.place")
 def kl_has_a_coefficient(s: Subject) -> str | None:
     kl = s.config.algorithm.kl
