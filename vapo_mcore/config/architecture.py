@@ -19,6 +19,7 @@ from vapo_mcore.errors import CheckpointError
 
 _FAMILY_BY_MODEL_TYPE = {"llama": "llama", "mistral": "mistral", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3_moe": "qwen3_moe"}
 _SIZES = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
+_MAX_PARTS = 10_000  # layers, experts: each has names of its own, and a file with a wrong number must not fill the memory with them
 _KNOWN_ROPE_TYPES = ("default", "llama3")
 _LLAMA3_SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
@@ -82,8 +83,10 @@ def architecture_from_config(raw: dict[str, Any], where: str = "config.json") ->
     moe = family == "qwen3_moe"
     experts_key = "num_local_experts" if "num_local_experts" in raw else "num_experts"  # transformers 5 and 4
     keys = _Keys(raw)
-    sizes = {name: keys.size(name) for name in _SIZES}
-    experts = {name: keys.size(name) for name in (experts_key, "num_experts_per_tok", "moe_intermediate_size")} if moe else {}
+    sizes = {name: keys.size(name, below=_MAX_PARTS if name == "num_hidden_layers" else 2**31) for name in _SIZES}
+    experts = {name: keys.size(name) for name in ("num_experts_per_tok", "moe_intermediate_size")} if moe else {}
+    if moe:
+        experts[experts_key] = keys.size(experts_key, below=_MAX_PARTS)
     head_dim, kv_heads = keys.size("head_dim", optional=True), keys.size("num_key_value_heads", optional=True)
     positions = keys.size("max_position_embeddings", optional=True) or 2048
     epsilon = keys.number("rms_norm_eps")
@@ -138,13 +141,13 @@ class _Keys:
         self.raw, self.prefix = raw, prefix
         self.faults: list[str] = []
 
-    def size(self, name: str, *, optional: bool = False) -> int:
+    def size(self, name: str, *, optional: bool = False, below: int = 2**31) -> int:
         value = self.raw.get(name)
         if optional and value is None:
             return 0
-        if isinstance(value, int) and not isinstance(value, bool) and 0 < value < 2**31:
+        if isinstance(value, int) and not isinstance(value, bool) and 0 < value < below:
             return value
-        return int(self._fault(name, "a positive whole number"))
+        return int(self._fault(name, f"a positive whole number below {below}" if below < 2**31 else "a positive whole number"))
 
     def number(self, name: str) -> float:
         value = self.raw.get(name)
