@@ -6,11 +6,11 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from vapo_mcore import __version__
-from vapo_mcore.errors import CheckpointError, ConfigError, VapoError
+from vapo_mcore.errors import ConfigError, VapoError
 
 if TYPE_CHECKING:
     from vapo_mcore.config.schema import Config
@@ -83,12 +83,7 @@ def _train(options: argparse.Namespace, arguments: list[str]) -> int:
 
     config = _load_on_every_rank(options)
     if options.dry_run or not local.under_torchrun():
-        from vapo_mcore.data.sources import check_files
-        from vapo_mcore.trainer.run_dir import check_run_directory
-
-        check_run_directory(config.run.dir, clean=options.clean, tensorboard=config.run.tensorboard)
-        check_files(config.data)
-        _check_weights(config)
+        _check_files(config, clean=options.clean)
         if options.dry_run:
             if os.environ.get("RANK", "0") == "0":
                 print(_plan(config), flush=True)
@@ -102,23 +97,29 @@ def _train(options: argparse.Namespace, arguments: list[str]) -> int:
     return run_training(config, clean=options.clean)
 
 
-def _check_weights(config: Config) -> None:
-    """Compare the headers of the files of weights with their folder's config.json. Raises CheckpointError for all that does not fit."""
+def _check_files(config: Config, *, clean: bool) -> None:
+    """Check the run directory, all rows of the data, and the headers of the weights. Raises one ConfigError for all that is wrong."""
     from vapo_mcore.config.architecture import read_architecture
+    from vapo_mcore.data.sources import check_files
+    from vapo_mcore.trainer.run_dir import check_run_directory
     from vapo_mcore.weights.loader import check_folder
 
+    checks: list[tuple[str, Callable[[], None]]] = [
+        ("", lambda: check_run_directory(config.run.dir, clean=clean, tensorboard=config.run.tensorboard)),
+        ("", lambda: check_files(config.data)),
+        ("model.path: ", lambda: check_folder(config.model.path, read_architecture(config.model.path), role="policy")),
+    ]
+    critic = config.critic.path if config.uses_critic else None
+    if critic is not None:
+        checks.append(("critic.path: ", lambda: check_folder(critic, read_architecture(critic), role="critic")))
     faults = []
-    try:
-        check_folder(config.model.path, read_architecture(config.model.path), role="policy")
-    except CheckpointError as error:
-        faults.append(f"model.path: {error}")
-    if config.uses_critic and config.critic.path is not None:
+    for where, check in checks:
         try:
-            check_folder(config.critic.path, read_architecture(config.critic.path), role="critic")
-        except CheckpointError as error:
-            faults.append(f"critic.path: {error}")
+            check()
+        except VapoError as error:
+            faults.append(f"{where}{error}")
     if faults:
-        raise CheckpointError("\n".join(faults))
+        raise ConfigError("\n".join(faults))
 
 
 def _load_on_every_rank(options: argparse.Namespace) -> Config:

@@ -146,8 +146,12 @@ def test_weights_are_checked_before_anything_starts(base: Path, weights: Path, c
         assert f"critic.path: {base.parent}/critic does not match its config.json (qwen2, role critic)" in message
         assert "score.weight" in message
     write_model_config(weights.parent, num_hidden_layers=5)
+    (base.parent / "run").touch()
+    (base.parent / "train.jsonl").write_text("{}\n")
     assert main(["train", str(base), "--dry-run"]) == 2
-    assert "missing tensors (12)" in capsys.readouterr().err
+    message = capsys.readouterr().err
+    for expected in ("missing tensors (12)", "exists and is not a directory", "row 1, field 'prompt': missing"):  # all at once
+        assert expected in message
 
 
 def test_run_directory_in_use_is_refused_before_anything_starts(base: Path, capsys: pytest.CaptureFixture[str]) -> None:
