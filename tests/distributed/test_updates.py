@@ -1,0 +1,48 @@
+"""Optimizer steps on two data-parallel ranks: warm-up, steps that all ranks skip together, and the order of epochs."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.torchrun import run_torchrun
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE / "layouts"))
+import problem  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def facts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("updates") / "qwen2"
+    problem.make_model("qwen2", folder)
+    result = run_torchrun(HERE / "updates_worker.py", 2, str(folder), timeout=180)
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-6000:]
+    (line,) = [line for line in result.stdout.splitlines() if line.startswith("{")]
+    return json.loads(line)
+
+
+def test_update_k_has_k_over_w_of_the_peak_rate_and_never_0(facts: dict[str, Any]) -> None:
+    expected = [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
+    warm_up = facts["warm_up"]
+    assert warm_up["reported"] == pytest.approx(expected)
+    assert [rate for (rate,) in warm_up["used"]] == pytest.approx(expected)  # one rate for all groups
+    assert 0.1 < warm_up["first_change"] <= 0.3  # AdamW's first step is about one learning rate
+
+
+def test_a_gradient_that_is_not_finite_on_one_rank_is_skipped_on_all(facts: dict[str, Any]) -> None:
+    for rank in facts["one_rank_is_not_finite"]["ranks"]:
+        assert rank["skipped"] == [True, False]
+        assert not rank["norm_is_finite"]
+        assert rank["unchanged"]
+        assert rank["as_if_it_had_not_been"]  # moments and schedule too: the next step gives the same bits
+        assert rank["rates"] == pytest.approx([0.5, 0.5])
+        assert rank["updates"] == [2, 2]
+
+
+def test_all_critic_epochs_before_all_policy_epochs_equal_taking_turns(facts: dict[str, Any]) -> None:
+    assert facts["orders_of_epochs"]["equal"]

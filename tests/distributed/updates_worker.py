@@ -1,0 +1,133 @@
+"""torchrun worker of test_updates.py on two data-parallel ranks: learning rates, skipped steps, orders of epochs. Prints one JSON line.
+
+    torchrun --nproc-per-node 2 updates_worker.py FOLDER
+
+FOLDER is a model of the layouts' problem.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent / "layouts"))
+import problem
+import torch
+import torch.distributed as dist
+import worker as layouts
+from torch import Tensor
+
+from vapo_mcore.config.architecture import read_architecture
+from vapo_mcore.data.microbatch import MicroBatch
+from vapo_mcore.megatron.engine import MegatronModel, StepResult
+from vapo_mcore.megatron.parallel import ParallelContext, initialize_distributed, initialize_parallel
+from vapo_mcore.weights.loader import load_hf_into
+
+FOLDER = Path(sys.argv[1])
+WARMUP = 4
+
+
+class SpoiltLoss(layouts.PolicyTestLoss):
+    """The policy's loss, infinite on the second rank alone."""
+
+    def __call__(self, outputs: dict[str, Tensor], batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        loss, stats = super().__call__(outputs, batch)
+        return loss * (math.inf if dist.get_rank() == 1 else 1.0), stats
+
+
+def build(role: str, parallel: ParallelContext, warmup_updates: int = 0) -> MegatronModel:
+    architecture = read_architecture(FOLDER)
+
+    def load(chunks: list[Any]) -> None:
+        load_hf_into(chunks, FOLDER, architecture, parallel, role=role, head_init="small" if role == "critic" else None)  # type: ignore[arg-type]
+
+    model: Any = SimpleNamespace(dtype="float32", attention="auto", recompute="none")
+    optimizer = layouts.OPTIMIZER
+    return MegatronModel(role, architecture, model, parallel, load_weights=load, optimizer=optimizer, warmup_updates=warmup_updates)  # type: ignore[arg-type]
+
+
+def weights(*models: MegatronModel) -> list[Tensor]:
+    return [parameter.detach().clone() for model in models for chunk in model.chunks for parameter in chunk.parameters()]
+
+
+def equal(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(one, other, strict=True))
+
+
+def step(model: MegatronModel, batches: list[MicroBatch], *, spoilt: bool = False) -> StepResult:
+    if model.role == "critic":
+        return model.train_step(batches, layouts.ValueTestLoss())
+    return model.train_step(batches, SpoiltLoss() if spoilt else layouts.PolicyTestLoss())
+
+
+def warm_up(parallel: ParallelContext, batches: list[MicroBatch]) -> dict[str, Any]:
+    """Rates as reported and as AdamW used them, in shares of the peak."""
+    model = build("policy", parallel, WARMUP)
+    assert model.optimizer is not None
+    before, reported, used = weights(model), [], []
+    for number in range(WARMUP + 2):
+        reported.append(step(model, batches).learning_rate / layouts.LR)
+        used.append(sorted({group["lr"] / layouts.LR for group in model.optimizer.megatron.param_groups}))
+        if number == 0:
+            largest = max(float((x - y).abs().max()) for x, y in zip(before, weights(model), strict=True))
+    return {"reported": reported, "used": used, "first_change": largest / layouts.LR}
+
+
+def one_rank_is_not_finite(parallel: ParallelContext, batches: list[MicroBatch]) -> dict[str, Any]:
+    model, undisturbed = build("policy", parallel, WARMUP), build("policy", parallel, WARMUP)
+    assert model.optimizer is not None
+    assert undisturbed.optimizer is not None
+    step(model, batches)
+    before = weights(model)
+    bad = step(model, batches, spoilt=True)
+    unchanged = equal(before, weights(model))
+    good = step(model, batches)
+    for _ in range(2):
+        expected = step(undisturbed, batches)
+    mine = {
+        "skipped": [bad.skipped, good.skipped],
+        "norm_is_finite": math.isfinite(bad.grad_norm),
+        "unchanged": unchanged,
+        "as_if_it_had_not_been": equal(weights(model), weights(undisturbed)),
+        "rates": [good.learning_rate / layouts.LR, expected.learning_rate / layouts.LR],
+        "updates": [model.optimizer.updates, undisturbed.optimizer.updates],
+    }
+    ranks: list[dict[str, Any]] = [{}, {}]
+    dist.all_gather_object(ranks, mine)
+    return {"ranks": ranks}
+
+
+def orders_of_epochs(parallel: ParallelContext, batches: list[MicroBatch]) -> dict[str, Any]:
+    """Two epochs of both models, the critic's first or one epoch of each in turn."""
+    after = []
+    for order in (("critic", "critic", "policy", "policy"), ("critic", "policy", "critic", "policy")):
+        models = {role: build(role, parallel) for role in ("critic", "policy")}
+        before = weights(*models.values())
+        for role in order:
+            step(models[role], batches)
+        after.append(weights(*models.values()))
+        assert not equal(before, after[-1])
+    return {"equal": equal(*after)}
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    initialize_distributed(5)
+    layout: dict[str, Any] = {"world_size": 2, "tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1}
+    layout |= {"virtual_pipeline_model_parallel_size": None, "context_parallel_size": 1, "expert_model_parallel_size": 1}
+    parallel = initialize_parallel(SimpleNamespace(**layout, sequence_parallel=None, timeout_minutes=5))  # type: ignore[arg-type]
+    old = [torch.full((sum(shape),), -4.0) for shape in problem.SHAPES]
+    _, batches = layouts.microbatches(layouts.Case("qwen2"), parallel, layouts.token_tensors("token", old))
+    facts = {case.__name__: case(parallel, batches) for case in (warm_up, one_rank_is_not_finite, orders_of_epochs)}
+    if dist.get_rank() == 0:
+        print(json.dumps(facts), flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
