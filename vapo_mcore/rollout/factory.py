@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import torch
 
 from vapo_mcore.config.schema import RolloutConfig
+from vapo_mcore.errors import ConfigError
 from vapo_mcore.rollout.base import Replica, RolloutEngine
 
 
@@ -28,14 +30,26 @@ def build_rollout_engine(
         max_model_len: longest prompt and response together, in tokens.
         seed: the same on all ranks.
 
-    Raises ConfigError or RolloutError when the engine cannot be had: vLLM missing, model not supported, lengths beyond the model's.
+    Raises ConfigError or RolloutError when the engine cannot be had: vLLM missing, model not supported, lengths beyond the model's, a
+    replica that would span nodes.
     """
     if config.engine == "vllm":
         from vapo_mcore.rollout.vllm_engine import VllmEngine
 
         replica = Replica.of_rank(rank, world_size, tensor_parallel_size)
+        _require_inside_a_node(tensor_parallel_size)
         return VllmEngine(model_path, dtype, config.vllm, replica, rank=rank, max_model_len=max_model_len, seed=seed)
     from vapo_mcore.rollout.transformers_engine import TransformersEngine
 
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     return TransformersEngine(model_path, dtype, Replica.of_rank(rank, world_size, 1), max_model_len=max_model_len, device=device)
+
+
+def _require_inside_a_node(tensor_parallel_size: int) -> None:
+    """Replicas are contiguous ranks: they stay inside nodes where their size divides the processes of each."""
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", tensor_parallel_size))  # torchrun says how many there are on this node
+    if processes % tensor_parallel_size:
+        raise ConfigError(
+            f"rollout.tensor_parallel_size = {tensor_parallel_size} (null: parallel.tensor_model_parallel_size) does not divide the "
+            f"{processes} processes of this node, so a vLLM replica would span nodes; use a divisor of {processes}"
+        )

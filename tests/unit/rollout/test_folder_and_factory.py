@@ -94,6 +94,15 @@ def test_missing_vllm_is_said_and_not_replaced(folder: GetFolder, monkeypatch: p
         build_rollout_engine(config, folder("qwen2"), torch.float32, tensor_parallel_size=1, max_model_len=64, rank=0, world_size=1, seed=1)
 
 
+def test_a_replica_that_would_span_nodes_is_refused(folder: GetFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "6")
+    config = RolloutConfig(engine="vllm", max_response_length=8)
+    with pytest.raises(ConfigError, match=r"tensor_parallel_size = 4 .* does not divide the 6 processes of this node"):
+        build_rollout_engine(
+            config, folder("qwen2"), torch.float32, tensor_parallel_size=4, max_model_len=64, rank=0, world_size=12, seed=1
+        )
+
+
 def test_importing_the_package_imports_no_engine() -> None:
     code = (
         "import sys, vapo_mcore.rollout, vapo_mcore.rollout.base, vapo_mcore.rollout.seeds, vapo_mcore.rollout.factory;"
