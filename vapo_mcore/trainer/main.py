@@ -121,8 +121,8 @@ def _load_tokenizer(folder: str) -> Any:
 
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        raise CheckpointError(f"model.path: the tokenizer of {folder!r} cannot be loaded: {error}") from error
+    except Exception as error:  # a damaged file raises whatever it runs into, the tokenizers library a bare Exception
+        raise CheckpointError(f"model.path: the tokenizer of {folder!r} cannot be loaded: {type(error).__name__}: {error}") from error
 
 
 def _verifiers(*datasets: PromptDataset | None) -> list[str]:
@@ -158,6 +158,6 @@ def _headline(config: Config) -> str:
     degrees = f"tensor {p.tensor_model_parallel_size} x pipeline {p.pipeline_model_parallel_size} x context {p.context_parallel_size}"
     return (
         f"vapo-mcore: {config.model.path} ({config.model.dtype}), {estimator}, rollout by {config.rollout.engine}; "
-        f"{p.world_size} processes = {degrees} x data {p.data_parallel_size}; "
+        f"{p.world_size} process{'' if p.world_size == 1 else 'es'} = {degrees} x data {p.data_parallel_size}; "
         f"{b.prompts_per_step} prompts x {b.responses_per_prompt} responses a step; run directory {config.run.dir}"
     )
