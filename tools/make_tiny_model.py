@@ -24,6 +24,11 @@ from typing import Any
 from addition_task import CHARACTERS, Problem, draw_distinct, draw_problem, worked_solution
 from toolkit import folder_written_atomically, run
 
+from vapo_mcore.errors import DataError
+
+OWN_FILES = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+OWN_FILES |= {"train.jsonl", "heldout.jsonl", ".made"}
+"""What ``--output`` may hold already, to be replaced; ``.made`` is make's mark."""
 TRAIN_PROBLEMS, HELDOUT_PROBLEMS = 6000, 400
 PAD, EOS = "<pad>", "<eos>"
 SEQUENCES = 16
@@ -43,6 +48,9 @@ def main() -> None:
     if arguments.worker is not None:
         train(arguments)
         return
+    if not 0 <= arguments.slips <= 1 or arguments.steps < 1 or arguments.processes < 1:
+        parser.error("--slips is a probability, --steps and --processes are at least 1")
+    require_own_folder(arguments.output)
     with folder_written_atomically(arguments.output) as folder:
         write_untrained(folder / "untrained", arguments.seed)
         launch_workers(arguments, folder)
@@ -55,6 +63,14 @@ def main() -> None:
         heldout = write_problems(folder, arguments.seed)
         accuracy, lengths = sampled_accuracy(folder, heldout, arguments.seed)
     print(f"{arguments.output}: {accuracy:.1%} of {len(heldout)} held-out problems right at temperature 1; responses of {lengths} tokens")
+
+
+def require_own_folder(output: Path) -> None:
+    """Raise DataError where replacing ``output`` would delete what this script did not write."""
+    names = {path.name for path in output.iterdir()} if output.is_dir() else set()
+    own = not names or ("heldout.jsonl" in names and "train.jsonl" in names and names <= OWN_FILES)
+    if not own or (output.exists() and not output.is_dir()):
+        raise DataError(f"{output} exists and is not a folder that this script made; nothing was touched, give another --output")
 
 
 def tokenizer() -> Any:

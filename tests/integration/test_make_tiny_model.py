@@ -7,6 +7,8 @@ import re
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.torchrun import ROOT, run_bounded
 
 SCRIPT = ROOT / "tools" / "make_tiny_model.py"
@@ -32,8 +34,10 @@ def test_a_few_steps(tmp_path: Path) -> None:
     assert not (output / "untrained").exists() and not (output / "trained").exists()
 
 
-def test_a_failed_run_leaves_nothing(tmp_path: Path) -> None:
-    command = [sys.executable, str(SCRIPT), "--output", str(tmp_path / "tiny"), "--steps", "1", "--processes", "0"]
-    result = run_bounded(command, timeout=120)
+def test_a_failed_run_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "missing0")  # the workers cannot connect
+    command = [sys.executable, str(SCRIPT), "--output", str(tmp_path / "tiny"), "--steps", "1"]
+    result = run_bounded(command, timeout=180)
     assert result.returncode != 0
+    assert "missing0" in result.stderr
     assert list(tmp_path.iterdir()) == []

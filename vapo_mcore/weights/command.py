@@ -101,9 +101,12 @@ def _verify(options: argparse.Namespace) -> int:
 def _verify_logits(options: argparse.Namespace) -> int:
     from vapo_mcore.weights import verify
 
-    if options.text is not None and not options.text.is_file():
-        raise ConfigError(f"--text {options.text} is not a file")
-    lines = [_DEFAULT_TEXT] if options.text is None else options.text.read_text(encoding="utf-8").splitlines()
+    lines = [_DEFAULT_TEXT]
+    if options.text is not None:
+        try:
+            lines = options.text.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"--text {options.text} cannot be read as UTF-8 text: {error}") from error
     texts = [line for line in lines if line.strip()]
     result = verify.compare_logits(options.first, options.second or options.first, texts, config=options.config)
     agreement = "" if result.top1_agreement is None else f", top-1 agreement {result.top1_agreement:.2%}"

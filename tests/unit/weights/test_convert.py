@@ -209,6 +209,7 @@ class TestCommand:
 
     def test_faults_are_explained(self, hf_folder: Folder, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (tmp_path / "there").mkdir()
+        (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
         source = str(hf_folder("qwen2"))
         for arguments, message in (
             (["hf-to-megatron", source, str(tmp_path / "there")], "exists already"),
@@ -216,6 +217,8 @@ class TestCommand:
             (["megatron-to-hf", source, str(tmp_path / "out")], "is no Megatron distributed checkpoint"),
             (["hf-to-megatron", source, str(tmp_path / "out"), "--vocab-multiple", "0"], "must be at least 1"),
             (["verify", source], "checksums.json cannot be read"),
+            (["verify", "--logits", source, source, "--text", str(tmp_path / "latin.txt")], "cannot be read as UTF-8 text"),
+            (["verify", "--logits", source, source, "--text", str(tmp_path / "none.txt")], "cannot be read as UTF-8 text"),
         ):
             assert command.main(arguments) == 2
             assert message in capsys.readouterr().err
