@@ -8,7 +8,8 @@ from collections.abc import Callable
 from vapo_mcore.errors import RolloutError
 from vapo_mcore.megatron.engine import MegatronModel
 from vapo_mcore.rollout.base import EngineState, RolloutEngine, SyncReport
-from vapo_mcore.trainer.collectives import all_gather_objects
+from vapo_mcore.rollout.weight_stream import listed
+from vapo_mcore.trainer.collectives import all_gather_objects, fail_together
 from vapo_mcore.weights.checksums import tensor_checksum
 from vapo_mcore.weights.export import Exporter
 
@@ -26,15 +27,16 @@ class WeightSync:
 
         ``after_loading`` is called before the engine takes memory for its KV cache: the policy can leave the device there.
 
-        With ``verify`` the checksums of all tensors as the loaders received them must be the same on all ranks (every rank is
-        given the full tensors). Raises RolloutError if they are not.
+        With ``verify`` the checksums of all tensors as the loader received them must be those of a second export of the policy,
+        made after loading, and the same on all ranks (every rank is given the full tensors). Raises RolloutError if they are not.
         """
         self.engine.wake_weights()
         report = self.engine.update_weights(self.exporter.buckets(), self.exporter.names, checksum=tensor_checksum if self.verify else None)
+        if report.checksums is not None:
+            policy = {name: tensor_checksum(tensor) for bucket in self.exporter.buckets() for name, tensor in bucket}
+            self._compare(report.checksums, policy)
         after_loading()
         self.engine.wake_kv_cache()
-        if report.checksums is not None:
-            self._compare(report.checksums)
         return report
 
     def put_to_sleep(self) -> None:
@@ -43,9 +45,14 @@ class WeightSync:
             self.engine.sleep()
 
     @staticmethod
-    def _compare(checksums: dict[str, str]) -> None:
-        text = "\n".join(f"{name} {value}" for name, value in sorted(checksums.items()))
+    def _compare(received: dict[str, str], policy: dict[str, str]) -> None:
+        """Raise on all ranks what is wrong on any of them; a collective."""
+        with fail_together():
+            different = sorted(name for name in received.keys() | policy.keys() if received.get(name) != policy.get(name))
+            if different:
+                raise RolloutError(f"weight sync: the loader received other values than the policy has, in {listed(different)}")
+        text = "\n".join(f"{name} {value}" for name, value in sorted(received.items()))
         digests = all_gather_objects(hashlib.sha256(text.encode()).hexdigest())
-        different = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
-        if different:
-            raise RolloutError(f"weight sync: ranks {different} received other weights than rank 0 (checksums of the tensors differ)")
+        ranks = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+        if ranks:
+            raise RolloutError(f"weight sync: ranks {ranks} received other weights than rank 0 (checksums of the tensors differ)")
