@@ -206,7 +206,7 @@ def test_all_wrong_data_under_dynamic_sampling_takes_three_rounds_and_changes_no
 def test_dynamic_sampling_trains_on_mixed_groups_only(folder: Path) -> None:
     for row in rl_rows(folder / "dynamic_sampling"):
         kept = row["response/count"] / 4
-        dropped = sum(row[f"sampling/dropped_{kind}"] for kind in ("all_right", "all_wrong", "surplus"))
+        dropped = sum(row[f"sampling/dropped_{kind}"] for kind in ("all_right", "all_wrong", "ungraded", "surplus"))
         assert kept > 0
         assert row["groups/mixed_frac"] == 1.0
         assert row["sampling/prompts_tried"] == kept + dropped
@@ -261,3 +261,4 @@ def test_a_saved_critic_goes_on_where_it_was_and_head_only_leaves_the_trunk(fold
     row = next(row for row in read_metrics(folder / "saved_critic") if row["stage"] == "value_pretraining")
     assert row["critic/lr"] == pytest.approx(1e-2)
     assert rl_rows(folder / "saved_critic")[0]["critic/lr"] < 1e-2
+    assert [row["critic/updates"], rl_rows(folder / "saved_critic")[0]["critic/updates"]] == [2, 4]  # over both optimizers

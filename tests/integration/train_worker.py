@@ -115,7 +115,9 @@ def overlong_masked() -> None:
 def after_update_with_epochs() -> None:
     advantage = "{values: after_update, truncation: bootstrap, whiten: minibatch, lambda_policy: {kind: sigmoid}}"
     clip = "algorithm.value_loss.clip=0.2"
-    run("after_update", f"algorithm.advantage={advantage}", clip, "policy.epochs=2", "critic.epochs=2", TP2)
+    # At a temperature other than 1 the log-prob pass, the loss and the rollout agree only if all of them apply it.
+    epochs = ("policy.epochs=2", "critic.epochs=2")
+    run("after_update", f"algorithm.advantage={advantage}", clip, *epochs, "rollout.temperature=0.7", TP2)
 
 
 def rollout_logprobs() -> None:

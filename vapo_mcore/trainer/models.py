@@ -26,7 +26,8 @@ class Models:
     """The models of a run on this rank, and which of them are on the device when.
 
     ``critic`` is None for critic-free estimators. ``reference``: host copies of the policy's initial parameters, for a KL term; they
-    are swapped into the policy's buffers when they are needed (None without one).
+    are swapped into the policy's buffers when they are needed (None without one). ``critic_updates``: optimizer steps of the critic
+    before its present optimizer was made.
     """
 
     architecture: ModelArchitecture
@@ -34,6 +35,7 @@ class Models:
     critic: MegatronModel | None
     reference: list[Tensor] | None
     residency: Residency
+    critic_updates: int = 0
 
 
 def build_models(config: Config, parallel: ParallelContext, say: Say) -> Models:
@@ -117,6 +119,8 @@ def refresh_critic(config: Config, models: Models) -> None:
     if models.critic is None or (pretraining.lr is None and not pretraining.head_only):
         return
     models.residency.remove("critic")
+    assert models.critic.optimizer is not None
+    models.critic_updates += models.critic.optimizer.updates
     old = models.critic.chunks
 
     @torch.no_grad()

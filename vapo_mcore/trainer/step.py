@@ -216,9 +216,9 @@ class Trainer:
         metrics = step.metrics
         metrics.put("step", step.number)
         metrics.put("stage", step.stage)
-        for role, model in (("policy", self.models.policy), ("critic", self.models.critic)):
+        for role, model, before in (("policy", self.models.policy, 0), ("critic", self.models.critic, self.models.critic_updates)):
             if model is not None and model.optimizer is not None:
-                metrics.put(f"{role}/updates", model.optimizer.updates)
+                metrics.put(f"{role}/updates", before + model.optimizer.updates)
         record_time_and_memory(metrics, step.timer)
         row: Row = metrics.reduce(self.parallel.data_parallel_group, self.parallel.device)
         row["tokens/per_second"] = row["tokens/total"] / row["time/step"]
