@@ -199,7 +199,7 @@ def render_markdown() -> str:
     lines = [
         "# Metrics",
         "",
-        "`<run.dir>/metrics.jsonl` has one JSON object a step; TensorBoard shows the same numbers. A metric that the mode does not",
+        "`<run.dir>/metrics.jsonl` has one JSON object a step; TensorBoard shows them too, but for the histogram. A metric that the mode does not",
         "have (a critic's, without a critic) is absent; one that is undefined in a step is `null`; a number that is not finite is `null`",
         'and named in `metrics/nonfinite`. "Response tokens" are those that carry a loss, over all data-parallel ranks, unless said',
         "otherwise. This page is written by `python -m vapo_mcore.trainer.metric_table`.",
@@ -207,7 +207,8 @@ def render_markdown() -> str:
         "| metric | over | reduction | meaning |",
         "|---|---|---|---|",
     ]
-    lines += [f"| `{m.name}` | {m.over} | {_REDUCTION_TEXT[m.reduction]} | {m.text} |" for m in METRICS]
+    bar = r"\|"  # a bar inside a cell
+    lines += [f"| `{m.name}` | {m.over} | {_REDUCTION_TEXT[m.reduction]} | {m.text.replace('|', bar)} |" for m in METRICS]
     lines += [
         "",
         "## Evaluations",
