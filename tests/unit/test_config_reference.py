@@ -25,7 +25,7 @@ def test_every_setting_has_a_row_with_its_meaning() -> None:
     found = rows()
     assert {key for key in found if ".N." not in key} == settings
     assert {key.split(".N.")[1] for key in found if ".N." in key and ".fields." not in key} == source_keys
-    assert [key for key, (_, _, meaning, _) in found.items() if not meaning] == [], "say it in a comment beside the field in schema.py"
+    assert [key for key, (_, _, meaning, _) in found.items() if not meaning] == [], "say it in a comment beside the field in schema/"
 
 
 def test_rows_hold_type_default_and_reason() -> None:

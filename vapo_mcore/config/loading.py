@@ -205,11 +205,11 @@ def _did_you_mean(name: str, known: Iterable[str]) -> str:
 # --- walking the schema -----------------------------------------------------------------------------------------------
 
 
-def _models_in(annotation: Any) -> list[type[BaseModel]]:
+def models_in(annotation: Any) -> list[type[BaseModel]]:
     """The model classes inside ``X``, ``X | None``, ``tuple[X | Y, ...]``, ``Annotated[X | Y, ...]``."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
-    return [model for argument in get_args(annotation) for model in _models_in(argument)]
+    return [model for argument in get_args(annotation) for model in models_in(argument)]
 
 
 def _fields_at(parents: tuple[int | str, ...]) -> list[str]:
@@ -219,7 +219,7 @@ def _fields_at(parents: tuple[int | str, ...]) -> list[str]:
         if isinstance(previous, int):
             models = [_SOURCES[str(part)]]
         elif isinstance(part, str):
-            models = [inner for model in models if part in model.model_fields for inner in _models_in(model.model_fields[part].annotation)]
+            models = [inner for model in models if part in model.model_fields for inner in models_in(model.model_fields[part].annotation)]
     return list(dict.fromkeys(name for model in models for name in model.model_fields))
 
 
@@ -228,7 +228,7 @@ def all_keys(model: type[BaseModel] = Config, prefix: str = "") -> list[str]:
     keys = []
     for name, field in model.model_fields.items():
         keys.append(prefix + name)
-        for inner in _models_in(field.annotation):
+        for inner in models_in(field.annotation):
             if inner not in _SOURCES.values():
                 keys += all_keys(inner, f"{prefix}{name}.")
     return keys
@@ -246,7 +246,7 @@ def _drop_resetting_nulls(tree: Tree) -> Tree:
                 nullable = True  # unknown: left for the validation to report
                 break
             nullable = NoneType in get_args(field.annotation)
-            model = next(iter(_models_in(field.annotation)), None)
+            model = next(iter(models_in(field.annotation)), None)
         if not nullable:
             dropped[key] = tree.pop(key)
     return dropped

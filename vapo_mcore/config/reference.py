@@ -2,7 +2,7 @@
 
 python -m vapo_mcore.config.reference > docs/configuration.md
 
-Types, bounds and defaults come from the models of ``schema.py``, meanings from the comments beside their fields, and what has
+Types, bounds and defaults come from the models of ``schema/``, meanings from the comments beside their fields, and what has
 no effect when from ``applicability.py``.
 """
 
@@ -13,6 +13,7 @@ import inspect
 import io
 import json
 import re
+import sys
 import tokenize
 from collections.abc import Iterator
 from functools import cache
@@ -22,7 +23,7 @@ from pydantic import BaseModel
 
 from vapo_mcore.config import schema
 from vapo_mcore.config.applicability import INAPPLICABLE
-from vapo_mcore.config.loading import _models_in
+from vapo_mcore.config.loading import models_in
 
 _UNBOUNDED = 2**31  # bounds from here on keep numbers inside machine types; they are no news to a reader
 _HTML = re.compile(r"<\w[\w.]*>[\w/]*")  # a placeholder such as <run.dir>/export, which Markdown would take for a tag
@@ -39,7 +40,7 @@ directory. `null` for a key that has no `null` among its values means "not given
 
 The last column says which other key can leave a setting without effect, and why. Such a setting is refused, unless a file that is
 extended gave it and the other key was set later: then it gives way. What must fit together over several keys is in
-`vapo_mcore/config/rules.py`; all faults are reported at once, before a model loads."""
+`vapo_mcore/config/rules/`; all faults are reported at once, before a model loads."""
 
 
 def render_markdown() -> str:
@@ -51,7 +52,7 @@ def _section(model: type[BaseModel], prefix: str, title: str, default: str | Non
     """Heading, remarks and table of a model, then the sections inside it. ``default``: of the section as a whole."""
     schema_of_model = model.model_json_schema()
     properties, required = schema_of_model["properties"], schema_of_model.get("required", [])
-    inner = {name: _models_in(field.annotation) for name, field in model.model_fields.items()}
+    inner = {name: models_in(field.annotation) for name, field in model.model_fields.items()}
     leaves = [name for name in model.model_fields if not inner[name] or _is_list(properties[name])]
     remarks = [_summary(model), default, *(f"No effect, by {text}" for text in _no_effect(prefix.rstrip(".")))]
     yield from ("", f"{'#' * min(max(2, 1 + prefix.replace('.N.', '').count('.')), 4)} {title}")
@@ -127,8 +128,12 @@ def _summary(model: type[BaseModel]) -> str | None:
 
 @cache
 def _comments() -> dict[tuple[str, str], str]:
-    """(class, field) -> the comment on the lines of the field and directly above it."""
-    source = inspect.getsource(schema)
+    """(class, field) -> the comment on the lines of the field and directly above it, over the files of the schema."""
+    modules = {model.__module__ for model in vars(schema).values() if isinstance(model, type) and issubclass(model, schema.Section)}
+    return {key: text for name in sorted(modules) for key, text in _comments_in(inspect.getsource(sys.modules[name])).items()}
+
+
+def _comments_in(source: str) -> dict[tuple[str, str], str]:
     trailing: dict[int, str] = {}
     above: dict[int, str] = {}
     for token in tokenize.generate_tokens(io.StringIO(source).readline):

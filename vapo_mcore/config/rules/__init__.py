@@ -1,0 +1,11 @@
+"""Rules over several settings, one named function each: it returns what is wrong, with values and a fix, or None.
+
+``@rule`` lists the keys that a function reads; the fault is reported at the first. A rule is skipped when one of its keys
+is itself faulty, so that one mistake is reported once.
+"""
+
+from vapo_mcore.config.rules import algorithm, batches, critic, layout, sampling  # noqa: F401  (each registers its rules)
+from vapo_mcore.config.rules.base import RULES, Rule, Subject, broken_rules, rule
+from vapo_mcore.config.rules.paths import missing_paths, read_model
+
+__all__ = ["RULES", "Rule", "Subject", "broken_rules", "missing_paths", "read_model", "rule"]

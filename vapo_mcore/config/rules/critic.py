@@ -1,0 +1,40 @@
+"""Rules on the critic."""
+
+from __future__ import annotations
+
+from vapo_mcore.config.rules.base import Subject, rule
+
+
+@rule("critic.path", "critic.init", "algorithm.advantage.estimator")
+def critic_init_has_a_path(s: Subject) -> str | None:
+    critic = s.config.critic
+    if not s.config.uses_critic or critic.init == "policy" or critic.path is not None:
+        return None
+    return f"is required with critic.init = {critic.init!r}: the folder to load the critic from"
+
+
+@rule("critic.value_pretraining.steps", "critic.init", "algorithm.advantage.estimator")
+def saved_critic_says_whether_to_pretrain(s: Subject) -> str | None:
+    critic = s.config.critic
+    pretraining = critic.value_pretraining
+    if not s.config.uses_critic or critic.init != "saved" or pretraining.until is not None or s.given("critic.value_pretraining.steps"):
+        return None
+    return (
+        f"defaults to {pretraining.steps}, but critic.init = 'saved' loads a critic that was trained before; give 0, or a number to go on"
+    )
+
+
+@rule("critic.value_pretraining.until")
+def until_has_a_threshold(s: Subject) -> str | None:
+    until = s.config.critic.value_pretraining.until
+    if until is None or until.value_loss_below is not None or until.explained_variance_above is not None:
+        return None
+    return "needs value_loss_below, explained_variance_above or both; with neither, give steps instead of until"
+
+
+@rule("critic.value_pretraining.until.window", "critic.value_pretraining.until.max_steps")
+def until_window_fits(s: Subject) -> str | None:
+    until = s.config.critic.value_pretraining.until
+    if until is None or until.window <= until.max_steps:
+        return None
+    return f"{until.window} steps in a row can never be seen within max_steps = {until.max_steps}"

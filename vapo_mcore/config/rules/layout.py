@@ -1,0 +1,165 @@
+"""Rules on parallel degrees and the model's shape."""
+
+from __future__ import annotations
+
+from vapo_mcore.config.architecture import ModelArchitecture
+from vapo_mcore.config.rules.base import Subject, rule
+from vapo_mcore.config.schema import ParallelConfig
+
+_DEGREES = (
+    "parallel.tensor_model_parallel_size",
+    "parallel.pipeline_model_parallel_size",
+    "parallel.context_parallel_size",
+    "parallel.data_parallel_size",
+)
+
+
+@rule("parallel.world_size", *_DEGREES)
+def world_size_is_the_product_of_degrees(s: Subject) -> str | None:
+    p = s.config.parallel
+    tp, pp, cp, dp = (
+        p.tensor_model_parallel_size,
+        p.pipeline_model_parallel_size,
+        p.context_parallel_size,
+        p.data_parallel_size,
+    )
+    if p.world_size % (tp * pp * cp):
+        return (
+            f"{p.world_size} processes cannot be split into model replicas of tensor {tp} x pipeline {pp} x context {cp} "
+            f"= {tp * pp * cp} processes; use a multiple of {tp * pp * cp}"
+        )
+    if p.world_size != tp * pp * cp * dp:
+        return (
+            f"{p.world_size} is not tensor {tp} x pipeline {pp} x context {cp} x data {dp} = {tp * pp * cp * dp}; "
+            f"with these degrees data_parallel_size is {p.world_size // (tp * pp * cp)} (leave it out to derive it)"
+        )
+    return None
+
+
+@rule("parallel.sequence_parallel", "parallel.tensor_model_parallel_size")
+def sequence_parallel_needs_tensor_parallel(s: Subject) -> str | None:
+    p = s.config.parallel
+    if p.sequence_parallel and p.tensor_model_parallel_size == 1:
+        return "true splits activations over tensor-parallel ranks, but tensor_model_parallel_size = 1; remove it or raise that"
+    return None
+
+
+@rule("parallel.virtual_pipeline_model_parallel_size", "parallel.pipeline_model_parallel_size")
+def virtual_pipeline_needs_pipeline(s: Subject) -> str | None:
+    p = s.config.parallel
+    chunks = p.virtual_pipeline_model_parallel_size
+    if chunks is not None and p.pipeline_model_parallel_size == 1:
+        return f"{chunks} interleaves {chunks} chunks on each pipeline rank, but pipeline_model_parallel_size = 1; use null"
+    return None
+
+
+@rule("parallel.expert_model_parallel_size")
+def expert_parallel_is_for_moe(s: Subject) -> str | None:
+    degree = s.config.parallel.expert_model_parallel_size
+    if degree != 1:
+        return f"{degree} needs a mixture-of-experts model, which training does not support yet; use 1"
+    return None
+
+
+@rule("model.path")
+def model_is_dense(s: Subject) -> str | None:
+    assert s.architecture is not None
+    if s.architecture.is_moe:
+        return (
+            f"{s.config.model.path!r} is a mixture-of-experts model ({s.architecture.family}, {s.architecture.num_experts} experts); "
+            "training refuses these until a small one has been shown to give the same step in every layout; use a dense model"
+        )
+    return None
+
+
+@rule("model.path")
+def model_has_no_attention_output_bias(s: Subject) -> str | None:
+    assert s.architecture is not None
+    if s.architecture.attention_output_bias:
+        return f"{s.config.model.path!r} has a bias on the attention output (llama's attention_bias), which training does not support"
+    return None
+
+
+@rule("parallel.tensor_model_parallel_size", "model.path")
+def heads_split_over_tensor_parallel(s: Subject) -> str | None:
+    assert s.architecture is not None
+    return _heads_problem(s.architecture, s.config.parallel.tensor_model_parallel_size)
+
+
+@rule("parallel.tensor_model_parallel_size", "model.path")
+def ffn_splits_over_tensor_parallel(s: Subject) -> str | None:
+    assert s.architecture is not None
+    return _ffn_problem(s.architecture, s.config.parallel.tensor_model_parallel_size)
+
+
+@rule("parallel.pipeline_model_parallel_size", "parallel.virtual_pipeline_model_parallel_size", "model.path")
+def layers_split_over_pipeline(s: Subject) -> str | None:
+    assert s.architecture is not None
+    return _layers_problem(s.architecture, s.config.parallel)
+
+
+@rule("critic.path", "critic.init", "model.path", "parallel", "algorithm.advantage.estimator")
+def loaded_critic_fits_layout_and_tokens(s: Subject) -> str | None:
+    """Policy and critic share one layout and read the same tokens."""
+    policy, critic, parallel = s.architecture, s.critic_architecture, s.config.parallel
+    if policy is None or critic is None:
+        return None
+    if critic.is_moe:
+        return f"{s.config.critic.path!r} is a mixture-of-experts model; use a dense one"
+    if critic.vocab_size != policy.vocab_size:
+        sizes = f"the critic's vocabulary has {critic.vocab_size} entries, the policy's {policy.vocab_size}"
+        return f"{sizes}; both read the same tokens, so take a critic with the policy's tokenizer"
+    tp = parallel.tensor_model_parallel_size
+    problems = [
+        f"parallel.tensor_model_parallel_size = {problem}" for problem in (_heads_problem(critic, tp), _ffn_problem(critic, tp)) if problem
+    ]
+    layers = _layers_problem(critic, parallel)
+    return "; ".join([*problems, *([f"pipeline: {layers}"] if layers else [])]) or None
+
+
+def _heads_problem(model: ModelArchitecture, tp: int) -> str | None:
+    heads, kv_heads = model.num_attention_heads, model.num_key_value_heads
+    if heads % tp:
+        return f"{tp} does not divide the model's {heads} attention heads; use {_divisors(heads)}"
+    if kv_heads % tp and tp % kv_heads:  # with fewer kv heads than ranks, each is replicated
+        return f"{tp} neither divides the model's {kv_heads} key-value heads nor is a multiple of them (replication)"
+    return None
+
+
+def _ffn_problem(model: ModelArchitecture, tp: int) -> str | None:
+    return f"{tp} does not divide the model's feed-forward size {model.ffn_hidden_size}" if model.ffn_hidden_size % tp else None
+
+
+def _layers_problem(model: ModelArchitecture, parallel: ParallelConfig) -> str | None:
+    pp, chunks = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size or 1
+    if model.num_layers % (pp * chunks) == 0:
+        return None
+    stages = f"{pp} pipeline ranks" + (f" x {chunks} virtual chunks = {pp * chunks} stages" if chunks > 1 else "")
+    return f"the model's {model.num_layers} layers do not split evenly over {stages}; use a product among {_divisors(model.num_layers)}"
+
+
+@rule("model.attention", "parallel.context_parallel_size")
+def varlen_attention_has_no_context_parallelism(s: Subject) -> str | None:
+    cp = s.config.parallel.context_parallel_size
+    if s.config.model.attention != "varlen" or cp == 1:
+        return None
+    return f"'varlen' does not split sequences over context-parallel ranks, but parallel.context_parallel_size = {cp}; use te, sdpa or auto"
+
+
+@rule("rollout.tensor_parallel_size", "parallel.world_size")
+def rollout_replicas_fill_the_world(s: Subject) -> str | None:
+    tp, world = s.config.rollout.tensor_parallel_size, s.config.parallel.world_size
+    if tp is None or world % tp == 0:
+        return None
+    return f"{tp} does not divide parallel.world_size = {world}: every process belongs to one rollout replica; use {_divisors(world)}"
+
+
+@rule("rollout.tensor_parallel_size", "model.path")
+def rollout_tensor_parallel_splits_heads(s: Subject) -> str | None:
+    assert s.architecture is not None
+    tp = s.config.rollout.tensor_parallel_size
+    return None if tp is None else _heads_problem(s.architecture, tp)  # null: the trainer's own degree, which has its rule above
+
+
+def _divisors(number: int) -> str:
+    return ", ".join(str(d) for d in range(1, min(number, 512) + 1) if number % d == 0)

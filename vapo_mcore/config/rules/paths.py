@@ -1,0 +1,39 @@
+"""Folders and files that a configuration names."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from vapo_mcore.config.architecture import ModelArchitecture, read_architecture
+from vapo_mcore.config.layers import Fault
+from vapo_mcore.config.schema import Config, FileSource
+from vapo_mcore.errors import CheckpointError
+
+_WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
+
+
+def read_model(key: str, folder: str, faults: list[Fault]) -> ModelArchitecture | None:
+    """The architecture of a model folder; what is wrong with the folder is among the faults, at ``key``."""
+    try:
+        architecture = read_architecture(folder)
+    except CheckpointError as error:
+        faults.append(Fault(key, str(error)))
+        return None
+    if not any(Path(folder, name).is_file() for name in _WEIGHTS):
+        pickled = sorted(file.name for suffix in ("bin", "pt", "pth", "ckpt") for file in Path(folder).glob(f"*.{suffix}"))
+        hint = f"; {pickled[0]} is a pickle, which can run code and is refused: convert it to safetensors" if pickled else ""
+        faults.append(Fault(key, f"{folder!r} has no weights: neither {' nor '.join(_WEIGHTS)}{hint}"))
+    if key == "model.path" and not any(Path(folder, name).is_file() for name in _TOKENIZERS):
+        faults.append(Fault(key, f"{folder!r} has no tokenizer ({', '.join(_TOKENIZERS[:-1])} or {_TOKENIZERS[-1]})"))
+    return architecture
+
+
+def missing_paths(config: Config) -> Iterator[Fault]:
+    """Data files that the run reads and that do not exist."""
+    for split in ("train", "eval"):
+        for index, source in enumerate(getattr(config.data, split)):
+            if isinstance(source, FileSource) and not os.path.isfile(source.path):
+                yield Fault(f"data.{split}.{index}.path", f"no such file: {source.path!r} (relative to {str(Path.cwd())!r})")

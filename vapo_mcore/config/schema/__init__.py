@@ -1,0 +1,125 @@
+"""The configuration as frozen pydantic models: every key, its type, its default and its own range.
+
+Rules over several keys are in ``rules/``, which keys have no effect in which mode in ``applicability.py``, YAML files,
+``extends:`` and overrides in ``loading.py``. Load with ``vapo_mcore.config.load_config``; a ``Config`` built directly has
+passed the field checks only. ``null`` for a key that cannot be null means "not given": its default applies.
+
+Defaults are the recipe of the VAPO paper (arXiv 2504.05118, section 5.1); those the paper does not state are ours: weight
+decay 0.1, betas 0.9/0.999, eps 1e-8, clip_grad 1.0, 10 warm-up rollouts, whitening over the batch.
+"""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from vapo_mcore.config.schema.algorithm import (
+    AdvantageConfig,
+    AlgorithmConfig,
+    EntropyConfig,
+    ImportanceCorrectionConfig,
+    KlConfig,
+    LambdaConfig,
+    PolicyLossConfig,
+    PositiveLmConfig,
+    ValueLossConfig,
+)
+from vapo_mcore.config.schema.base import GROUP_ESTIMATORS, Estimator, Section, Seed
+from vapo_mcore.config.schema.data import DataConfig, EvalConfig, FieldsConfig, FileSource, ReasoningGymSource, Source
+from vapo_mcore.config.schema.rollout import (
+    DynamicSamplingConfig,
+    OverlongConfig,
+    RewardConfig,
+    RewardScaleConfig,
+    RolloutConfig,
+    VllmConfig,
+)
+from vapo_mcore.config.schema.run import BatchConfig, ExportConfig, ModelConfig, ParallelConfig, RunConfig
+from vapo_mcore.config.schema.training import (
+    CriticConfig,
+    CriticOptimizerConfig,
+    OptimizerConfig,
+    PolicyConfig,
+    UntilConfig,
+    ValuePretrainingConfig,
+)
+
+__all__ = [
+    "GROUP_ESTIMATORS",
+    "AdvantageConfig",
+    "AlgorithmConfig",
+    "BatchConfig",
+    "Config",
+    "CriticConfig",
+    "CriticOptimizerConfig",
+    "DataConfig",
+    "DynamicSamplingConfig",
+    "EntropyConfig",
+    "Estimator",
+    "EvalConfig",
+    "ExportConfig",
+    "FieldsConfig",
+    "FileSource",
+    "ImportanceCorrectionConfig",
+    "KlConfig",
+    "LambdaConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "OverlongConfig",
+    "ParallelConfig",
+    "PolicyConfig",
+    "PolicyLossConfig",
+    "PositiveLmConfig",
+    "ReasoningGymSource",
+    "RewardConfig",
+    "RewardScaleConfig",
+    "RolloutConfig",
+    "RunConfig",
+    "Section",
+    "Source",
+    "UntilConfig",
+    "ValueLossConfig",
+    "ValuePretrainingConfig",
+    "VllmConfig",
+]
+
+
+class Config(Section):
+    """The whole configuration of a run."""
+
+    seed: Seed = 1234  # of sampling, prompt order, mini-batches and new heads
+    run: RunConfig
+    model: ModelConfig
+    parallel: ParallelConfig = Field(default_factory=ParallelConfig)
+    batch: BatchConfig
+    data: DataConfig
+    rollout: RolloutConfig
+    reward: RewardConfig = RewardConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    policy: PolicyConfig = PolicyConfig()
+    critic: CriticConfig = CriticConfig()
+    eval: EvalConfig = EvalConfig()
+    export: ExportConfig = ExportConfig()
+
+    @property
+    def uses_critic(self) -> bool:
+        """Critic-free estimators build no critic at all; ``critic`` then holds unused defaults."""
+        return self.algorithm.advantage.uses_critic
+
+    @property
+    def uses_reference(self) -> bool:
+        return self.algorithm.kl.place != "off"
+
+    @property
+    def rollout_tensor_parallel_size(self) -> int:
+        return self.rollout.tensor_parallel_size or self.parallel.tensor_model_parallel_size
+
+    @property
+    def max_sequence_length(self) -> int:
+        """Longest prompt plus longest response, in tokens."""
+        return self.data.max_prompt_length + self.rollout.max_response_length
+
+    def to_yaml(self) -> str:
+        """The resolved configuration: every key that has an effect, defaults included; loads back to the same Config."""
+        from vapo_mcore.config.loading import dump_yaml
+
+        return dump_yaml(self)

@@ -1,0 +1,84 @@
+"""Advantages and losses."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from vapo_mcore.config.schema.base import Estimator, Fraction, NonNegativeFloat, PositiveFloat, Section, UnitFloat
+
+
+class LambdaConfig(Section):
+    """GAE lambda of the policy: ``fixed`` value; ``length_adaptive`` 1 - 1/(alpha l); ``sigmoid`` of the standardised length."""
+
+    kind: Literal["fixed", "length_adaptive", "sigmoid"] = "length_adaptive"  # l: the response's length in tokens
+    value: UnitFloat = 0.95  # lambda
+    alpha: PositiveFloat = 0.05  # the advantage reaches over about alpha l tokens
+    min: UnitFloat = 0.3  # lambda that short responses approach
+    max: UnitFloat = 0.95  # lambda that long responses approach
+
+
+class AdvantageConfig(Section):
+    estimator: Estimator = "gae"  # gae has a critic, the others build none; grpo_process has no step rewards yet and is refused
+    gamma: Fraction = 1.0  # discount
+    lambda_policy: LambdaConfig = LambdaConfig()
+    lambda_critic: UnitFloat = 1.0  # of the critic's targets; 1: Monte-Carlo returns
+    # That the advantages use: predicted before or after the critic's update of the step.
+    values: Literal["before_update", "after_update"] = "before_update"
+    # Advantages to mean 0 and variance 1; by default batch for gae and reinforce_pp, off for the others.
+    whiten: Literal["batch", "minibatch", "off"] = Field(
+        default_factory=lambda data: "batch" if data["estimator"] in ("gae", "reinforce_pp") else "off"
+    )
+    # After a response cut by the length limit: V = 0, the critic's V, or the response carries no loss.
+    truncation: Literal["terminal", "bootstrap", "mask"] = "terminal"
+
+    @property
+    def uses_critic(self) -> bool:
+        return self.estimator == "gae"
+
+
+class ImportanceCorrectionConfig(Section):
+    """Correction of the gap between the rollout's and the trainer's old log-probs.
+
+    ``token_truncate`` weights by min(ratio, cap); the masks drop tokens or sequences whose ratio is outside [low, cap].
+    """
+
+    kind: Literal["off", "token_truncate", "token_mask", "sequence_mask"] = "off"  # off: the gap is measured only
+    cap: PositiveFloat = 2.0  # largest ratio
+    low: PositiveFloat = 0.5  # smallest ratio
+
+
+class PolicyLossConfig(Section):
+    clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2  # the ratio is clipped to [1 - clip_low, 1 + clip_high]
+    clip_high: PositiveFloat = 0.28  # 0.2 is the symmetric clip, 0.28 Clip-Higher
+    dual_clip: Annotated[float, Field(gt=1)] | None = None  # c: where A < 0 the objective is not below c A; null: off
+    aggregation: Literal["token", "sequence", "fixed_length"] = "token"  # fixed_length divides by rollout.max_response_length
+    importance_correction: ImportanceCorrectionConfig = ImportanceCorrectionConfig()
+
+
+class ValueLossConfig(Section):
+    clip: PositiveFloat | None = None  # range around the values predicted before the update; null: off
+
+
+class PositiveLmConfig(Section):
+    coef: NonNegativeFloat = 0.1  # of the mean NLL of correct responses; 0: off
+
+
+class KlConfig(Section):
+    place: Literal["off", "reward", "loss"] = "off"  # penalty to the frozen initial policy: none, in the token rewards, or in the loss
+    kind: Literal["k1", "k2", "k3"] = "k3"  # estimator; k1 is refused in the loss
+    coef: NonNegativeFloat = 0.0  # of the penalty
+
+
+class EntropyConfig(Section):
+    coef: NonNegativeFloat = 0.0  # of the entropy bonus in the loss; 0: off
+
+
+class AlgorithmConfig(Section):
+    advantage: AdvantageConfig = AdvantageConfig()
+    policy_loss: PolicyLossConfig = PolicyLossConfig()
+    value_loss: ValueLossConfig = ValueLossConfig()
+    positive_lm: PositiveLmConfig = PositiveLmConfig()
+    kl: KlConfig = KlConfig()
+    entropy: EntropyConfig = EntropyConfig()

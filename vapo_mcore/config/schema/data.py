@@ -1,0 +1,78 @@
+"""Prompts and evaluation."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field
+
+from vapo_mcore.config.schema.base import (
+    Fraction,
+    Name,
+    NonNegativeInt,
+    Path,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+    Seed,
+    greedy_or_sampled,
+    known_verifier,
+)
+
+
+class FieldsConfig(Section):
+    """Which field of a row holds what; a dotted name reaches into nested objects."""
+
+    prompt: str = "prompt"  # a text, or a list of chat messages
+    answer: str = "answer"  # the ground truth: a text or a number
+    id: str | None = None  # null: the row's number
+
+
+class FileSource(Section):
+    """Prompts with ground truth from a ``.jsonl``, ``.json`` or ``.parquet`` file."""
+
+    kind: Literal["file"]  # what the source is
+    path: Path  # relative to the current directory
+    # Of its metrics and prompts; by default the file's, without the ending.
+    name: Name = Field(default_factory=lambda data: data["path"].replace("\\", "/").rsplit("/", 1)[-1].split(".")[0])
+    verifier: Annotated[str, AfterValidator(known_verifier)]  # a built-in one (verifiers.md), or package.module:function
+    weight: PositiveFloat = 1.0  # of training sources: passes over this one relative to the others
+    fields: FieldsConfig = FieldsConfig()
+
+
+class ReasoningGymSource(Section):
+    """A procedural task of the package reasoning-gym, graded by its own scorer."""
+
+    kind: Literal["reasoning_gym"]  # what the source is
+    task: Name  # its name in reasoning-gym
+    name: Name = Field(default_factory=lambda data: data["task"])  # of its metrics and prompts; by default the task's
+    size: PositiveInt  # problems
+    seed: Seed = 0  # of the problems
+    weight: PositiveFloat = 1.0  # as for files
+    options: dict[str, Any] = Field({})  # of the task
+
+
+Source = Annotated[FileSource | ReasoningGymSource, Field(discriminator="kind")]
+
+
+class DataConfig(Section):
+    train: tuple[Source, ...] = Field(strict=False, min_length=1)  # what training draws its prompts from
+    eval: tuple[Source, ...] = Field(strict=False, default=())  # the evaluation sets; none: no evaluation
+    max_prompt_length: PositiveInt  # tokens, chat template included
+    overlong_prompts: Literal["refuse", "drop"] = "refuse"  # longer ones end the start, or are dropped and counted
+    shuffle: bool = True  # each pass over a source has an order of its own; false: the file's
+    chat_template: bool = True  # the tokenizer's; false: a prompt is plain text
+    system_prompt: str | None = None  # a system message before each prompt
+    prompt_suffix: str = ""  # appended to each prompt
+
+
+class EvalConfig(Section):
+    """Evaluation on ``data.eval``: mean accuracy over ``samples_per_prompt`` responses (avg@k)."""
+
+    every_steps: NonNegativeInt = 0  # 0: only at start and end
+    at_start: bool = True  # before the first step
+    at_end: bool = True  # after the last step
+    samples_per_prompt: PositiveInt = 1  # k of avg@k
+    temperature: Annotated[float, Field(ge=0, le=2), AfterValidator(greedy_or_sampled)] = 1.0  # 0: greedy
+    top_p: Fraction = 0.7  # of evaluation; training samples from the whole distribution
+    max_prompts: PositiveInt | None = None  # the first so many of each set; null: all

@@ -1,0 +1,61 @@
+"""Generation and rewards."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from vapo_mcore.config.schema.base import Fraction, Interval, PositiveFloat, PositiveInt, SamplingTemperature, Section, UnitFloat
+
+
+class VllmConfig(Section):
+    enforce_eager: bool = True  # false: CUDA graphs
+    kv_cache_gib: PositiveFloat = 1.0  # on CPU
+    gpu_memory_utilization: Fraction = 0.5  # on GPU
+    max_num_seqs: PositiveInt = 256  # responses that a replica generates at a time
+    max_num_batched_tokens: PositiveInt | None = None  # of one engine step; null: vLLM's own
+    num_gpu_blocks: PositiveInt | None = None  # pins the KV block count, for exact repeats
+
+
+class DynamicSamplingConfig(Section):
+    """Groups with all verdicts alike are dropped and further prompts drawn (DAPO, arXiv 2503.14476, Eq. 11)."""
+
+    enabled: bool = False  # not in value pretraining and evaluation
+    max_rounds: PositiveInt = 3  # of sampling in a step, the first included
+    on_exhausted: Literal["train", "stop"] = "train"  # batch not full after max_rounds: train on what there is, or stop the run
+
+
+class RolloutConfig(Section):
+    engine: Literal["vllm", "transformers"] = "vllm"  # transformers: for machines without vLLM
+    tensor_parallel_size: PositiveInt | None = None  # null: parallel.tensor_model_parallel_size
+    max_response_length: PositiveInt  # tokens, EOS included
+    temperature: SamplingTemperature = 1.0  # of training; the trainer's log-probs are at this temperature too
+    top_p: Fraction = 1.0  # 1.0 alone: training samples from the whole distribution
+    top_k: int = -1  # -1 alone, for the same reason
+    old_logprobs: Literal["recompute", "rollout"] = "recompute"  # recompute: by the trainer, in a pass of its own; rollout: the sampler's
+    verify_weights: bool = False  # compare checksums of all tensors in each weight sync
+    vllm: VllmConfig = VllmConfig()
+    dynamic_sampling: DynamicSamplingConfig = DynamicSamplingConfig()
+
+
+class RewardScaleConfig(Section):
+    """Affine map of the verifier's score: ``source`` interval onto ``target`` interval."""
+
+    source: Interval = (0.0, 1.0)  # scores outside are clamped to it
+    target: Interval = (-1.0, 1.0)  # rewards at the ends of source
+
+
+class OverlongConfig(Section):
+    """Soft overlong punishment (DAPO Eq. 13) with L_max = rollout.max_response_length."""
+
+    cache: PositiveInt  # the punishment rises over the last so many tokens before L_max
+    penalty: PositiveFloat = 1.0  # subtracted at L_max
+
+
+class RewardConfig(Section):
+    workers: PositiveInt = 1  # grading processes per rollout replica
+    timeout_seconds: Annotated[float, Field(gt=0, le=86_400)] = 5.0  # per response, queue time excluded
+    scale: RewardScaleConfig | None = None
+    overlong: OverlongConfig | None = None
+    truncated_factor: UnitFloat | None = None  # multiplies the reward of a response cut by the length limit

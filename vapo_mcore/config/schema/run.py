@@ -1,0 +1,83 @@
+"""The run, the model, its layout and the batches."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from vapo_mcore.config.schema.base import NonNegativeInt, Path, PositiveInt, Section
+
+
+class RunConfig(Section):
+    dir: Path  # everything that the run writes; new or empty, or --clean deletes the run in it
+    steps: PositiveInt  # RL steps: one rollout each; value pretraining counts apart
+    samples_per_step: NonNegativeInt = 4  # responses written to <dir>/samples each step
+    tensorboard: bool | None = None  # null: written when tensorboard is installed; true: required
+
+
+class ModelConfig(Section):
+    path: Path  # Hugging Face folder with config.json, safetensors and tokenizer
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"  # of weights and activations
+    # te: Transformer Engine; varlen: torch's kernel, CUDA without CP; sdpa: any device; auto: the first of these that can run.
+    attention: Literal["auto", "te", "varlen", "sdpa"] = "auto"
+    # Activations made again in the backward pass; selective: attention and MLP; full: all but each layer's input.
+    recompute: Literal["none", "selective", "full"] = "none"
+    offload: bool | None = None  # policy, critic and vLLM take turns on the device, the others wait in host memory; null: with CUDA
+
+
+class ParallelConfig(Section):
+    """Degrees of both models; policy and critic share one layout."""
+
+    world_size: PositiveInt = 1  # processes, one per GPU
+    tensor_model_parallel_size: PositiveInt = 1  # ranks that share each layer
+    pipeline_model_parallel_size: PositiveInt = 1  # stages that the layers are split into
+    virtual_pipeline_model_parallel_size: PositiveInt | None = None  # model chunks per pipeline rank
+    context_parallel_size: PositiveInt = 1  # ranks that share each sequence
+    expert_model_parallel_size: PositiveInt = 1  # 1: mixtures of experts cannot be trained yet
+    # world_size / (tensor x pipeline x context).
+    data_parallel_size: PositiveInt = Field(default_factory=lambda data: _derived_data_parallel_size(data))
+    # Activations between the layers split over TP; by default with TP.
+    sequence_parallel: bool = Field(default_factory=lambda data: data["tensor_model_parallel_size"] > 1)
+    # Of the process groups; above the longest skew between ranks in generation.
+    timeout_minutes: Annotated[float, Field(gt=0, le=100_000)] = 30.0
+
+    @property
+    def model_parallel_size(self) -> int:
+        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
+
+    @property
+    def sequence_multiple(self) -> int:
+        """Each packed sequence is padded to a multiple of this many tokens (two zig-zag chunks per CP rank)."""
+        return 2 * self.context_parallel_size if self.context_parallel_size > 1 else 1
+
+    @property
+    def microbatch_multiple(self) -> int:
+        """The total of a packed micro-batch is padded to a multiple of this many tokens."""
+        return self.sequence_multiple * self.tensor_model_parallel_size
+
+
+def _derived_data_parallel_size(data: dict[str, Any]) -> int:
+    # 1 where the division leaves a rest, so that the world-size rule and not this default reports it.
+    degrees = data["tensor_model_parallel_size"] * data["pipeline_model_parallel_size"] * data["context_parallel_size"]
+    return max(1, data["world_size"] // degrees)
+
+
+class BatchConfig(Section):
+    prompts_per_step: PositiveInt = 512  # of a rollout
+    responses_per_prompt: PositiveInt = 16  # G, the group size
+    mini_batch_size: PositiveInt = 512  # responses per optimizer step, over all data-parallel ranks
+    max_tokens_per_microbatch: PositiveInt  # hard cap on the padded tokens of a packed micro-batch of one data-parallel rank
+
+    @property
+    def responses_per_step(self) -> int:
+        return self.prompts_per_step * self.responses_per_prompt
+
+    @property
+    def updates_per_step(self) -> int:
+        """Optimizer steps per epoch over one full rollout; a partial last mini-batch counts."""
+        return -(-self.responses_per_step // self.mini_batch_size)
+
+
+class ExportConfig(Section):
+    at_end: bool = True  # Hugging Face folder <run.dir>/export/hf

@@ -1,0 +1,62 @@
+"""Optimizers, the policy and the critic."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from vapo_mcore.config.schema.base import NonNegativeFloat, NonNegativeInt, Path, PositiveFloat, PositiveInt, Section
+
+
+class OptimizerConfig(Section):
+    """AdamW with linear warm-up, then a constant rate: update k (from 1) has lr * min(1, k/W)."""
+
+    lr: PositiveFloat = 1.0e-6  # peak learning rate
+    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9  # of the first moment
+    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999  # of the second moment
+    eps: PositiveFloat = 1.0e-8  # in the denominator
+    weight_decay: NonNegativeFloat = 0.1  # of matrices; biases and norms have none
+    clip_grad: PositiveFloat = 1.0  # largest global gradient norm
+    warmup_rollouts: NonNegativeInt = 10  # W is the number of updates of so many rollouts
+
+
+class CriticOptimizerConfig(OptimizerConfig):
+    lr: PositiveFloat = 2.0e-6
+
+
+class PolicyConfig(Section):
+    epochs: PositiveInt = 1  # passes over each rollout
+    optimizer: OptimizerConfig = OptimizerConfig()
+
+
+class UntilConfig(Section):
+    """Value pretraining ends once every given threshold has held for ``window`` steps in a row, at ``max_steps`` at the latest."""
+
+    value_loss_below: PositiveFloat | None = None  # critic/loss of the step
+    explained_variance_above: Annotated[float, Field(lt=1)] | None = None  # critic/explained_variance of the step
+    window: PositiveInt = 5  # steps in a row
+    max_steps: PositiveInt  # going on with a notice when they were not enough
+
+
+class ValuePretrainingConfig(Section):
+    """Critic-only steps on Monte-Carlo returns of the fixed initial policy (VC-PPO, arXiv 2503.01491; VAPO section 4.1)."""
+
+    steps: NonNegativeInt = 50  # rollouts; 0: none
+    lr: PositiveFloat | None = None  # null: critic.optimizer.lr
+    head_only: bool = False  # the trunk keeps its weights
+    until: UntilConfig | None = None
+
+    @property
+    def max_steps(self) -> int:
+        return self.until.max_steps if self.until is not None else self.steps
+
+
+class CriticConfig(Section):
+    epochs: PositiveInt = 1  # passes over each rollout
+    # Weights of model.path with a new head, of a reward model, or of a critic saved by an earlier run.
+    init: Literal["policy", "reward_model", "saved"] = "policy"
+    path: Path | None = None  # Hugging Face folder of the reward model or of the saved critic
+    head_init: Literal["zero", "small"] = "zero"  # of a new head; small: values of about 0.1
+    optimizer: CriticOptimizerConfig = CriticOptimizerConfig()
+    value_pretraining: ValuePretrainingConfig = ValuePretrainingConfig()
