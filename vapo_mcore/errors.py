@@ -5,6 +5,10 @@ of these, with a message that says what is wrong, where, with which value, and w
 """
 
 
+EXIT_REQUEUE = 75
+"""Exit code of a run that was told to stop (SIGTERM, SIGUSR1) and saved: start it again with ``--resume`` (EX_TEMPFAIL of sysexits.h)."""
+
+
 class VapoError(Exception):
     """Base of all errors whose message is meant for the user; the CLI exits with ``exit_code`` and no traceback."""
 
@@ -33,3 +37,15 @@ class RewardError(VapoError):
 
 class TrainingError(VapoError):
     """The training itself cannot go on (for example NaN log-probs at response tokens); names the response."""
+
+
+class StepAbandoned(TrainingError):
+    """A step that cannot be done, raised on all ranks before it changed a model: the run stops with a checkpoint of the step before."""
+
+
+class RunStopped(VapoError):
+    """The run ended early in good order: between two steps, with a checkpoint to continue from. ``exit_code`` says why."""
+
+    def __init__(self, message: str, exit_code: int = 2) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code

@@ -7,6 +7,7 @@ from statistics import fmean
 from typing import Any
 
 from vapo_mcore.config.schema import Config
+from vapo_mcore.errors import RunStopped
 from vapo_mcore.trainer.console import Console, format_step
 from vapo_mcore.trainer.evaluation import Evaluation, Evaluator
 from vapo_mcore.trainer.models import refresh_critic
@@ -52,6 +53,7 @@ class Run:
         for number in range(1, end.max_steps + 1):
             outcome = self.trainer.value_pretraining_step(number)
             self._record(outcome, end.max_steps)
+            self._stop_if_asked(outcome)
             if end.after(outcome.row):
                 break
         self.console.stop_progress()
@@ -69,7 +71,14 @@ class Run:
             if self._is_evaluated(number):
                 outcome.row |= self._evaluate(number).metrics
             self._record(outcome, steps)
+            self._stop_if_asked(outcome)
         self.console.stop_progress()
+
+    def _stop_if_asked(self, outcome: StepOutcome) -> None:
+        """The safe point after each step: end the run here if any rank asked for it."""
+        request = self.trainer.stop_requests.agreed()
+        if request is not None:
+            raise RunStopped(f"{request.reason}; stopped after step {outcome.row['step']} ({outcome.row['stage']})", request.exit_code)
 
     def _is_evaluated(self, step: int) -> bool:
         if self.evaluator is None:

@@ -29,6 +29,7 @@ from vapo_mcore.trainer.records import (
     record_values,
 )
 from vapo_mcore.trainer.sampling import ResponseSampler
+from vapo_mcore.trainer.stopping import StopRequests
 from vapo_mcore.trainer.timing import PhaseTimer
 from vapo_mcore.trainer.updates import update_critic, update_policy
 from vapo_mcore.trainer.weight_sync import WeightSync
@@ -75,6 +76,7 @@ class Trainer:
         self.sync = sync
         self.next_prompts = next_prompts
         self.estimator = AdvantageEstimator(config, parallel.data_parallel_group)
+        self.stop_requests = StopRequests()
         self.rollouts = 0  # of both stages: enters the sampling seeds and the mini-batch shuffle
         self._dp_rank_of_rank = all_gather_objects(parallel.data_parallel_rank)
 
