@@ -21,7 +21,7 @@ def test_the_first_reason_of_a_rank_stays() -> None:
 
 def test_one_rank_asks_for_all() -> None:
     wishes = [None, StopRequest("SIGUSR1", EXIT_REQUEUE), StopRequest("SIGTERM", EXIT_REQUEUE)]
-    with mock.patch.object(stopping, "all_gather_objects", lambda _own: wishes):
+    with mock.patch.object(stopping, "all_gather_objects", return_value=wishes):
         assert StopRequests().agreed() == StopRequest("SIGUSR1", EXIT_REQUEUE)
 
 
