@@ -58,6 +58,12 @@ class ModelArchitecture:
         return self.num_experts is not None
 
 
+def padded_vocab_size(vocab_size: int, tensor_model_parallel_size: int) -> int:
+    """Rows of the vocabulary tables: ``vocab_size`` rounded up to a multiple of 8 x TP (aligned shards on every rank)."""
+    multiple = 8 * tensor_model_parallel_size
+    return -(-vocab_size // multiple) * multiple
+
+
 def read_architecture(folder: str | Path) -> ModelArchitecture:
     """Read ``config.json`` of a HF model folder. Raises CheckpointError naming the folder, the keys and what is supported."""
     if not os.path.isdir(folder):

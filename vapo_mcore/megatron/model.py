@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vapo_mcore.config.architecture import ModelArchitecture
+from vapo_mcore.config.architecture import ModelArchitecture, padded_vocab_size
 from vapo_mcore.errors import ConfigError
 from vapo_mcore.megatron.attention import RMSNorm, SegmentAttention, VarlenAttention
 from vapo_mcore.megatron.host import HAS_CUDA, megatron_scope
@@ -22,12 +22,6 @@ if TYPE_CHECKING:
 Role = Literal["policy", "critic"]
 Attention = Literal["te", "varlen", "sdpa"]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-
-def padded_vocab_size(vocab_size: int, tensor_model_parallel_size: int) -> int:
-    """Rows of the vocabulary tables: ``vocab_size`` rounded up to a multiple of 8 x TP (aligned shards on every rank)."""
-    multiple = 8 * tensor_model_parallel_size
-    return -(-vocab_size // multiple) * multiple
 
 
 def choose_attention(requested: str, context_parallel_size: int) -> Attention:

@@ -12,69 +12,17 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from vapo_mcore.config.architecture import ModelArchitecture, architecture_from_config
+from vapo_mcore.config.architecture import ModelArchitecture
 from vapo_mcore.config.schema import ModelConfig, ParallelConfig
 from vapo_mcore.megatron.host import megatron_scope
 from vapo_mcore.megatron.model import build_chunks, padded_vocab_size
 from vapo_mcore.megatron.parallel import ParallelContext, initialize_parallel
+from vapo_mcore.planning.catalog import find_architecture
 from vapo_mcore.weights.plan import global_parameters, match_parameters, plan_mapping, require_complete
 
 TP, PP = 8, 4
 META = torch.device("meta")
-COMMON = {"rms_norm_eps": 1e-6, "max_position_embeddings": 32768, "tie_word_embeddings": False}
-LLAMA3_SCALING = {
-    "rope_type": "llama3",
-    "rope_theta": 500000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
-CONFIGS: dict[str, dict[str, Any]] = {
-    "Qwen2.5-32B": {
-        "model_type": "qwen2",
-        "hidden_size": 5120,
-        "intermediate_size": 27648,
-        "num_hidden_layers": 64,
-        "num_attention_heads": 40,
-        "num_key_value_heads": 8,
-        "vocab_size": 152064,
-    },
-    "Qwen3-32B": {
-        "model_type": "qwen3",
-        "hidden_size": 5120,
-        "intermediate_size": 25600,
-        "num_hidden_layers": 64,
-        "num_attention_heads": 64,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "vocab_size": 151936,
-    },
-    "Llama-3.3-70B": {
-        "model_type": "llama",
-        "hidden_size": 8192,
-        "intermediate_size": 28672,
-        "num_hidden_layers": 80,
-        "num_attention_heads": 64,
-        "num_key_value_heads": 8,
-        "vocab_size": 128256,
-        "rope_parameters": LLAMA3_SCALING,
-    },
-    "Qwen3-30B-A3B": {
-        "model_type": "qwen3_moe",
-        "hidden_size": 2048,
-        "intermediate_size": 6144,
-        "moe_intermediate_size": 768,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "num_hidden_layers": 48,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 4,  # fewer than TP ranks
-        "head_dim": 128,
-        "vocab_size": 151936,
-    },
-}
-PARAMETERS = {"Qwen2.5-32B": 32_763_876_352, "Qwen3-32B": 32_762_123_264, "Llama-3.3-70B": 70_553_706_496, "Qwen3-30B-A3B": 30_532_122_624}
+PARAMETERS = {"qwen2.5-32b": 32_763_876_352, "qwen3-32b": 32_762_123_264, "llama-3.3-70b": 70_553_706_496, "qwen3-30b-a3b": 30_532_122_624}
 """Numbers that the models' cards and safetensors indices state."""
 
 
@@ -132,7 +80,7 @@ def moe_chunk(arch: ModelArchitecture, parallel: ParallelContext) -> Any:
 
 
 def check(name: str) -> None:
-    arch = architecture_from_config({**COMMON, **CONFIGS[name]}, name)
+    arch = find_architecture(name)
     plan = plan_mapping(arch, "policy")
     held: list[int] = []
     for stage in range(PP):
@@ -152,5 +100,5 @@ def check(name: str) -> None:
 
 
 if __name__ == "__main__":
-    for model in CONFIGS:
+    for model in PARAMETERS:
         check(model)

@@ -1,0 +1,239 @@
+"""Bytes of weights, gradients and optimizer state of every rank, from the configuration alone. Imports no torch.
+
+Two conventions of Megatron-Core are repeated here, and tested against its own buffers: the order of a chunk's parameters, and
+how they are laid out in the buffers of the distributed optimizer (``_ParamAndGradBuffer``): parameters in reverse order, each
+beginning at a multiple of 64 elements, buckets padded so that data parallelism divides them, each rank owning an equal part
+of every bucket. ``plan`` itself builds the real models; this is for checks that cannot wait for them, and for the search.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from vapo_mcore.config.architecture import ModelArchitecture, padded_vocab_size
+
+if TYPE_CHECKING:
+    from vapo_mcore.config.schema import Config, ParallelConfig
+
+Role = Literal["policy", "critic"]
+
+ITEM_BYTES = {"float32": 4, "bfloat16": 2}
+GRADIENT_BYTES = 4  # gradients are accumulated and reduced in float32
+_PARAMETER_ALIGNMENT, _BUCKET_ALIGNMENT = 64, 128
+_MIN_BUCKET, _BUCKET_PER_RANK = 40_000_000, 1_000_000  # Megatron's default bucket size, where reduction overlaps the backward pass
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One parameter of a rank: its elements, the bytes of each, and whether two pipeline stages share it (a bucket of its own)."""
+
+    name: str
+    numel: int
+    item_bytes: int
+    shared_embedding: bool = False
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """Bytes of a model's parts on one rank, in the terms of ``megatron.offload.RESIDENCY``."""
+
+    params: int = 0
+    grads: int = 0
+    optimizer: int = 0
+
+    def __add__(self, other: StateBytes) -> StateBytes:
+        return StateBytes(self.params + other.params, self.grads + other.grads, self.optimizer + other.optimizer)
+
+
+@dataclass(frozen=True)
+class FlatBuffer:
+    """A flat buffer of parameters of one type: where each lies, and its buckets (start, end), padding included."""
+
+    item_bytes: int
+    ranges: tuple[tuple[int, int], ...]
+    buckets: tuple[tuple[int, int], ...]
+
+    @property
+    def numel(self) -> int:
+        return self.buckets[-1][1]
+
+    def shard_numels(self, ranks: int) -> list[int]:
+        """Elements of parameters (no padding) that each rank's shards of all buckets hold: what optimizer state exists for."""
+        shards = [0] * ranks
+        for start, end in self.buckets:
+            share = (end - start) // ranks
+            for low, high in self.ranges:
+                first, last = max(low, start), min(high, end)
+                if first >= last:
+                    continue
+                for rank in range((first - start) // share, (last - 1 - start) // share + 1):
+                    shards[rank] += min(last, start + (rank + 1) * share) - max(first, start + rank * share)
+        return shards
+
+
+def layer_parameters(arch: ModelArchitecture, tp: int, item_bytes: int) -> list[Parameter]:
+    """Parameters of one transformer layer on one tensor-parallel rank, in Megatron's order."""
+    hidden, head = arch.hidden_size, arch.head_dim
+    q, kv = arch.num_attention_heads * head, arch.num_key_value_heads * head
+    sizes: list[tuple[str, int]] = [("input_layernorm.weight", hidden), ("self_attention.linear_proj.weight", hidden * q // tp)]
+    if arch.attention_output_bias:
+        sizes.append(("self_attention.linear_proj.bias", hidden))
+    sizes.append(("self_attention.linear_qkv.weight", (q + 2 * kv) // tp * hidden))
+    if arch.qkv_bias:
+        sizes.append(("self_attention.linear_qkv.bias", (q + 2 * kv) // tp))
+    if arch.qk_norm:
+        sizes += [("self_attention.q_layernorm.weight", head), ("self_attention.k_layernorm.weight", head)]
+    sizes.append(("pre_mlp_layernorm.weight", hidden))
+    if arch.is_moe:
+        assert arch.num_experts is not None and arch.moe_ffn_hidden_size is not None
+        sizes.append(("mlp.router.weight", arch.num_experts * hidden))
+        ffn = arch.moe_ffn_hidden_size // tp
+        for expert in range(arch.num_experts):
+            prefix = f"mlp.experts.local_experts.{expert}"
+            sizes += [(f"{prefix}.linear_fc1.weight", 2 * ffn * hidden), (f"{prefix}.linear_fc2.weight", ffn * hidden)]
+    else:
+        ffn = arch.ffn_hidden_size // tp
+        sizes += [("mlp.linear_fc1.weight", 2 * ffn * hidden), ("mlp.linear_fc2.weight", ffn * hidden)]
+    return [Parameter(name, numel, item_bytes) for name, numel in sizes]
+
+
+def chunk_parameters(
+    arch: ModelArchitecture, role: Role, dtype: str, parallel: ParallelConfig, *, first: bool, last: bool
+) -> list[Parameter]:
+    """Parameters of one model chunk on one rank, in Megatron's order. ``first``/``last``: it holds the embedding / the head."""
+    item, tp = ITEM_BYTES[dtype], parallel.tensor_model_parallel_size
+    stages = parallel.pipeline_model_parallel_size * (parallel.virtual_pipeline_model_parallel_size or 1)
+    table = padded_vocab_size(arch.vocab_size, tp) // tp * arch.hidden_size
+    tied = arch.tie_word_embeddings and role == "policy"
+    parameters = []
+    if first:
+        parameters.append(Parameter("embedding.word_embeddings.weight", table, item, shared_embedding=tied and not last))
+    layer = layer_parameters(arch, tp, item)
+    for number in range(arch.num_layers // stages):
+        parameters += [Parameter(f"decoder.layers.{number}.{p.name}", p.numel, item) for p in layer]
+    if last:
+        parameters.append(Parameter("decoder.final_layernorm.weight", arch.hidden_size, item))
+        if role == "critic":
+            parameters += [Parameter("output_layer.weight", arch.hidden_size, 4), Parameter("output_layer.bias", 1, 4)]
+        elif not (tied and first):
+            parameters.append(Parameter("output_layer.weight", table, item, shared_embedding=tied))
+    return parameters
+
+
+def flat_buffers(parameters: Sequence[Parameter], ranks: int, bucket_size: int | None) -> list[FlatBuffer]:
+    """Megatron's buffers of these parameters, one a type, in order of first appearance.
+
+    ``ranks``: over which the distributed optimizer splits them (data x context parallel). ``bucket_size`` None: one bucket.
+    """
+    by_type: dict[int, list[Parameter]] = {}
+    for parameter in parameters:
+        by_type.setdefault(parameter.item_bytes, []).append(parameter)
+    return [_flat_buffer(group, item_bytes, ranks, bucket_size) for item_bytes, group in by_type.items()]
+
+
+def _flat_buffer(parameters: Sequence[Parameter], item_bytes: int, ranks: int, bucket_size: int | None) -> FlatBuffer:
+    bucket_multiple = math.lcm(ranks, _BUCKET_ALIGNMENT)
+    ranges: list[tuple[int, int]] = []
+    buckets: list[tuple[int, int]] = []
+    bucket_start = position = 0
+    filled = False
+
+    def close(end: int) -> None:
+        nonlocal bucket_start, position, filled
+        end = _round_up(end, bucket_multiple)
+        buckets.append((bucket_start, end))
+        bucket_start, position, filled = end, end, False
+
+    for parameter in reversed(parameters):
+        position = _round_up(position, _PARAMETER_ALIGNMENT)
+        if parameter.shared_embedding and filled:
+            close(position)
+        start, position, filled = position, position + parameter.numel, True
+        ranges.append((start, position))
+        if parameter.shared_embedding or (bucket_size is not None and position - bucket_start >= bucket_size):
+            close(position)
+    if filled:
+        close(position)
+    return FlatBuffer(item_bytes, tuple(ranges), tuple(buckets))
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+def stage_chunks(arch: ModelArchitecture, role: Role, dtype: str, parallel: ParallelConfig, stage: int) -> Iterator[list[Parameter]]:
+    """Parameters of every model chunk (one, or one a virtual stage) of a pipeline rank."""
+    pp, virtual = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size or 1
+    for number in range(virtual):
+        first, last = stage == 0 and number == 0, stage == pp - 1 and number == virtual - 1
+        yield chunk_parameters(arch, role, dtype, parallel, first=first, last=last)
+
+
+def model_state(
+    arch: ModelArchitecture, role: Role, dtype: str, parallel: ParallelConfig, *, stage: int, overlap: bool
+) -> list[StateBytes]:
+    """State of one model on one pipeline rank, by rank of the data x context parallel group (its shards differ by padding).
+
+    ``overlap``: gradient reduction overlaps the backward pass (on GPUs), which splits the first stage's buffer into buckets.
+    """
+    ranks = parallel.data_parallel_size * parallel.context_parallel_size
+    params = grads = 0
+    optimizer = [0] * ranks
+    for number, parameters in enumerate(stage_chunks(arch, role, dtype, parallel, stage)):
+        bucketed = overlap and stage == 0 and number == 0
+        for buffer in flat_buffers(parameters, ranks, max(_MIN_BUCKET, _BUCKET_PER_RANK * ranks) if bucketed else None):
+            params += buffer.numel * buffer.item_bytes
+            grads += buffer.numel * GRADIENT_BYTES
+            # Two moments in float32, and a float32 main copy of parameters that are not float32 themselves.
+            per_element = 8 if buffer.item_bytes == 4 else 12
+            optimizer = [held + per_element * shard for held, shard in zip(optimizer, buffer.shard_numels(ranks), strict=True)]
+    return [StateBytes(params, grads, held) for held in optimizer]
+
+
+def num_parameters(arch: ModelArchitecture) -> int:
+    """Parameters of the whole language model, without padding of the vocabulary, tied embeddings once."""
+    layer = sum(parameter.numel for parameter in layer_parameters(arch, 1, 1))
+    tables = (1 if arch.tie_word_embeddings else 2) * arch.vocab_size * arch.hidden_size
+    return arch.num_layers * layer + tables + arch.hidden_size
+
+
+def num_active_parameters(arch: ModelArchitecture) -> int:
+    """Parameters that a token passes through in matrix products: all layers (of a mixture, the chosen experts) and the head."""
+    layers = sum(parameter.numel for parameter in layer_parameters(arch, 1, 1) if ".experts." not in parameter.name)
+    if arch.is_moe:
+        assert arch.num_experts_per_token is not None and arch.moe_ffn_hidden_size is not None
+        layers += arch.num_experts_per_token * 3 * arch.moe_ffn_hidden_size * arch.hidden_size
+    return arch.num_layers * layers + arch.vocab_size * arch.hidden_size
+
+
+def offload_host_bytes(
+    config: Config, architecture: ModelArchitecture, critic_architecture: ModelArchitecture | None = None, *, processes_per_node: int = 1
+) -> int:
+    """Host memory that offloading takes on the fullest node (``processes_per_node`` = 1: the fullest rank), in bytes.
+
+    Parameters and optimizer state of policy and critic, each once, and a frozen reference's parameters with a KL term; as
+    ``megatron.offload.HostPool`` allocates them. Meaningful where ``model.offload`` is in force (by default with CUDA).
+    """
+    parallel = config.parallel
+    roles: list[tuple[Role, ModelArchitecture]] = [("policy", architecture)]
+    if config.uses_critic:
+        roles.append(("critic", critic_architecture or architecture))
+    by_stage: list[list[int]] = []
+    for stage in range(parallel.pipeline_model_parallel_size):
+        totals = [0] * (parallel.data_parallel_size * parallel.context_parallel_size)
+        for role, arch in roles:
+            for index, state in enumerate(model_state(arch, role, config.model.dtype, parallel, stage=stage, overlap=True)):
+                copies = 2 if role == "policy" and config.uses_reference else 1
+                totals[index] += copies * state.params + state.optimizer
+        by_stage.append(totals)
+    return max(sum(node) for node in _nodes(by_stage, parallel.tensor_model_parallel_size, processes_per_node))
+
+
+def _nodes(by_stage: Iterable[Sequence[int]], tp: int, processes_per_node: int) -> Iterator[list[int]]:
+    """Bytes of all ranks node by node; ranks count TP first, then context and data parallelism, then pipeline stages."""
+    ranks = [value for stage in by_stage for value in stage for _ in range(tp)]
+    for begin in range(0, len(ranks), processes_per_node):
+        yield ranks[begin : begin + processes_per_node]
