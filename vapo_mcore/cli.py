@@ -1,4 +1,4 @@
-"""The command line: ``vapo-mcore config | train | convert``. Arguments and configuration are checked before torch is imported."""
+"""The command line: ``vapo-mcore config | train | launch | convert``. Arguments and configuration are checked before torch is imported."""
 
 from __future__ import annotations
 
@@ -29,9 +29,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             from vapo_mcore.weights import command
 
             return command.run(options)
+        if options.command == "launch":
+            from vapo_mcore.launch import command as launch
+
+            return launch.run(options)
         return _train(options, arguments)
     except VapoError as error:
-        _report(str(error))
+        _report(str(error), error.exit_code)
         return error.exit_code
     except KeyboardInterrupt:
         return 130
@@ -56,7 +60,12 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
 
     convert.add_arguments(commands.add_parser("convert", help="convert checkpoints between Hugging Face and Megatron, and compare them"))
 
-    for command in (config, train):
+    from vapo_mcore.launch import command as launching
+
+    launch = commands.add_parser("launch", help="start a run with nemo-run: on Slurm, or on this machine")
+    launching.add_arguments(launch)
+
+    for command in (config, train, launch):
         command.add_argument("file", metavar="FILE", help="YAML configuration")
         command.add_argument("overrides", metavar="KEY=VALUE", nargs="*", default=[], help=_OVERRIDES_HELP)
     options, rest = parser.parse_known_args(arguments)
@@ -123,8 +132,9 @@ def _check_files(config: Config, *, clean: bool) -> None:
 
 
 def _load_on_every_rank(options: argparse.Namespace) -> Config:
-    """The configuration; under torchrun its faults, which all ranks find, are left to rank 0 to tell."""
+    """The configuration; faults, which all ranks find, are told once: by a launcher that collects them, else by rank 0."""
     from vapo_mcore.config import load_config
+    from vapo_mcore.launch.local import ERRORS_VARIABLE
 
     try:
         config = load_config(options.file, options.overrides)
@@ -135,16 +145,16 @@ def _load_on_every_rank(options: argparse.Namespace) -> Config:
             )
         return config
     except ConfigError as error:
-        if os.environ.get("RANK", "0") == "0":
+        if os.environ.get("RANK", "0") == "0" or ERRORS_VARIABLE in os.environ:
             raise
         time.sleep(2.0)  # torchrun ends all ranks once one has gone: rank 0 speaks first
         raise SystemExit(error.exit_code) from error
 
 
-def _report(message: str) -> None:
+def _report(message: str, exit_code: int) -> None:
     from vapo_mcore.launch.local import report_error
 
-    report_error(message)
+    report_error(message, exit_code)
 
 
 def _plan(config: Config) -> str:

@@ -1,4 +1,4 @@
-"""What test_launch.py runs in each process: one way of ending, chosen by the argument."""
+"""What test_launch.py and test_node.py run in each process: one way of ending, chosen by the argument."""
 
 import os
 import signal
@@ -11,6 +11,8 @@ from vapo_mcore.launch.local import report_error
 
 def main(how: str, folder: Path) -> int:
     rank = int(os.environ["RANK"])
+    if how == "stop":
+        signal.signal(signal.SIGUSR1, _stop)
     (folder / f"rank_{rank}").write_text(f"{os.environ['WORLD_SIZE']} {os.environ['MASTER_ADDR']} {os.environ['OMP_NUM_THREADS']}")
     if how == "same_error":
         time.sleep(0.3 * rank)
@@ -28,6 +30,11 @@ def main(how: str, folder: Path) -> int:
     if how != "fine":
         time.sleep(120)
     return 0
+
+
+def _stop(_number: int, _frame: object) -> None:
+    report_error("stopped after step 3", 75)
+    sys.exit(75)
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ def test_rows_hold_type_default_and_reason() -> None:
         "number > 0, < 1",
         f"`{Config.model_fields['algorithm'].default.policy_loss.clip_low}`",
     ]
-    assert found["run.steps"][:2] == ["whole number > 0", "required"]
+    assert found["run.steps"][:2] == ["whole number >= 0", "required"]
     assert found["parallel.data_parallel_size"][1] == "derived"
     assert found["critic.optimizer.lr"][1:3] == ["`2e-06`", found["policy.optimizer.lr"][2]]
     assert found["algorithm.kl.coef"][3] == "`algorithm.kl.place`: no KL term is used"

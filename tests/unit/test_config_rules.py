@@ -234,6 +234,13 @@ BROKEN = [
         "critic.value_pretraining.steps",
         "defaults to 50, but critic.init = 'saved'",
     ),
+    (
+        "no_steps_is_value_pretraining",
+        ["run.steps=0", "critic.value_pretraining.steps=0"],
+        {},
+        "run.steps",
+        "0 leaves nothing to do",
+    ),
     ("until_has_a_threshold", [UNTIL + "{max_steps: 10}"], {}, "critic.value_pretraining.until", "needs value_loss_below"),
     (
         "until_window_fits",

@@ -104,7 +104,7 @@ def _validate(tree: Tree) -> tuple[Config | None, list[Fault]]:
     try:
         return Config.model_validate(nested(tree)), []
     except ValidationError as error:
-        faults, keys = _translate(error)
+        faults, keys = translate(error)
     repaired = dict(tree)
     for key in keys:
         for other in [other for other in repaired if other[: len(key)] == key or key[: len(other)] == other]:
@@ -118,8 +118,8 @@ def _validate(tree: Tree) -> tuple[Config | None, list[Fault]]:
         return None, faults
 
 
-def _translate(error: ValidationError) -> tuple[list[Fault], list[Key]]:
-    """Pydantic's errors in our words, and the keys of the tree to leave out in a second try."""
+def translate(error: ValidationError, root: type[BaseModel] = Config) -> tuple[list[Fault], list[Key]]:
+    """Pydantic's errors about a ``root`` in our words, and the keys of the tree to leave out in a second try."""
     faults: list[Fault] = []
     keys: list[Key] = []
     for item in error.errors(include_url=False):
@@ -128,7 +128,7 @@ def _translate(error: ValidationError) -> tuple[list[Fault], list[Key]]:
         if item["type"] == "too_short" and item["input"]:
             continue  # the list is not empty: its items are faulty and reported themselves
         location = _without_union_tags(item["loc"])
-        faults.append(Fault(dotted(location), _message(item)))
+        faults.append(Fault(dotted(location), _message(item, root)))
         in_list = next((index for index, part in enumerate(location) if isinstance(part, int)), len(location))
         keys.append(tuple(str(part) for part in location[:in_list]))
     return faults, keys
@@ -156,13 +156,13 @@ _EXPECTED = {
 _BOUNDS = {"greater_than": ("gt", ">"), "greater_than_equal": ("ge", ">="), "less_than": ("lt", "<"), "less_than_equal": ("le", "<=")}
 
 
-def _message(item: Any) -> str:
+def _message(item: Any, root: type[BaseModel]) -> str:
     kind, value, context = item["type"], item.get("input"), item.get("ctx", {})
     if kind == "missing":
         # The entries of a list of fixed length are required too; what is missing there has a number for a name.
         return _REQUIRED if isinstance(item["loc"][-1], str) else "is missing in the list"
     if kind == "extra_forbidden":
-        return _unknown_key(item["loc"])
+        return _unknown_key(item["loc"], root)
     if kind == "literal_error":
         return f"{shown(value)} must be {context['expected']}" + _did_you_mean(
             str(value), context["expected"].replace("'", "").replace(" or ", ", ").split(", ")
@@ -187,12 +187,12 @@ def _message(item: Any) -> str:
     return f"{shown(value)}: {item['msg'][0].lower()}{item['msg'][1:]}"
 
 
-def _unknown_key(location: tuple[int | str, ...]) -> str:
+def _unknown_key(location: tuple[int | str, ...], root: type[BaseModel]) -> str:
     *parents, name = location
-    siblings = _fields_at(tuple(parents))
+    siblings = _fields_at(tuple(parents), root)
     hint = _did_you_mean(str(name), siblings)
     if not hint:
-        elsewhere = [key for key in all_keys() if key.rsplit(".", 1)[-1] == name]
+        elsewhere = [key for key in all_keys(root) if key.rsplit(".", 1)[-1] == name]
         hint = f"; did you mean {' or '.join(repr(key) for key in elsewhere)}?" if elsewhere else f"; known here: {', '.join(siblings)}"
     return f"unknown key{hint}"
 
@@ -212,9 +212,9 @@ def models_in(annotation: Any) -> list[type[BaseModel]]:
     return [model for argument in get_args(annotation) for model in models_in(argument)]
 
 
-def _fields_at(parents: tuple[int | str, ...]) -> list[str]:
+def _fields_at(parents: tuple[int | str, ...], root: type[BaseModel]) -> list[str]:
     """Names of the fields of the model at a location of pydantic's, union tags included."""
-    models: list[type[BaseModel]] = [Config]
+    models: list[type[BaseModel]] = [root]
     for previous, part in zip((None, *parents), parents, strict=False):
         if isinstance(previous, int):
             models = [_SOURCES[str(part)]]

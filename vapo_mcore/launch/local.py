@@ -1,7 +1,7 @@
 """The processes of a run on this machine: torchrun's elastic agent inside the launching process, and errors told once.
 
-A worker that stops with a ``VapoError`` leaves its message in a folder that the launcher reads, so that an error all
-ranks have is printed once, and one rank's own error with its rank.
+A worker that stops with a ``VapoError`` leaves its message and exit code in a folder that the launcher reads, so that an error
+all ranks have is printed once, and one rank's own error with its rank. ``node.py`` does the same around torchrun.
 """
 
 from __future__ import annotations
@@ -14,9 +14,11 @@ import sys
 import tempfile
 import time
 import uuid
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
-_ERRORS_VARIABLE = "VAPO_MCORE_ERRORS"  # folder for the workers' error messages, set by the launcher
+ERRORS_VARIABLE = "VAPO_MCORE_ERRORS"  # folder for the workers' error messages, set by the launcher
 _WAIT_FOR_OTHERS_SECONDS = 2.0
 
 
@@ -56,7 +58,7 @@ def launch(module: str, arguments: list[str], processes: int) -> int:
         max_restarts=0,
     )
     with tempfile.TemporaryDirectory(prefix="vapo_mcore_errors_") as folder:
-        os.environ[_ERRORS_VARIABLE] = folder
+        os.environ[ERRORS_VARIABLE] = folder
         try:
             elastic_launch(config, sys.executable)("-u", "-m", module, *arguments)
         except ChildFailedError as error:
@@ -64,7 +66,7 @@ def launch(module: str, arguments: list[str], processes: int) -> int:
         except SignalException as stopped:
             return 128 + int(stopped.sigval)
         finally:
-            os.environ.pop(_ERRORS_VARIABLE, None)
+            os.environ.pop(ERRORS_VARIABLE, None)
     return 0
 
 
@@ -73,13 +75,34 @@ def _report(folder: Path, exit_codes: dict[int, int], processes: int) -> int:
 
     A worker that was ended because another failed has exit code -SIGTERM: it is named only when nothing else failed.
     """
-    messages = {int(path.name): path.read_text(encoding="utf-8") for path in sorted(folder.iterdir()) if path.name.isdigit()}
-    print_errors(messages, processes)
+    print_errors({rank: error.message for rank, error in read_errors(folder).items()}, processes)
     failed = {rank: code for rank, code in exit_codes.items() if code != -signal.SIGTERM} or exit_codes
     for rank, code in sorted(failed.items()):
         if code < 0:
             print(f"error: the process of rank {rank} was ended by signal {signal.Signals(-code).name}", file=sys.stderr)
-    codes = [code for _, code in sorted(failed.items())]
+    return exit_code_of(code for _, code in sorted(failed.items()))
+
+
+@dataclass(frozen=True)
+class WorkerError:
+    """What one rank ended with."""
+
+    message: str
+    exit_code: int
+
+
+def read_errors(folder: Path) -> dict[int, WorkerError]:
+    """What the ranks have left in the folder of ``VAPO_MCORE_ERRORS``, by rank."""
+    errors = {}
+    for path in sorted((path for path in folder.iterdir() if path.name.isdigit()), key=lambda path: int(path.name)):
+        code, _, message = path.read_text(encoding="utf-8").partition("\n")
+        errors[int(path.name)] = WorkerError(message, int(code))
+    return errors
+
+
+def exit_code_of(codes: Iterable[int]) -> int:
+    """One exit code for those of several ranks (-N: ended by signal N): the first above 2, else the first above 0, else the first."""
+    codes = list(codes)
     code = next((code for code in codes if code > 2), next((code for code in codes if code > 0), codes[0]))
     return code if code > 0 else 128 - code
 
@@ -93,16 +116,16 @@ def print_errors(messages: dict[int, str], processes: int) -> None:
         print(f"error{where}: {message}", file=sys.stderr)
 
 
-def report_error(message: str) -> None:
-    """Tell the user of an error in this process: through the launcher if there is one, else on stderr."""
-    rank, processes = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    folder = os.environ.get(_ERRORS_VARIABLE)
+def report_error(message: str, exit_code: int = 2) -> None:
+    """Tell the user of the error that ends this process with ``exit_code``: through the launcher if there is one, else on stderr."""
+    rank, processes = int(os.environ.get("RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    folder = os.environ.get(ERRORS_VARIABLE)
     if folder is None or not Path(folder).is_dir():
         where = f" (rank {rank})" if rank else ""
         print(f"error{where}: {message}", file=sys.stderr, flush=True)
         return
     unfinished = Path(folder) / f".{rank}"
-    unfinished.write_text(message, encoding="utf-8")
+    unfinished.write_text(f"{exit_code}\n{message}", encoding="utf-8")
     unfinished.rename(Path(folder) / str(rank))
     # The agent ends the other workers as soon as one is gone: those with the same error get time to say so.
     deadline = time.monotonic() + _WAIT_FOR_OTHERS_SECONDS

@@ -24,6 +24,13 @@ def saved_critic_says_whether_to_pretrain(s: Subject) -> str | None:
     )
 
 
+@rule("run.steps", "critic.value_pretraining.steps", "algorithm.advantage.estimator")
+def no_steps_is_value_pretraining(s: Subject) -> str | None:
+    if s.config.run.steps > 0 or (s.config.uses_critic and s.config.critic.value_pretraining.max_steps > 0):
+        return None
+    return "0 leaves nothing to do: this recipe has no value pretraining either; give at least 1"
+
+
 @rule("critic.value_pretraining.until")
 def until_has_a_threshold(s: Subject) -> str | None:
     until = s.config.critic.value_pretraining.until

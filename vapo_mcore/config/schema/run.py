@@ -11,7 +11,7 @@ from vapo_mcore.config.schema.base import NonNegativeInt, Path, PositiveInt, Sec
 
 class RunConfig(Section):
     dir: Path  # everything that the run writes; new or empty, or --clean deletes the run in it
-    steps: PositiveInt  # RL steps: one rollout each; value pretraining counts apart
+    steps: NonNegativeInt  # RL steps: one rollout each; value pretraining counts apart; 0: value pretraining only
     samples_per_step: NonNegativeInt = 4  # responses written to <dir>/samples each step
     tensorboard: bool | None = None  # null: written when tensorboard is installed; true: required
 

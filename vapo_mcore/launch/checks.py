@@ -1,0 +1,65 @@
+"""What is looked at before anything is submitted: Slurm's commands, the container runtime, the folders, Slurm's own opinion."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from vapo_mcore.errors import ConfigError
+from vapo_mcore.launch.cluster import SlurmConfig
+
+_SECONDS = 60.0
+
+
+def check_slurm(cluster: SlurmConfig) -> None:
+    """Raise ConfigError when this machine cannot submit to Slurm, or Slurm cannot run containers and the settings ask for one."""
+    missing = [name for name in ("sbatch", "srun", "scontrol", "scancel") if shutil.which(name) is None]
+    if missing:
+        raise ConfigError(f"--executor slurm: {', '.join(missing)} not found in PATH; start launch where jobs are submitted (a login node)")
+    if cluster.container is not None and "--container-image" not in _output(["srun", "--help"]):
+        raise ConfigError(
+            f"container.image = {cluster.container.image!r}, but srun has no option --container-image here: the container runtime"
+            " (the pyxis plugin with enroot) is not installed; install it, or remove container and set path to an environment"
+        )
+
+
+def check_folder_writable(name: str, folder: Path) -> None:
+    """Raise ConfigError unless ``folder`` can be made and files can be written in it. What it makes, it removes."""
+    existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
+    try:
+        if not existing.is_dir():
+            raise NotADirectoryError(20, "is not a directory", str(existing))
+        with tempfile.TemporaryFile(dir=existing):
+            pass
+    except OSError as error:
+        raise ConfigError(f"{name} = {str(folder)!r} cannot be written: {existing}: {error.strerror}") from error
+
+
+def check_scripts(scripts: Mapping[str, str]) -> None:
+    """Let Slurm judge the scripts with ``sbatch --test-only``. Raises ConfigError with Slurm's own words."""
+    for name, text in scripts.items():
+        # The job it depends on does not exist yet, or the test would wait for it.
+        script = "\n".join(line for line in text.splitlines() if not line.startswith("#SBATCH --dependency"))
+        with tempfile.NamedTemporaryFile("w", suffix=".sbatch", encoding="utf-8") as file:
+            file.write(script)
+            file.flush()
+            result = _run(["sbatch", "--test-only", file.name])
+        if result.returncode != 0:
+            words = "\n".join(f"  {line}" for line in (result.stderr + result.stdout).strip().splitlines())
+            raise ConfigError(f"Slurm refuses job {name}; nothing was submitted. It says:\n{words}")
+
+
+def _output(command: list[str]) -> str:
+    result = _run(command)
+    return result.stdout + result.stderr
+
+
+def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=False, env={**os.environ, "LC_ALL": "C"})
+    except subprocess.TimeoutExpired as error:
+        raise ConfigError(f"{' '.join(command[:2])} did not answer within {_SECONDS:.0f} s; is Slurm running?") from error

@@ -1,0 +1,216 @@
+"""Where a run runs: the settings of an executor, in a YAML file of their own, apart from the recipe.
+
+``load_cluster`` reads a file of ``examples/configs/clusters/`` (``extends:`` works as in recipes); ``check_layout`` compares it
+with the recipe. Secrets are given by the names of environment variables; no value of one is read here or written anywhere.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Literal, TypeVar
+
+from pydantic import AfterValidator, Field, ValidationError
+
+from vapo_mcore.config.layers import Fault, Tree, apply_overrides, nested, read_layers
+from vapo_mcore.config.loading import translate
+from vapo_mcore.config.schema import Config, Section
+from vapo_mcore.config.schema.base import NonNegativeInt, PositiveInt, possible_path
+from vapo_mcore.config.yaml_text import shown
+from vapo_mcore.errors import ConfigError
+
+_SECRET_NAME = re.compile(r"TOKEN|SECRET|PASSWORD|PASSWD|API_?KEY|ACCESS_KEY|PRIVATE_KEY|CREDENTIAL", re.IGNORECASE)
+_ASSIGNMENT = re.compile(r"\b([A-Za-z_][A-Za-z0-9_]*)=")
+
+
+def _time_limit(text: str) -> str:
+    if not re.fullmatch(r"(\d+-)?\d{1,2}:\d{2}:\d{2}", text):
+        raise ValueError(f"{text!r} is not a time limit such as '04:00:00' or '2-00:00:00'")
+    return text
+
+
+def _one_word(text: str) -> str:
+    if not text or re.search(r"\s|[\"'$`\\;&|<>]", text):
+        raise ValueError(f"{shown(text)} must be one word without spaces and shell characters")
+    return text
+
+
+def _absolute(text: str) -> str:
+    possible_path(text)
+    if not text.startswith("/"):
+        raise ValueError(f"{shown(text)} must be an absolute path: the nodes have no other working directory in common")
+    return _one_word(text)
+
+
+def _variable(name: str) -> str:
+    if not re.fullmatch(r"[A-Z_][A-Z0-9_]*", name):
+        raise ValueError(f"{shown(name)} is not the name of an environment variable in capitals")
+    return name
+
+
+def _not_secret(environment: dict[str, str]) -> dict[str, str]:
+    for name in environment:
+        _variable(name)
+        if _SECRET_NAME.search(name):
+            raise ValueError(f"{name} looks like a secret, and values given here are written into scripts; list the name under secrets")
+    return environment
+
+
+def _mount(text: str) -> str:
+    _one_word(text)
+    if not re.fullmatch(r"/[^:,]*(:/[^:,]*(:[a-z+]+)?)?", text):
+        raise ValueError(f"{shown(text)} is not a mount such as /lustre:/lustre or /data:/data:ro")
+    return text
+
+
+def _setup_line(text: str) -> str:
+    for name in _ASSIGNMENT.findall(text):
+        if _SECRET_NAME.search(name):
+            raise ValueError(f"the line that sets {name} would write a secret into the script; list the name under secrets")
+    return text
+
+
+Word = Annotated[str, AfterValidator(_one_word)]
+AbsolutePath = Annotated[str, AfterValidator(_absolute)]
+Variable = Annotated[str, AfterValidator(_variable)]
+Environment = Annotated[dict[str, str], AfterValidator(_not_secret)]
+Words = Annotated[tuple[Word, ...], Field(strict=False)]
+
+
+class ContainerConfig(Section):
+    """A container run by pyxis/enroot."""
+
+    image: Word  # what srun --container-image takes: a .sqsh file or registry#image:tag
+    mounts: Annotated[tuple[Annotated[str, AfterValidator(_mount)], ...], Field(strict=False)] = ()  # HOST:CONTAINER[:FLAGS]
+    mount_home: bool = False  # the user's home folder inside the container
+
+
+class SlurmConfig(Section):
+    """``--executor slurm``."""
+
+    account: Word  # --account
+    partition: Word  # --partition
+    time: Annotated[str, AfterValidator(_time_limit)]  # --time, of one run of the job; a requeued job gets it again
+    logs: AbsolutePath  # folder that all nodes see: scripts, logs and the resolved configuration of each job
+    nodes: PositiveInt | None = None  # null: parallel.world_size / processes_per_node
+    processes_per_node: PositiveInt  # started by torchrun on each node: one a GPU
+    gpus_per_node: NonNegativeInt | None = None  # --gpus-per-node; null: none asked for, for clusters without GPUs or GRES
+    cpus_per_task: PositiveInt | None = None  # of the one task on a node
+    memory: Word | None = None  # --mem, of a node; "0": all of it
+    exclusive: bool = False  # --exclusive
+    sbatch: dict[str, str | int | bool] = Field(default_factory=dict)  # further sbatch options by name, with _ for -: qos, reservation, ...
+    srun: Words = ()  # further options of srun
+    container: ContainerConfig | None = None
+    path: AbsolutePath | None = None  # without a container: bin folder of the environment, put first in PATH
+    setup: Annotated[tuple[Annotated[str, AfterValidator(_setup_line)], ...], Field(strict=False)] = ()  # lines of shell before the start
+    environment: Environment = Field(default_factory=dict)
+    secrets: Annotated[tuple[Variable, ...], Field(strict=False)] = ()  # names of variables whose values the job inherits
+    warning_seconds: NonNegativeInt = 300  # before the time limit: SIGUSR1, upon which the run saves and is queued again; 0: none
+    max_requeues: NonNegativeInt = 100  # 0: a stopped or failed job is not queued again
+    rendezvous_port: Annotated[int, Field(ge=1024, le=65535)] = 29500  # free on the job's first node
+
+
+class LocalConfig(Section):
+    """``--executor local``: all processes on this machine."""
+
+    logs: AbsolutePath | None = None  # null: <run.dir>.logs
+    environment: Environment = Field(default_factory=dict)
+    secrets: Annotated[tuple[Variable, ...], Field(strict=False)] = ()  # names of variables that must be set
+
+
+Cluster = SlurmConfig | LocalConfig
+ExecutorName = Literal["slurm", "local"]
+_Model = TypeVar("_Model", SlurmConfig, LocalConfig)
+
+
+def load_slurm(path: str | Path, overrides: Iterable[str] = ()) -> SlurmConfig:
+    """The checked file. Raises ConfigError with every fault."""
+    return _load(SlurmConfig, path, overrides)
+
+
+def load_local(path: str | Path | None, overrides: Iterable[str] = ()) -> LocalConfig:
+    """The checked file, or the defaults without one. Raises ConfigError with every fault."""
+    return _load(LocalConfig, path, overrides)
+
+
+def _load(kind: type[_Model], path: str | Path | None, overrides: Iterable[str]) -> _Model:
+    faults: list[Fault] = []
+    tree: Tree = {}
+    layers, complete = 0, True
+    if path is not None:
+        tree, layers, complete = read_layers(Path(path), faults)
+    apply_overrides(tree, overrides, layers, faults)
+    settings = None
+    if complete:
+        try:
+            settings = kind.model_validate(nested(tree))
+        except ValidationError as error:
+            faults += translate(error, kind)[0]
+    if isinstance(settings, SlurmConfig):
+        faults += _slurm_faults(settings)
+    if settings is not None:
+        faults += [
+            Fault("secrets", f"{name} is not set in this environment, so the job could not inherit it")
+            for name in settings.secrets
+            if not os.environ.get(name)
+        ]
+    if faults or settings is None:
+        what = "executor settings" if path is None else f"executor settings {path}"
+        raise ConfigError(f"{what}: {len(faults)} fault{'' if len(faults) == 1 else 's'}\n" + "\n".join(f"  {fault}" for fault in faults))
+    return settings
+
+
+def _slurm_faults(settings: SlurmConfig) -> list[Fault]:
+    """Rules over several keys."""
+    faults = []
+    if settings.container is not None and settings.path is not None:
+        faults.append(Fault("path", f"{settings.path!r} has no effect in a container, whose image has its own PATH; remove one of the two"))
+    if settings.gpus_per_node is not None and settings.gpus_per_node < settings.processes_per_node:
+        faults.append(
+            Fault(
+                "gpus_per_node", f"{settings.gpus_per_node} is less than processes_per_node = {settings.processes_per_node}: one GPU each"
+            )
+        )
+    if settings.container is not None and _mounted(settings.logs, settings.container) is None:
+        faults.append(Fault("logs", f"{settings.logs!r} is not inside any of container.mounts at its own path; mount it as HOST:HOST"))
+    taken = {"account", "partition", "time", "nodes", "ntasks_per_node", "gpus_per_node", "cpus_per_task", "mem", "exclusive", "signal"}
+    taken |= {"output", "error", "job_name", "open_mode", "requeue", "dependency", "export"}
+    for name in settings.sbatch:
+        if name in taken:
+            faults.append(Fault(f"sbatch.{name}", "has a setting of its own or is set by launch"))
+        elif not re.fullmatch(r"[a-z]+(_[a-z]+)*", name):
+            faults.append(Fault(f"sbatch.{name}", "is not the long name of an sbatch option with _ for -"))
+    return faults
+
+
+def _mounted(path: str, container: ContainerConfig) -> str | None:
+    """The mount under which ``path`` is visible in the container at the same place."""
+    for mount in container.mounts:
+        host, inside = (mount.split(":") * 2)[:2]
+        if host == inside and (path == host or path.startswith(host.rstrip("/") + "/")):
+            return mount
+    return None
+
+
+def check_layout(config: Config, cluster: SlurmConfig, directory: str) -> int:
+    """The number of nodes. Raises ConfigError when the recipe's processes do not fill them, or a container does not see ``directory``."""
+    faults = []
+    world, per_node = config.parallel.world_size, cluster.processes_per_node
+    nodes = cluster.nodes if cluster.nodes is not None else world // per_node
+    if nodes * per_node != world:
+        if cluster.nodes is None:
+            right = f"parallel.world_size a multiple of {per_node}"
+        else:
+            right = f"parallel.world_size={nodes * per_node}, or nodes: {world // per_node}" if world % per_node == 0 else ""
+            right = right or f"parallel.world_size={nodes * per_node}"
+        given = f"nodes x processes_per_node = {nodes} x {per_node}" if cluster.nodes is not None else f"processes_per_node = {per_node}"
+        faults.append(f"parallel.world_size = {world} does not fit the cluster's {given}; set {right}")
+    if re.search(r"\s", directory):
+        faults.append(f"the working directory {directory!r} has spaces in its path, which nemo-run does not quote; use another")
+    elif cluster.container is not None and _mounted(directory, cluster.container) is None:
+        faults.append(f"the working directory {directory} is not inside any of container.mounts at its own path; mount it as HOST:HOST")
+    if faults:
+        raise ConfigError("\n".join(faults))
+    return nodes

@@ -1,0 +1,131 @@
+"""``vapo-mcore launch``: start a run on this machine or on Slurm. Importing this imports neither torch nor nemo-run."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from vapo_mcore.errors import ConfigError, VapoError
+from vapo_mcore.launch.checks import check_folder_writable, check_scripts, check_slurm
+from vapo_mcore.launch.cluster import SlurmConfig, check_layout, load_local, load_slurm
+from vapo_mcore.launch.stages import STAGES, StageJob, stage_jobs
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command to a parser; FILE and KEY=VALUE are those of all commands."""
+    parser.add_argument("--executor", choices=("local", "slurm"), required=True, help="where the processes run")
+    parser.add_argument("--cluster", type=Path, metavar="FILE", help="YAML settings of the executor (needed for slurm)")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="setting that replaces one of --cluster's; repeatable"
+    )
+    parser.add_argument("--stages", default="train", metavar="A,B", help=f"jobs, each after the one before: {', '.join(STAGES)} (train)")
+    parser.add_argument("--after", default="", metavar="ID,ID", help="Slurm jobs that must have succeeded before the first starts")
+    parser.add_argument("--name", metavar="NAME", help="of the jobs (default: the name of FILE)")
+    parser.add_argument("--dry-run", action="store_true", help="print the scripts; submit, start and write nothing")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Check everything, then submit or start. Returns the exit code; raises ConfigError with everything that is wrong."""
+    jobs, cluster = _together(
+        lambda: stage_jobs(options.file, options.overrides, _stages(options.stages)),
+        lambda: _load_cluster(options),
+    )
+    name = options.name or Path(options.file).stem
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9.-]*(_[A-Za-z0-9.-]+)*", name):
+        raise ConfigError(f"--name {name!r} must consist of letters, digits, '.', '-' and '_', with a letter or digit first")
+    directory = Path(os.environ.get("PWD", ""))  # as the nodes know it: not resolved, where the file system is mounted through a link
+    if not directory.is_absolute() or not directory.is_dir() or not directory.samefile(Path.cwd()):
+        directory = Path.cwd()
+    if isinstance(cluster, SlurmConfig):
+        return _slurm(options, name, jobs, cluster, directory)
+    return _local(options, name, jobs, cluster, directory)
+
+
+def _slurm(options: argparse.Namespace, name: str, jobs: list[StageJob], cluster: SlurmConfig, directory: Path) -> int:
+    from vapo_mcore.launch import nemo
+
+    after = [job_id for job_id in options.after.split(",") if job_id]
+    wrong = [job_id for job_id in after if not job_id.isdigit()]
+    if wrong:
+        raise ConfigError(f"--after: {', '.join(wrong)} is not the id of a Slurm job")
+    nodes = check_layout(jobs[0].config, cluster, str(directory))
+    submission = nemo.Submission(name, jobs, cluster, nodes, directory, Path(cluster.logs), after)
+    if not options.dry_run:
+        check_slurm(cluster)
+        _together(
+            lambda: _check_run_folders(jobs),
+            lambda: check_folder_writable("logs", submission.logs),
+        )
+    scripts = nemo.render(submission)
+    if options.dry_run:
+        for job, script in scripts.items():
+            print(f"# --- {job}{_follows(jobs, job)}\n{script.rstrip()}", flush=True)
+        return 0
+    check_scripts(scripts)
+    for job, job_id in nemo.submit(submission).items():
+        print(f"{job}: job {job_id}{_follows(jobs, job)}", flush=True)
+    print(f"logs: {submission.logs}/experiments/{name}", flush=True)
+    return 0
+
+
+def _local(options: argparse.Namespace, name: str, jobs: list[StageJob], cluster: object, directory: Path) -> int:
+    from vapo_mcore.launch import nemo
+    from vapo_mcore.launch.cluster import LocalConfig
+
+    assert isinstance(cluster, LocalConfig)
+    if options.after:
+        raise ConfigError("--after names Slurm jobs and has no meaning with --executor local")
+    logs = Path(cluster.logs) if cluster.logs else Path(f"{jobs[-1].config.run.dir.rstrip('/')}.logs").absolute()
+    if options.dry_run:
+        for job in jobs:
+            world = job.config.parallel.world_size
+            print(
+                f"{job.name}: torchrun with {world} process{'' if world == 1 else 'es'}: vapo-mcore {' '.join(job.arguments(Path('FILE')))}"
+            )
+        return 0
+    _together(lambda: _check_run_folders(jobs), lambda: check_folder_writable("logs", logs))
+    return nemo.run_here(nemo.Submission(name, jobs, cluster, 1, directory, logs))
+
+
+def _load_cluster(options: argparse.Namespace) -> SlurmConfig | object:
+    if options.executor == "local":
+        return load_local(options.cluster, options.set)
+    if options.cluster is None:
+        raise ConfigError("--executor slurm needs --cluster FILE: examples are in examples/configs/clusters")
+    return load_slurm(options.cluster, options.set)
+
+
+def _stages(text: str) -> list[str]:
+    names = [name.strip() for name in text.split(",")]
+    unknown = [name for name in names if name not in STAGES]
+    if unknown:
+        raise ConfigError(f"--stages: {', '.join(map(repr, unknown))} must be of {', '.join(STAGES)}")
+    return names
+
+
+def _check_run_folders(jobs: list[StageJob]) -> None:
+    for job in jobs:
+        if job.command == "train":
+            check_folder_writable(f"{job.name}: run.dir", Path(job.config.run.dir))
+
+
+def _follows(jobs: list[StageJob], name: str) -> str:
+    names = [job.name for job in jobs]
+    position = names.index(name)
+    return f" (starts when {names[position - 1]} has succeeded)" if position else ""
+
+
+def _together(*actions: Callable[[], object]) -> list:
+    """The results of all, or one ConfigError with the faults of all."""
+    results, faults = [], []
+    for action in actions:
+        try:
+            results.append(action())
+        except VapoError as error:
+            faults.append(str(error))
+    if faults:
+        raise ConfigError("\n".join(faults))
+    return results

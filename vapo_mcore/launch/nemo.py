@@ -1,0 +1,217 @@
+"""Jobs as nemo-run experiments: torchrun on this machine, or on Slurm's nodes under ``launch/node.py``. nemo-run is imported here only."""
+
+from __future__ import annotations
+
+import io
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from vapo_mcore.errors import EXIT_REQUEUE, ConfigError, VapoError
+from vapo_mcore.launch.cluster import LocalConfig, SlurmConfig
+from vapo_mcore.launch.stages import StageJob
+
+_SECONDS_FOR_OTHER_NODES = 30  # to end after the first node has
+
+
+class LaunchError(VapoError):
+    """The jobs could not be submitted."""
+
+
+@dataclass(frozen=True)
+class Submission:
+    """What ``launch`` has to do: jobs that follow each other, where, and under which name."""
+
+    name: str
+    jobs: Sequence[StageJob]
+    cluster: SlurmConfig | LocalConfig
+    nodes: int
+    directory: Path
+    logs: Path
+    after: Sequence[str] = ()
+
+
+def import_nemo_run(logs: Path) -> ModuleType:
+    """nemo-run, which remembers its jobs in the folder ``logs``. Raises ConfigError when it is not installed."""
+    os.environ.setdefault("NEMORUN_HOME", str(logs))  # read when it is imported
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            import nemo_run
+    except ImportError as error:
+        raise ConfigError(f"launch needs nemo-run, which cannot be imported: {error}; pip install 'vapo-mcore[launch]'") from error
+    return nemo_run  # type: ignore[no-any-return]
+
+
+def render(submission: Submission) -> dict[str, str]:
+    """The sbatch scripts that would be submitted, by job; ``JOB_ID`` stands where an id is not known yet. Nothing outside a
+    temporary folder is written."""
+    with tempfile.TemporaryDirectory(prefix="vapo_mcore_launch_") as folder:
+        run = import_nemo_run(submission.logs)
+        with _experiment(run, submission, Path(folder)) as (experiment, output):
+            _quietly(output, lambda: experiment.dryrun(log=False, delete_exp_dir=False))
+        scripts = {job.name: _script(experiment, job.name) for job in submission.jobs}
+    return {name: text.replace(folder, str(submission.logs)) for name, text in scripts.items()}
+
+
+def submit(submission: Submission) -> dict[str, str]:
+    """Submit all jobs to Slurm and return their ids, by job; each depends on the one before. Raises LaunchError after having
+    cancelled what was submitted, when one cannot be."""
+    run = import_nemo_run(submission.logs)
+    with _experiment(run, submission, submission.logs) as (experiment, output):
+        try:
+            _quietly(output, lambda: experiment.run(detach=True, tail_logs=False))
+        except Exception as error:
+            ids = _job_ids(experiment)
+            for job_id in ids.values():
+                _cancel(job_id)
+            cancelled = f"; cancelled: {', '.join(ids.values())}" if ids else ""
+            raise LaunchError(f"nothing was submitted{cancelled}: {_reason(error)}") from error
+    return _job_ids(experiment)
+
+
+def run_here(submission: Submission) -> int:
+    """Run the jobs on this machine, one after the other, with their output; returns 0, or 1 when one failed."""
+    run = import_nemo_run(submission.logs)
+    os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+    for job in submission.jobs:
+        one = Submission(submission.name, [job], submission.cluster, 1, submission.directory, submission.logs)
+        with _experiment(run, one, submission.logs) as (experiment, _):
+            experiment.run(detach=False, tail_logs=True)
+        state = str(getattr(experiment.jobs[0].state, "name", experiment.jobs[0].state))
+        if state != "SUCCEEDED":
+            print(f"error: job {job.name} ended as {state}; logs in {experiment._exp_dir}", file=sys.stderr)
+            return 1
+    return 0
+
+
+@contextmanager
+def _experiment(run: ModuleType, submission: Submission, base: Path) -> Iterator[tuple[Any, io.StringIO]]:
+    """An experiment with all jobs added, the configuration of each in a file; nemo-run's own output goes into the buffer."""
+    identifier = f"{submission.name}_{time.strftime('%Y%m%d-%H%M%S')}-{time.time_ns() % 10**6:06d}"
+    output = io.StringIO()
+    experiment = run.Experiment(
+        submission.name, id=identifier, base_dir=str(base), log_level="WARNING", skip_status_at_exit=True, enable_goodbye_message=False
+    )
+    with redirect_stdout(output):
+        experiment.__enter__()
+    try:
+        previous: list[str] = []
+        for job in submission.jobs:
+            file = base / "configurations" / identifier / f"{job.name}.yaml"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(job.config.to_yaml(), encoding="utf-8")
+            script = run.Script(path="vapo_mcore.cli", m=True, entrypoint="python", args=job.arguments(file), env={"LOGLEVEL": "WARNING"})
+            executor = _executor(run, submission, base, first=not previous)
+            previous = [experiment.add(script, executor=executor, name=job.name, dependencies=previous or None)]
+        yield experiment, output
+    finally:
+        with redirect_stdout(output):
+            experiment.__exit__(None, None, None)
+
+
+def _executor(run: ModuleType, submission: Submission, base: Path, *, first: bool) -> Any:
+    cluster = submission.cluster
+    environment = {name: shlex.quote(value) for name, value in cluster.environment.items()}
+    if isinstance(cluster, LocalConfig):
+        world_size = submission.jobs[0].config.parallel.world_size
+        return run.LocalExecutor(ntasks_per_node=world_size, launcher="torchrun", env_vars=dict(cluster.environment))
+    further: dict[str, Any] = {"requeue": True, "export": "ALL", **cluster.sbatch}
+    if first and submission.after:
+        further["dependency"] = "afterok:" + ":".join(submission.after)
+    if not first or submission.after:
+        further["kill_on_invalid_dep"] = "yes"
+    return run.SlurmExecutor(
+        account=cluster.account,
+        partition=cluster.partition,
+        job_name_prefix=f"{submission.name}.",
+        time=cluster.time,
+        nodes=submission.nodes,
+        ntasks_per_node=1,
+        torchrun_nproc_per_node=cluster.processes_per_node,
+        gpus_per_node=cluster.gpus_per_node,
+        cpus_per_task=cluster.cpus_per_task,
+        mem=cluster.memory,
+        exclusive=True if cluster.exclusive else None,
+        signal=f"USR1@{cluster.warning_seconds}" if cluster.warning_seconds else None,
+        open_mode="append",
+        container_image=cluster.container.image if cluster.container else None,
+        container_mounts=list(cluster.container.mounts) if cluster.container else [],
+        container_env=list(cluster.secrets) if cluster.container and cluster.secrets else None,
+        additional_parameters=further,
+        srun_args=_srun_arguments(cluster, submission.directory),
+        env_vars=environment,
+        setup_lines="\n".join(_setup_lines(cluster)),
+        launcher=run.Torchrun(rdzv_backend="c10d", rdzv_port=cluster.rendezvous_port, rdzv_id=1),
+        packager=run.Packager(),
+        tunnel=run.LocalTunnel(job_dir=str(base / "experiments")),
+        retries=0,
+    )
+
+
+def _srun_arguments(cluster: SlurmConfig, directory: Path) -> list[str]:
+    """What stands between nemo-run's own options of srun and torchrun. Later options win over nemo-run's.
+
+    A node that ends is no reason to end the others at once: they may be ending with the same exit code.
+    """
+    arguments = ["--kill-on-bad-exit=0", f"--wait={_SECONDS_FOR_OTHER_NODES}", *cluster.srun]
+    if cluster.container is not None and not cluster.container.mount_home:
+        arguments.append("--no-container-mount-home")
+    return [*arguments, "python", "-m", "vapo_mcore.launch.node", "--directory", str(directory)]
+
+
+def _setup_lines(cluster: SlurmConfig) -> list[str]:
+    lines = [f'export PATH={cluster.path}:"$PATH"'] if cluster.path is not None else []
+    lines += cluster.setup
+    if cluster.max_requeues:
+        lines += [
+            f"queue_again() {{  # exit code {EXIT_REQUEUE}: the run was told to stop, has saved, and asks to go on",
+            "    code=$?",
+            f'    if [ "$code" -eq {EXIT_REQUEUE} ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt {cluster.max_requeues} ]; then',
+            '        scontrol requeue "$SLURM_JOB_ID"',
+            "    fi",
+            "}",
+            "trap queue_again EXIT",
+        ]
+    return lines
+
+
+def _script(experiment: Any, name: str) -> str:
+    return (Path(experiment._exp_dir) / f"{name}_sbatch.sh").read_text(encoding="utf-8")
+
+
+def _job_ids(experiment: Any) -> dict[str, str]:
+    """Slurm's ids from nemo-run's handles ``slurm_tunnel://SESSION/ID/...``."""
+    return {job.id: job.handle.partition("://")[2].split("/")[1] for job in experiment.jobs if job.handle}
+
+
+def _quietly(output: io.StringIO, action: Callable[[], None]) -> None:
+    """Do ``action`` with its output in the buffer and nothing to read: nemo-run's commands would take what waits on our stdin."""
+    stdin = sys.stdin
+    with redirect_stdout(output), redirect_stderr(output), open(os.devnull, encoding="utf-8") as nothing:
+        sys.stdin = nothing
+        try:
+            action()
+        finally:
+            sys.stdin = stdin
+
+
+def _reason(error: BaseException) -> str:
+    """Slurm's own words: what sbatch wrote to stderr, else the message of nemo-run's error."""
+    result = getattr(error, "result", None)
+    text = (getattr(result, "stderr", "") or "").strip() or str(error).strip()
+    return text or type(error).__name__
+
+
+def _cancel(job_id: str) -> None:
+    subprocess.run(["scancel", job_id], check=False, capture_output=True)

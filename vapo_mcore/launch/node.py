@@ -1,0 +1,93 @@
+"""What Slurm starts once on each node: ``python -m vapo_mcore.launch.node [--directory DIR] torchrun ...``.
+
+torchrun alone is not enough there. Slurm gives its warning signal to the processes that it started itself, so torchrun would get
+it and not the ranks, and would die of it; and torchrun ends with 1 whatever its workers ended with. This process passes SIGUSR1 and
+SIGTERM on to the ranks, lets torchrun ignore the former, prints the ranks' errors once and ends with their exit code: 75 asks for
+the job to be queued again (docs/cluster.md).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+
+from vapo_mcore.errors import EXIT_REQUEUE
+from vapo_mcore.launch.local import ERRORS_VARIABLE, exit_code_of, print_errors, read_errors
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command and return the exit code of the job on this node."""
+    parser = argparse.ArgumentParser(prog="python -m vapo_mcore.launch.node", description=__doc__.splitlines()[0])
+    parser.add_argument("--directory", type=Path, help="working directory of the command")
+    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="COMMAND", help="torchrun and its arguments")
+    options = parser.parse_args(arguments)
+    if not options.command:
+        parser.error("give the command to run")
+    if options.directory is not None and not options.directory.is_dir():
+        print(f"error: the working directory {options.directory} does not exist on node {os.uname().nodename}", file=sys.stderr)
+        return 2
+    with tempfile.TemporaryDirectory(prefix="vapo_mcore_errors_") as folder:
+        return _run(options.command, options.directory, Path(folder))
+
+
+def _run(command: list[str], directory: Path | None, folder: Path) -> int:
+    asked: list[int] = []
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # inherited by torchrun; the ranks install handlers of their own
+    try:
+        process = subprocess.Popen(command, cwd=directory, env={**os.environ, ERRORS_VARIABLE: str(folder)})
+    except OSError as error:
+        print(f"error: {command[0]!r} cannot be started on node {os.uname().nodename}: {error.strerror}", file=sys.stderr)
+        return 2
+
+    def pass_on(number: int, _frame: FrameType | None) -> None:
+        ranks = ranks_below(process.pid)
+        for rank in ranks:
+            _send(rank, number)
+        if not ranks:  # nothing has begun that could be saved
+            asked.append(number)
+            process.terminate()
+
+    for number in (signal.SIGUSR1, signal.SIGTERM):
+        signal.signal(number, pass_on)
+    code = process.wait()
+    if code == 0:
+        return 0
+    errors = read_errors(folder)
+    print_errors({rank: error.message for rank, error in errors.items()}, len(errors))
+    if errors:
+        return exit_code_of(error.exit_code for error in errors.values())
+    if asked:
+        return EXIT_REQUEUE if asked[0] == signal.SIGUSR1 else 128 + asked[0]
+    return code if code > 0 else 128 - code
+
+
+def ranks_below(agent: int) -> list[int]:
+    """Ids of the processes that torchrun (process ``agent``) has started as ranks."""
+    ranks = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            if parent == agent and b"\0LOCAL_RANK=" in b"\0" + (entry / "environ").read_bytes():
+                ranks.append(int(entry.name))
+        except OSError:  # it has ended, or is not ours
+            continue
+    return ranks
+
+
+def _send(process: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):  # it has ended since
+        os.kill(process, number)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

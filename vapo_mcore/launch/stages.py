@@ -1,0 +1,58 @@
+"""The jobs of a run: value pretraining, training, evaluation, each one ``vapo-mcore`` command with its configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from vapo_mcore.config import Config, load_config
+from vapo_mcore.errors import ConfigError
+
+STAGES = ("doctor", "pretrain", "train", "eval")
+"""Names of the jobs, in the order in which they run."""
+
+
+@dataclass(frozen=True)
+class StageJob:
+    """One job: its name, the configuration it runs with, and the arguments of ``vapo-mcore`` before and after the file."""
+
+    name: str
+    config: Config
+    command: str
+    options: tuple[str, ...]
+
+    def arguments(self, file: Path) -> list[str]:
+        """The command line of ``vapo-mcore`` with the configuration stored in ``file``."""
+        return [self.command, str(file), *self.options]
+
+
+def stage_jobs(file: str | Path, overrides: Sequence[str], stages: Iterable[str]) -> list[StageJob]:
+    """The jobs of ``stages``, in their order. Raises ConfigError for a bad configuration or stages that do not fit it.
+
+    Value pretraining as a job of its own is a run with no RL steps in ``<run.dir>_value_pretraining``; the training job takes its
+    critic. What such a job will make is not there yet, so only the recipe itself is checked against the file system.
+    """
+    chosen = [name for name in STAGES if name in set(stages)]
+    whole = load_config(file, overrides)
+    if "pretrain" in chosen and not (whole.uses_critic and whole.critic.value_pretraining.max_steps > 0):
+        raise ConfigError("stage pretrain: this recipe has no value pretraining (critic.value_pretraining.steps = 0, or no critic)")
+    if "eval" in chosen and not whole.data.eval:
+        raise ConfigError("stage eval: data.eval is empty, so there is nothing to evaluate on")
+    folder = Path(whole.run.dir)
+    pretrained = f"{folder}_value_pretraining"  # not inside: a run directory holds one run
+    jobs = []
+    for name in chosen:
+        changes: list[str] = []
+        if name == "pretrain":
+            changes = [f"run.dir={pretrained}", "run.steps=0", "export.at_end=false", "eval.at_start=false"]
+        elif name == "train" and "pretrain" in chosen:
+            critic = Path(pretrained) / "critic_pretrained" / "hf"
+            changes = ["critic.init=saved", f"critic.path={critic}", "critic.value_pretraining.steps=0"]
+        config = load_config(file, [*overrides, *changes], check_paths=False) if changes else whole
+        options: tuple[str, ...] = ("--resume",) if name in ("pretrain", "train") else ()
+        if name == "eval":
+            options = ("--checkpoint", str(folder / "export" / "hf"))
+        command = "train" if name in ("pretrain", "train") else name
+        jobs.append(StageJob(name, config, command, options))
+    return jobs
