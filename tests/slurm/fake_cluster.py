@@ -1,0 +1,194 @@
+"""A real Slurm on this machine, for a test: munged, slurmctld and one slurmd a fake node, under one folder, ended by their process ids.
+
+Each slurmd has its own host name and /etc/hosts, so that ``n0`` and ``n1`` resolve inside jobs as nodes of a cluster do. Processes are
+tracked with cgroups where version 1's freezer is there, because that decides whom Slurm's warning signal reaches.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+CONTROLLER_PORT, FIRST_NODE_PORT = 17817, 17820
+PACKAGES = ("slurm-wlm", "munge")
+_FREEZER = Path("/sys/fs/cgroup/freezer")
+
+
+def installed() -> bool:
+    return all(shutil.which(name) for name in ("slurmctld", "slurmd", "munged", "sbatch"))
+
+
+def install() -> None:
+    """Debian's packages; for root."""
+    environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
+    for command in (["apt-get", "update", "-qq"], ["apt-get", "install", "-y", "-qq", "--no-install-recommends", *PACKAGES]):
+        subprocess.run(command, env=environment, check=True, capture_output=True, timeout=300)
+
+
+class FakeCluster:
+    """``nodes`` fake nodes n0, n1, ... of partition ``batch``; ``with`` starts and ends them."""
+
+    def __init__(self, folder: Path, nodes: int = 2) -> None:
+        self.folder = folder
+        self.nodes = [f"n{index}" for index in range(nodes)]
+        self.configuration = folder / "slurm.conf"
+        self._daemons: list[Path] = []  # files with their process ids
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return {**os.environ, "SLURM_CONF": str(self.configuration)}
+
+    def __enter__(self) -> FakeCluster:
+        try:
+            self._start()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def run(self, *command: str, check: bool = True) -> str:
+        """Output of one of Slurm's commands."""
+        result = subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=60, check=False)
+        assert not check or result.returncode == 0, f"{command}: {result.stdout}{result.stderr}"
+        return result.stdout
+
+    def job(self, job_id: str) -> dict[str, str]:
+        """What ``scontrol show job`` says, by name: JobState, ExitCode, Restarts, ..."""
+        return dict(re.findall(r"(\w+)=(\S*)", self.run("scontrol", "show", "job", job_id)))
+
+    def wait_for(self, what: str, condition: Callable[[], bool], seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < deadline, f"{what}: not within {seconds:.0f} s\n{self.run('squeue', '--long', check=False)}"
+            time.sleep(0.25)
+
+    def stop(self) -> None:
+        """Cancel all jobs and end the daemons that this object started."""
+        if len(self._daemons) > 1:
+            self.run("scancel", "--partition=batch", "--signal=KILL", "--full", check=False)
+            self.run("scancel", "--partition=batch", check=False)
+            deadline = time.monotonic() + 20
+            while self.run("squeue", "--noheader", check=False).strip() and time.monotonic() < deadline:
+                time.sleep(0.25)
+        for file in reversed(self._daemons):
+            if file.is_file() and file.read_text().strip():
+                _end(int(file.read_text()))
+        self._daemons = []
+        for node in self.nodes:
+            group = _FREEZER / f"slurm_{node}"
+            for path in sorted(group.rglob("*"), reverse=True) if group.is_dir() else ():
+                if path.is_dir():
+                    path.rmdir()
+            if group.is_dir():
+                group.rmdir()
+
+    def _start(self) -> None:
+        for name in ("state", "munge", *(f"spool.{node}" for node in self.nodes)):
+            (self.folder / name).mkdir(parents=True)
+        (self.folder / "munge").chmod(0o755)
+        key = self.folder / "munge" / "munge.key"
+        key.write_bytes(os.urandom(128))
+        key.chmod(0o400)
+        self._write_configuration()
+        munge = {name: self.folder / "munge" / f"munged.{name}" for name in ("pid", "log", "seed")}
+        options = [f"--{name}-file={path}" for name, path in munge.items()]
+        self._daemons.append(munge["pid"])
+        self._daemon("munged", f"--key-file={key}", f"--socket={self.folder}/munge/munge.socket", *options)
+        self._daemons.append(self.folder / "slurmctld.pid")
+        self._daemon("slurmctld", "-i")
+        self.wait_for("slurmctld", lambda: "is UP" in self.run("scontrol", "ping", check=False), 20)
+        hosts = self.folder / "hosts"
+        addresses = "".join(f"127.0.0.{index + 2} {node}\n" for index, node in enumerate(self.nodes))
+        hosts.write_text(f"127.0.0.1 localhost {_host()}\n{addresses}")
+        for node in self.nodes:
+            self._daemons.append(self.folder / f"slurmd.{node}.pid")
+            script = 'hostname "$1" && mount --bind "$2" /etc/hosts && exec slurmd -N "$1"'
+            self._daemon("unshare", "--mount", "--uts", "bash", "-c", script, "_", node, str(hosts))
+        self.wait_for("nodes", lambda: self.run("sinfo", "-h", "-t", "idle", "-o", "%D").strip() == str(len(self.nodes)), 30)
+
+    def _daemon(self, *command: str) -> None:
+        result = subprocess.run(
+            command, env=self.environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=30, check=False
+        )
+        assert result.returncode == 0, f"{command}: {result.stdout}{result.stderr}"
+
+    def _write_configuration(self) -> None:
+        with_cgroups = "cgroup /sys/fs/cgroup/freezer " in Path("/proc/mounts").read_text()
+        if with_cgroups:
+            text = "CgroupPlugin=cgroup/v1\nCgroupMountpoint=/sys/fs/cgroup\nConstrainCores=no\nConstrainRAMSpace=no\n"
+            (self.folder / "cgroup.conf").write_text(text)
+        nodes = "".join(
+            f"NodeName={node} NodeHostname={_host()} NodeAddr=127.0.0.1 Port={FIRST_NODE_PORT + index} CPUs=8 RealMemory=8000\n"
+            for index, node in enumerate(self.nodes)
+        )
+        self.configuration.write_text(
+            _CONFIGURATION.format(
+                folder=self.folder, host=_host(), port=CONTROLLER_PORT, tracking="cgroup" if with_cgroups else "linuxproc"
+            )
+            + nodes
+            + "PartitionName=batch Nodes=ALL Default=YES MaxTime=INFINITE State=UP\n"
+        )
+
+
+def _host() -> str:
+    return os.uname().nodename.split(".")[0]
+
+
+def _end(process: int) -> None:
+    """End a daemon and wait until it is gone."""
+    for number, seconds in ((signal.SIGTERM, 10.0), (signal.SIGKILL, 5.0)):
+        deadline = time.monotonic() + seconds
+        try:
+            os.kill(process, number)
+            while time.monotonic() < deadline:
+                if "\nState:\tZ" in Path(f"/proc/{process}/status").read_text():
+                    return
+                os.kill(process, 0)
+                time.sleep(0.05)
+        except (ProcessLookupError, FileNotFoundError):
+            return
+
+
+_CONFIGURATION = """\
+ClusterName=test
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={port}
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+# A requeued job may start again when its credential has expired, by default after two minutes.
+AuthInfo=socket={folder}/munge/munge.socket,cred_expire=5
+CredType=cred/munge
+StateSaveLocation={folder}/state
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdPidFile={folder}/slurmd.%n.pid
+SlurmdLogFile={folder}/slurmd.%n.log
+SlurmdSpoolDir={folder}/spool.%n
+ProctrackType=proctrack/{tracking}
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+JobCompType=jobcomp/none
+MpiDefault=none
+SwitchType=switch/none
+ReturnToService=2
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+SchedulerType=sched/backfill
+SchedulerParameters=sched_interval=1,bf_interval=1
+SlurmdParameters=config_overrides
+JobRequeue=1
+KillWait=10
+MinJobAge=600
+MailProg=/bin/true
+"""
