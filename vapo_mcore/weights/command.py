@@ -14,7 +14,7 @@ from vapo_mcore.errors import CheckpointError, ConfigError
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 _SHOWN = 20
 _DEFAULT_TEXT = "The quick brown fox jumps over the lazy dog. 12 + 30 = 42, and 7 * 8 = 56."
-_DEFAULT_TOLERANCE = 1e-3
+_DEFAULT_TOLERANCE = 1e-5
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     verify.add_argument("second", type=Path, nargs="?", metavar="SECOND", help="the other model (default: FIRST's own checksums)")
     verify.add_argument("--logits", action="store_true", help="compare outputs: FIRST in transformers, SECOND in Megatron, float32")
     verify.add_argument("--text", type=Path, metavar="FILE", help="one text a line for --logits (default: a built-in sentence)")
-    verify.add_argument("--tolerance", type=float, default=_DEFAULT_TOLERANCE, metavar="X", help="of --logits (1e-3)")
+    verify.add_argument("--tolerance", type=float, default=_DEFAULT_TOLERANCE, metavar="X", help="of --logits (1e-5)")
     inspect = actions.add_parser("inspect", help="what a model folder holds")
     inspect.add_argument("source", type=Path, metavar="FOLDER")
     inspect.add_argument("--tensors", action="store_true", help="list every tensor with its type, shape and checksum")

@@ -6,12 +6,11 @@ A Megatron folder made here is a ``torch_dist`` checkpoint that loads at any TP/
 
 from __future__ import annotations
 
-from concurrent.futures import Future, ThreadPoolExecutor
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import product
+from itertools import islice, product
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 import torch
 from torch import Tensor
@@ -21,8 +20,17 @@ from vapo_mcore.errors import CheckpointError
 from vapo_mcore.weights.checksums import tensor_checksum
 from vapo_mcore.weights.distcp import DistributedCheckpointWriter
 from vapo_mcore.weights.plan import MappedTensor, Role, hf_manifest
+from vapo_mcore.weights.read_ahead import read_ahead
 from vapo_mcore.weights.views import HF_SUBFOLDER, HfFolderView, HfView, MegatronFolderView, open_view, placements, require_finite
-from vapo_mcore.weights.writer import DEFAULT_MAX_SHARD_BYTES, SafetensorsWriter, copy_companions, new_folder, refuse_existing, write_json
+from vapo_mcore.weights.writer import (
+    DEFAULT_MAX_SHARD_BYTES,
+    SafetensorsWriter,
+    copy_companions,
+    new_folder,
+    refuse_existing,
+    require_space,
+    write_json,
+)
 
 CHECKSUMS_NAME = "checksums.json"
 DEFAULT_VOCAB_MULTIPLE = 128
@@ -61,17 +69,20 @@ def hf_to_megatron(
     every fault of the source (see :class:`HfFolderView`), an existing destination and a full disk.
     """
     refuse_existing(destination)
-    with open_view(source, role=role) as view, new_folder(destination) as folder, _Checksums() as checksums:
+    with open_view(source, role=role) as view, new_folder(destination) as folder:
         if not isinstance(view, HfFolderView):
             raise CheckpointError(f"{source} is a Megatron checkpoint already; hf-to-megatron wants a Hugging Face folder")
-        with DistributedCheckpointWriter(folder) as out:
+        kept = {name: stored_dtype(view.dtype(name), name, dtype) for entry in view.plan for name in entry.hf_names}
+        size = sum(math.prod(shape) * kept[name].itemsize for name, shape in hf_manifest(view.plan).items())
+        require_space(folder, size)
+        checksums = _Checksums()
+        with DistributedCheckpointWriter(folder, expected_bytes=size) as out, read_ahead(view) as tensors:
             for entry in view.plan:
-                _write_entry(out, view, entry, dtype, vocab_multiple, checksums)
+                _write_entry(out, view, entry, islice(tensors, len(entry.hf_names)), dtype, vocab_multiple, checksums)
             _write_extra_states(out, view.architecture)
-        kept = [stored_dtype(view.dtype(name), name, dtype) for entry in view.plan for name in entry.hf_names]
         (folder / HF_SUBFOLDER).mkdir()
-        copy_companions(view.companions, folder / HF_SUBFOLDER, view.architecture, role=view.role, dtype=kept[0])
-        write_json(folder / CHECKSUMS_NAME, checksums.result())
+        copy_companions(view.companions, folder / HF_SUBFOLDER, view.architecture, role=view.role, dtype=next(iter(kept.values())))
+        write_json(folder / CHECKSUMS_NAME, checksums.by_name)
         return ConversionReport(len(kept), checksums.num_bytes, view.role, view.dropped)
 
 
@@ -84,6 +95,7 @@ def _write_entry(
     out: DistributedCheckpointWriter,
     view: HfView,
     entry: MappedTensor,
+    tensors: Iterable[tuple[str, Tensor]],
     dtype: torch.dtype | None,
     vocab_multiple: int,
     checksums: _Checksums,
@@ -97,7 +109,7 @@ def _write_entry(
     shape = (*place.sizes, padded, *entry.hf_shapes[0][1:])
     row = 0
     parts: list[Tensor] = []
-    for name, stored in view.tensors(entry):
+    for name, stored in tensors:
         require_finite(view.folder, name, stored)
         tensor = stored.to(stored_dtype(stored.dtype, name, dtype))
         checksums.add(name, tensor)
@@ -140,46 +152,29 @@ def megatron_to_hf(
     A critic becomes a token-classification folder with one label. Guarantees and errors as :func:`hf_to_megatron`.
     """
     refuse_existing(destination)
-    with open_view(source, role=role, companions=config) as view, new_folder(destination) as folder, _Checksums() as checksums:
+    with open_view(source, role=role, companions=config) as view, new_folder(destination) as folder:
         if not isinstance(view, MegatronFolderView):
             raise CheckpointError(f"{source} is no Megatron distributed checkpoint (it has no .metadata file)")
         manifest = {name: (shape, stored_dtype(view.dtype(name), name, dtype)) for name, shape in hf_manifest(view.plan).items()}
         copy_companions(view.companions, folder, view.architecture, role=view.role, dtype=next(iter(manifest.values()))[1])
-        with SafetensorsWriter(folder, manifest, max_shard_bytes=max_shard_bytes) as out:
-            for name, stored in view.all_tensors():
+        checksums = _Checksums()
+        with SafetensorsWriter(folder, manifest, max_shard_bytes=max_shard_bytes) as out, read_ahead(view) as tensors:
+            for name, stored in tensors:
+                require_finite(view.folder, name, stored)
                 tensor = stored.to(manifest[name][1])
                 checksums.add(name, tensor)
                 out.write(name, tensor)
-        write_json(folder / CHECKSUMS_NAME, checksums.result())
+        write_json(folder / CHECKSUMS_NAME, checksums.by_name)
         return ConversionReport(len(manifest), checksums.num_bytes, view.role, {})
 
 
 class _Checksums:
-    """Checksums of the HF tensors that pass by, computed beside the reading and writing; at most one tensor is kept for it."""
+    """Checksums of the HF tensors that pass by."""
 
     def __init__(self) -> None:
         self.num_bytes = 0
-        self._executor = ThreadPoolExecutor(max_workers=1)
-        self._pending: tuple[str, Future[str]] | None = None
-        self._done: dict[str, str] = {}
+        self.by_name: dict[str, str] = {}
 
     def add(self, name: str, tensor: Tensor) -> None:
-        self._collect()
         self.num_bytes += tensor.nbytes
-        self._pending = (name, self._executor.submit(tensor_checksum, tensor))
-
-    def _collect(self) -> None:
-        if self._pending is not None:
-            name, future = self._pending
-            self._done[name] = future.result()
-            self._pending = None
-
-    def result(self) -> dict[str, str]:
-        self._collect()
-        return self._done
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._executor.shutdown()
+        self.by_name[name] = tensor_checksum(tensor)

@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
+from zipfile import ZIP_STORED, ZipFile
 
 import torch
 from torch import Tensor
@@ -53,53 +54,77 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 class DistributedCheckpointWriter:
     """Writes chunks of global tensors into ``folder`` (which exists and is empty). Use as a context manager; the folder is
-    complete, with its metadata, once it is left without an error."""
+    complete, with its metadata, once it is left without an error.
 
-    def __init__(self, folder: str | Path) -> None:
+    ``expected_bytes``: about how much will be written; it is reserved on the disk file by file (OSError where there is no room).
+    """
+
+    def __init__(self, folder: str | Path, *, expected_bytes: int = 0) -> None:
         self.folder = Path(folder)
-        self._stream: io.BufferedWriter | None = None
+        self._expected_bytes = expected_bytes
+        self._stream: io.BufferedRandom | None = None
         self._file_name = ""
         self._files = 0
         self._tensors: dict[str, tuple[torch.dtype, tuple[int, ...], list[tuple[tuple[int, ...], tuple[int, ...]]]]] = {}
         self._objects: list[str] = []
         self._places: list[tuple[str, tuple[int, ...] | None, str, int, int]] = []
+        self._frames: dict[tuple[torch.dtype, tuple[int, ...]], tuple[bytes, bytes]] = {}
 
     def add(self, key: str, chunk: Tensor, global_shape: Sequence[int], offsets: Sequence[int]) -> None:
         """Write one chunk: ``chunk`` lies at ``offsets`` of the tensor ``key`` of ``global_shape`` (leading axes of size one added)."""
         assert len(global_shape) == len(offsets) >= chunk.dim(), (key, global_shape, offsets, chunk.shape)
         value = chunk.detach().reshape((1,) * (len(global_shape) - chunk.dim()) + tuple(chunk.shape)).contiguous()
-        if value.untyped_storage().nbytes() != value.nbytes:
-            value = value.clone()  # torch.save would store the whole tensor that this is a view of
         known = self._tensors.setdefault(key, (value.dtype, tuple(global_shape), []))
         assert known[:2] == (value.dtype, tuple(global_shape)), f"{key}: chunks disagree about the tensor"
         known[2].append((tuple(offsets), tuple(value.shape)))
-        self._store(key, tuple(offsets), lambda stream: torch.save(value, stream))
+        self._store(key, tuple(offsets), lambda stream: self._save(value, stream))
 
     def add_object(self, key: str, value: Any, offset: Sequence[int], global_shape: Sequence[int]) -> None:
         """Write one piece of a sharded object (Megatron's ``ShardedObject``), for example a module's ``_extra_state``."""
         name = f"{key}/shard_{'.'.join(map(str, offset))}_{'.'.join(map(str, global_shape))}"
         self._objects.append(name)
-        self._store(name, None, lambda stream: torch.save([value], stream))  # Megatron keeps a list of the pieces with one name
+        content = io.BytesIO()
+        _torch_save([value], content)  # Megatron keeps a list of the pieces with one name
+        self._store(name, None, lambda stream: stream.write(content.getbuffer()))
 
-    def _store(self, key: str, offsets: tuple[int, ...] | None, save: Callable[[io.BufferedWriter], None]) -> None:
+    def _save(self, value: Tensor, stream: io.BufferedRandom) -> None:
+        """``torch.save``: the archives of two tensors of one type and shape differ in the numbers alone, so what surrounds those is
+        made once."""
+        frame = self._frames.get((value.dtype, tuple(value.shape)))
+        if frame is None:
+            if value.untyped_storage().nbytes() != value.nbytes:
+                value = value.clone()  # torch.save would store the whole tensor that this is a view of
+            start = stream.tell()
+            _torch_save(value, stream)
+            self._frames[value.dtype, tuple(value.shape)] = _frame(stream, start, value.nbytes)
+        else:
+            stream.write(frame[0])
+            stream.write(memoryview(value.reshape(-1).view(torch.uint8).numpy()))  # type: ignore[arg-type]
+            stream.write(frame[1])
+
+    def _store(self, key: str, offsets: tuple[int, ...] | None, save: Callable[[io.BufferedRandom], object]) -> None:
         if self._stream is None or self._stream.tell() > _FILE_BYTES:
             self._next_file()
         assert self._stream is not None
         start = self._stream.tell()
-        crc32 = torch.serialization.get_crc32_options()
-        torch.serialization.set_crc32_options(False)  # nobody reads them, and they halve the speed; conversions keep checksums of their own
-        try:
-            save(self._stream)
-        finally:
-            torch.serialization.set_crc32_options(crc32)
+        save(self._stream)
         self._places.append((key, offsets, self._file_name, start, self._stream.tell() - start))
 
     def _next_file(self) -> None:
-        if self._stream is not None:
-            self._stream.close()
+        self._close_file()
         self._file_name = f"__0_{self._files}.distcp"
         self._files += 1
-        self._stream = (self.folder / self._file_name).open("xb")
+        self._stream = (self.folder / self._file_name).open("x+b")
+        reserved = min(self._expected_bytes, _FILE_BYTES)
+        if reserved:
+            os.posix_fallocate(self._stream.fileno(), 0, reserved)
+        self._expected_bytes -= reserved
+
+    def _close_file(self) -> None:
+        if self._stream is not None:
+            self._stream.truncate()  # what was reserved and not used
+            self._stream.close()
+            self._stream = None
 
     def _finish(self) -> None:
         from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -134,10 +159,35 @@ class DistributedCheckpointWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if self._stream is not None:
-            self._stream.close()
+        self._close_file()
         if kind is None:
             self._finish()
+
+
+def _torch_save(value: Any, stream: Any) -> None:
+    """``torch.save`` without its CRC-32: nobody reads them, they halve the speed, and conversions keep checksums of their own."""
+    crc32 = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save(value, stream)
+    finally:
+        torch.serialization.set_crc32_options(crc32)
+
+
+def _frame(stream: io.BufferedRandom, start: int, num_bytes: int) -> tuple[bytes, bytes]:
+    """What ``torch.save`` wrote from ``start`` to here, before and after the ``num_bytes`` of its one tensor."""
+    end = stream.tell()
+    with ZipFile(_Window(stream, start, end - start)) as archive:  # type: ignore[arg-type]
+        (data,) = (entry for entry in archive.infolist() if entry.filename.endswith("/data/0"))
+    stream.seek(start + data.header_offset + 26)  # in a local header: the lengths of name and extra field, which follow it
+    name_length, extra_length = (int.from_bytes(stream.read(2), "little") for _ in range(2))
+    first = data.header_offset + 30 + name_length + extra_length
+    assert (data.file_size, data.compress_type) == (num_bytes, ZIP_STORED)
+    stream.seek(start)
+    before = stream.read(first)
+    stream.seek(start + first + num_bytes)
+    after = stream.read(end - stream.tell())
+    return before, after
 
 
 class DistributedCheckpointReader:
@@ -158,6 +208,7 @@ class DistributedCheckpointReader:
         if backend != "torch_dist":
             raise CheckpointError(f"{self.folder} has the format {backend!r}; only 'torch_dist' is supported")
         self._entries = {key: entry for key, entry in entries.items() if hasattr(entry, "chunks")}
+        self._sizes = {key: {tuple(chunk.offsets): tuple(chunk.sizes) for chunk in entry.chunks} for key, entry in self._entries.items()}
         self._places = {(index.fqn, None if index.offset is None else tuple(index.offset)): info for index, info in storage.items()}
         self._check_files()
 
@@ -193,14 +244,17 @@ class DistributedCheckpointReader:
 
     def read(self, key: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
         """The region of ``key`` that starts at ``offsets`` and has ``sizes``; no copy where one chunk holds all of it."""
+        chunks = self._sizes[key]
+        if chunks.get(tuple(offsets)) == tuple(sizes):  # as the converter writes them; a large model has thousands
+            return self._chunk(key, tuple(offsets), tuple(sizes))
         result: Tensor | None = None
         filled = 0
-        for chunk in self._entries[key].chunks:
-            overlap = _overlap(offsets, sizes, chunk.offsets, chunk.sizes)
+        for chunk_offsets, chunk_sizes in chunks.items():
+            overlap = _overlap(offsets, sizes, chunk_offsets, chunk_sizes)
             if overlap is None:
                 continue
             there, here = overlap
-            part = self._chunk(key, tuple(chunk.offsets), tuple(chunk.sizes))[there]
+            part = self._chunk(key, chunk_offsets, chunk_sizes)[there]
             if part.shape == torch.Size(sizes):
                 return part
             if result is None:
@@ -242,7 +296,7 @@ def _overlap(
 class _Window(io.RawIOBase):
     """A seekable read-only view of ``length`` bytes of a file."""
 
-    def __init__(self, stream: io.BufferedReader, start: int, length: int) -> None:
+    def __init__(self, stream: io.BufferedReader | io.BufferedRandom, start: int, length: int) -> None:
         self._stream, self._start, self._length = stream, start, length
         self._position = 0
 

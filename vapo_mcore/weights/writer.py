@@ -67,6 +67,13 @@ def refuse_existing(destination: str | Path) -> None:
         raise CheckpointError(f"{destination} exists already and is never overwritten; choose another folder or remove it")
 
 
+def require_space(folder: Path, num_bytes: int) -> None:
+    """Raise CheckpointError where ``num_bytes`` do not fit on the disk of ``folder``."""
+    free = shutil.disk_usage(folder).free
+    if num_bytes > free:
+        raise CheckpointError(f"no space left: {folder.parent} has {free / 1e9:.3f} GB free, the model takes {num_bytes / 1e9:.3f} GB")
+
+
 def _sync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -91,9 +98,7 @@ class SafetensorsWriter:
         count = len(shards)
         names = [SINGLE_NAME] if count == 1 else [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
         total = sum(_num_bytes(shape, dtype) for shape, dtype in manifest.values())
-        free = shutil.disk_usage(self.folder).free
-        if total > free:
-            raise CheckpointError(f"no space left: {self.folder.parent} has {free / 1e9:.1f} GB free, the model takes {total / 1e9:.1f} GB")
+        require_space(self.folder, total)
         self._descriptors: list[int] = []
         self._places: dict[str, tuple[int, int]] = {}
         for name, tensors in zip(names, shards, strict=True):
@@ -114,7 +119,7 @@ class SafetensorsWriter:
         descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         self._descriptors.append(descriptor)
         _write_all(descriptor, memoryview(len(encoded).to_bytes(8, "little") + encoded), 0)
-        os.ftruncate(descriptor, 8 + len(encoded) + end)
+        os.posix_fallocate(descriptor, 0, 8 + len(encoded) + end)
         for name in names:
             self._places[name] = (descriptor, 8 + len(encoded) + header[name]["data_offsets"][0])
 

@@ -1,0 +1,83 @@
+"""Reading the next tensors of a model while the present one is worked on, within bounded memory."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import Tensor
+
+from vapo_mcore.weights.views import HfView
+
+DEFAULT_AHEAD_BYTES = 128 << 20
+
+
+@contextmanager
+def read_ahead(view: HfView, *, ahead_bytes: int = DEFAULT_AHEAD_BYTES) -> Iterator[Iterator[tuple[str, Tensor]]]:
+    """Iterator of ``(name, tensor)`` over all HF tensors of ``view`` in plan order, read by a thread.
+
+    At most ``ahead_bytes`` of tensors wait (one that is larger waits alone). An error of reading is raised where the tensor was
+    due. The thread has ended when the context is left.
+    """
+    queue = _Queue(ahead_bytes)
+    thread = threading.Thread(target=_read_all, args=(view, queue), name="read-ahead", daemon=True)
+    thread.start()
+    try:
+        yield iter(queue.take, None)  # type: ignore[arg-type]
+    finally:
+        queue.stop()
+        thread.join()
+
+
+def _read_all(view: HfView, queue: _Queue) -> None:
+    try:
+        for entry in view.plan:
+            reading = view.tensors(entry)
+            for name, shape in zip(entry.hf_names, entry.hf_shapes, strict=True):
+                if not queue.reserve(math.prod(shape) * view.dtype(name).itemsize):
+                    return
+                queue.put(next(reading))
+        queue.put(None)
+    except BaseException as error:  # noqa: BLE001 - raised again by the consumer
+        queue.put(error)
+
+
+class _Queue:
+    """Items in order between one producer and one consumer; room is reserved before an item is made."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._waiting: deque[tuple[str, Tensor] | BaseException | None] = deque()
+        self._bytes = 0
+        self._stopped = False
+        self._changed = threading.Condition()
+
+    def reserve(self, num_bytes: int) -> bool:
+        """Wait for room; whether the item is still wanted."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._stopped or not self._waiting or self._bytes + num_bytes <= self._limit)
+            return not self._stopped
+
+    def put(self, item: tuple[str, Tensor] | BaseException | None) -> None:
+        with self._changed:
+            self._bytes += item[1].nbytes if isinstance(item, tuple) else 0
+            self._waiting.append(item)
+            self._changed.notify()
+
+    def take(self) -> tuple[str, Tensor] | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting)
+            item = self._waiting.popleft()
+            if isinstance(item, BaseException):
+                raise item
+            self._bytes -= item[1].nbytes if item is not None else 0
+            self._changed.notify()
+            return item
+
+    def stop(self) -> None:
+        with self._changed:
+            self._stopped = True
+            self._changed.notify()
