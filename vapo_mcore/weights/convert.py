@@ -25,6 +25,7 @@ from vapo_mcore.weights.views import HF_SUBFOLDER, HfFolderView, HfView, Megatro
 from vapo_mcore.weights.writer import (
     DEFAULT_MAX_SHARD_BYTES,
     SafetensorsWriter,
+    companion_files,
     copy_companions,
     new_folder,
     refuse_existing,
@@ -72,6 +73,7 @@ def hf_to_megatron(
     with open_view(source, role=role) as view, new_folder(destination) as folder:
         if not isinstance(view, HfFolderView):
             raise CheckpointError(f"{source} is a Megatron checkpoint already; hf-to-megatron wants a Hugging Face folder")
+        companion_files(view.companions)
         kept = {name: stored_dtype(view.dtype(name), name, dtype) for entry in view.plan for name in entry.hf_names}
         size = sum(math.prod(shape) * kept[name].itemsize for name, shape in hf_manifest(view.plan).items())
         require_space(folder, size)
@@ -155,8 +157,8 @@ def megatron_to_hf(
     with open_view(source, role=role, companions=config) as view, new_folder(destination) as folder:
         if not isinstance(view, MegatronFolderView):
             raise CheckpointError(f"{source} is no Megatron distributed checkpoint (it has no .metadata file)")
+        companion_files(view.companions)
         manifest = {name: (shape, stored_dtype(view.dtype(name), name, dtype)) for name, shape in hf_manifest(view.plan).items()}
-        copy_companions(view.companions, folder, view.architecture, role=view.role, dtype=next(iter(manifest.values()))[1])
         checksums = _Checksums()
         with SafetensorsWriter(folder, manifest, max_shard_bytes=max_shard_bytes) as out, read_ahead(view) as tensors:
             for name, stored in tensors:
@@ -164,6 +166,7 @@ def megatron_to_hf(
                 tensor = stored.to(manifest[name][1])
                 checksums.add(name, tensor)
                 out.write(name, tensor)
+        copy_companions(view.companions, folder, view.architecture, role=view.role, dtype=next(iter(manifest.values()))[1])
         write_json(folder / CHECKSUMS_NAME, checksums.by_name)
         return ConversionReport(len(manifest), checksums.num_bytes, view.role, {})
 

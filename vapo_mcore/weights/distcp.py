@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from vapo_mcore.errors import CheckpointError
+from vapo_mcore.weights.reader import require_inside
 
 METADATA_NAME = ".metadata"
 _FORMAT = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}
@@ -164,12 +165,32 @@ class DistributedCheckpointWriter:
             self._finish()
 
 
-def _torch_save(value: Any, stream: Any) -> None:
-    """``torch.save`` without its CRC-32: nobody reads them, they halve the speed, and conversions keep checksums of their own."""
+class _Output:
+    """A stream for ``torch.save``, which loses the error of a failed write and raises one of its own."""
+
+    def __init__(self, stream: io.BytesIO | io.BufferedRandom) -> None:
+        self.flush = stream.flush
+        self.error: OSError | None = None
+        self._write = stream.write
+
+    def write(self, data: Any) -> int:
+        try:
+            return self._write(data)
+        except OSError as error:
+            self.error = error
+            raise
+
+
+def _torch_save(value: Any, stream: io.BytesIO | io.BufferedRandom) -> None:
+    """``torch.save`` without its CRC-32: nobody reads them, they halve the speed, and conversions keep checksums of their own.
+    Raises OSError where the disk is full."""
     crc32 = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
+    output = _Output(stream)
     try:
-        torch.save(value, stream)
+        torch.save(value, output)  # type: ignore[arg-type]
+    except RuntimeError as error:
+        raise output.error or error from None
     finally:
         torch.serialization.set_crc32_options(crc32)
 
@@ -220,6 +241,7 @@ class DistributedCheckpointReader:
                 raise CheckpointError(f"{self.folder}: {key} points to {name!r}; only plain file names inside the folder are allowed")
             if name not in sizes:
                 file = self.folder / name
+                require_inside(self.folder, file)
                 sizes[name] = file.stat().st_size if file.is_file() else -1
             if sizes[name] < info.offset + info.length:
                 fault = "does not exist" if sizes[name] < 0 else f"is truncated: it has {sizes[name]} bytes"

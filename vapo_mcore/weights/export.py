@@ -20,7 +20,7 @@ from vapo_mcore.config.architecture import ModelArchitecture
 from vapo_mcore.errors import CheckpointError
 from vapo_mcore.weights.loader import ParallelLayout
 from vapo_mcore.weights.plan import MappedTensor, Role, global_parameters, match_parameters, plan_mapping, require_complete
-from vapo_mcore.weights.writer import DEFAULT_MAX_SHARD_BYTES, SafetensorsWriter, copy_companions, new_folder
+from vapo_mcore.weights.writer import DEFAULT_MAX_SHARD_BYTES, SafetensorsWriter, companion_files, copy_companions, new_folder
 
 DEFAULT_BUCKET_BYTES = 256 << 20
 
@@ -237,11 +237,12 @@ def _write_hf(
     manifest = {name: (shape, _stored_type(name, kept, dtype)) for name, (shape, kept) in exporter.manifest.items()}
     trunk_dtype = next(iter(manifest.values()))[1]
     with new_folder(destination) as folder:
-        copy_companions(source, folder, exporter.architecture, role=exporter.role, dtype=trunk_dtype)
+        companion_files(source)
         with SafetensorsWriter(folder, manifest, max_shard_bytes=max_shard_bytes) as writer:
             for bucket in buckets:
                 for name, tensor in bucket:
                     writer.write(name, tensor)
+        copy_companions(source, folder, exporter.architecture, role=exporter.role, dtype=trunk_dtype)
 
 
 def _stored_type(name: str, kept: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:

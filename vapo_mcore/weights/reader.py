@@ -55,11 +55,12 @@ class SafetensorsFolder:
         index = _read_index(self.folder / INDEX_NAME) if (self.folder / INDEX_NAME).exists() else None
         if index is not None:
             files = [self.folder / name for name in sorted(set(index.values()))]
-            absent = [file.name for file in files if not file.is_file()]
+            absent = [file.name for file in files if not file.is_file() and not file.is_symlink()]
             if absent:
                 raise CheckpointError(f"{self.folder / INDEX_NAME} names files that do not exist: {', '.join(absent)}")
         self._infos: dict[str, TensorInfo] = {}
         for file in files:
+            require_inside(self.folder, file)
             for name, info in read_header(file).items():
                 if name in self._infos:
                     raise CheckpointError(f"tensor {name} is in two files: {self._infos[name].file} and {file}")
@@ -161,9 +162,24 @@ def _read_exactly(folder: SafetensorsFolder, info: TensorInfo, offset: int, out:
         done += count
 
 
+def require_inside(folder: Path, file: Path) -> None:
+    """Raise CheckpointError where ``file`` is a link that leaves its model folder; links into the ``blobs`` of a Hugging Face cache,
+    which its snapshots consist of, are followed."""
+    if not file.is_symlink():
+        return
+    target, home = file.resolve(), folder.resolve()
+    blobs = home.parent.parent / "blobs"
+    if not (target.is_relative_to(home) or (home.parent.name == "snapshots" and target.is_relative_to(blobs))):
+        raise CheckpointError(f"{file} is a link to {target}, outside of the model folder; put the file itself there")
+    if not target.is_file():
+        raise CheckpointError(f"{file} is a link to {target}, which is no file")
+
+
 def _weight_files(folder: Path) -> list[Path]:
     if not folder.is_dir():
         raise CheckpointError(f"model folder {str(folder)!r} does not exist; give a Hugging Face model folder")
+    for name in (INDEX_NAME, SINGLE_NAME):
+        require_inside(folder, folder / name)
     if (folder / INDEX_NAME).exists() or (folder / SINGLE_NAME).exists():
         return [folder / SINGLE_NAME]
     pickled = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth", "*.ckpt") for file in folder.glob(pattern))

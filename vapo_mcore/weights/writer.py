@@ -24,7 +24,7 @@ from vapo_mcore.config.architecture import ModelArchitecture
 from vapo_mcore.errors import CheckpointError
 from vapo_mcore.weights.families import HF_CLASS_PREFIX
 from vapo_mcore.weights.plan import Role
-from vapo_mcore.weights.reader import DTYPES, INDEX_NAME, SINGLE_NAME
+from vapo_mcore.weights.reader import DTYPES, INDEX_NAME, SINGLE_NAME, require_inside
 
 DEFAULT_MAX_SHARD_BYTES = 5_000_000_000
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -54,7 +54,7 @@ def new_folder(destination: str | Path) -> Iterator[Path]:
         temporary.rename(destination)
         _sync(destination.parent)
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise CheckpointError(f"no space left on the disk while writing {destination}; nothing was published") from error
         raise CheckpointError(f"cannot write {destination}: {error}") from error
     finally:
@@ -174,21 +174,30 @@ def write_json(path: Path, content: Any) -> None:
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
+def companion_files(source: str | Path) -> list[Path]:
+    """Files of a model folder that go with its weights: tokenizer, chat template, generation config, licence; not ``config.json``,
+    which :func:`copy_companions` adapts. Raises CheckpointError for links out of the folder."""
+    files = []
+    for file in sorted(Path(source).iterdir()):
+        weights = file.name.endswith(_WEIGHT_SUFFIXES) or file.name in _NOT_COPIED
+        if file.is_file() and not weights and (file.name.endswith(_COPIED_SUFFIXES) or file.name in _COPIED_NAMES):
+            require_inside(Path(source), file)
+            files.append(file)
+    return files
+
+
 def copy_companions(source: str | Path, folder: Path, architecture: ModelArchitecture, *, role: Role, dtype: torch.dtype) -> list[str]:
-    """Copy everything but the weights of a model folder: config, tokenizer, chat template, generation config, licence.
+    """Copy everything but the weights of a model folder, to be done after those: a folder without ``config.json`` is no model.
 
     ``config.json`` stays as it is but for the type of the weights and, for a critic, the class (a token classifier with
     one label, which is how transformers calls a scalar head on every token). Returns the names of the copied files.
     """
     source = Path(source)
+    files = companion_files(source)
+    for file in files:
+        shutil.copyfile(file, folder / file.name)
     write_json(folder / "config.json", _config(source, architecture, role, dtype))
-    copied = []
-    for file in sorted(source.iterdir()):
-        weights = file.name.endswith(_WEIGHT_SUFFIXES) or file.name in _NOT_COPIED
-        if file.is_file() and not weights and (file.name.endswith(_COPIED_SUFFIXES) or file.name in _COPIED_NAMES):
-            shutil.copyfile(file, folder / file.name)
-            copied.append(file.name)
-    return copied
+    return [file.name for file in files]
 
 
 def _config(source: Path, architecture: ModelArchitecture, role: Role, dtype: torch.dtype) -> dict[str, Any]:
