@@ -114,4 +114,4 @@ def test_verify_compares_logits_of_transformers_and_megatron(tmp_path: Path) -> 
     save_file({**weights, "model.norm.weight": weights["model.norm.weight"].flip(0)}, other / "model.safetensors")
     result = run_bounded([*command, "verify", "--logits", str(other), megatron], timeout=120)
     assert result.returncode == 1, result.stdout + result.stderr
-    assert "NOT equal within 0.001" in result.stdout
+    assert "NOT equal within 1e-05" in result.stdout
