@@ -110,11 +110,13 @@ def _check_files(config: Config, *, clean: bool) -> None:
     """Check the run directory, all rows of the data, and the headers of the weights. Raises one ConfigError for all that is wrong."""
     from vapo_mcore.config.architecture import read_architecture
     from vapo_mcore.data.sources import check_files
+    from vapo_mcore.extensions.check import check_extensions
     from vapo_mcore.trainer.run_dir import check_run_directory
     from vapo_mcore.weights.loader import check_folder
 
     checks: list[tuple[str, Callable[[], None]]] = [
         ("", lambda: check_run_directory(config.run.dir, clean=clean, tensorboard=config.run.tensorboard)),
+        ("", lambda: check_extensions(config)),
         ("", lambda: check_files(config.data)),
         ("model.path: ", lambda: check_folder(config.model.path, read_architecture(config.model.path), role="policy")),
     ]

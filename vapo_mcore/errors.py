@@ -4,7 +4,6 @@
 of these, with a message that says what is wrong, where, with which value, and what would be right.
 """
 
-
 EXIT_REQUEUE = 75
 """Exit code of a run that was told to stop (SIGTERM, SIGUSR1) and saved: start it again with ``--resume`` (EX_TEMPFAIL of sysexits.h)."""
 

@@ -3,7 +3,7 @@
 from tests.torchrun import ROOT
 from vapo_mcore.config.loading import all_keys
 from vapo_mcore.config.reference import render_markdown
-from vapo_mcore.config.schema import Config, FileSource, ReasoningGymSource
+from vapo_mcore.config.schema import Config, CustomSource, FileSource, LossTermConfig, ReasoningGymSource
 
 
 def rows() -> dict[str, list[str]]:
@@ -21,10 +21,11 @@ def test_docs_configuration_is_up_to_date() -> None:
 def test_every_setting_has_a_row_with_its_meaning() -> None:
     keys = all_keys()
     settings = {key for key in keys if not any(other.startswith(key + ".") for other in keys)}
-    source_keys = {name for source in (FileSource, ReasoningGymSource) for name in source.model_fields} - {"fields"}
+    source_keys = {name for source in (FileSource, ReasoningGymSource, CustomSource) for name in source.model_fields} - {"fields"}
     found = rows()
     assert {key for key in found if ".N." not in key} == settings
-    assert {key.split(".N.")[1] for key in found if ".N." in key and ".fields." not in key} == source_keys
+    assert {key.split(".N.")[1] for key in found if key.startswith("data.train.N.") and ".fields." not in key} == source_keys
+    assert {key.split(".N.")[1] for key in found if key.startswith("algorithm.loss_terms.N.")} == set(LossTermConfig.model_fields)
     assert [key for key, (_, _, meaning, _) in found.items() if not meaning] == [], "say it in a comment beside the field in schema/"
 
 

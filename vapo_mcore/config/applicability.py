@@ -26,27 +26,35 @@ class Inapplicable:
 
 
 _ESTIMATOR = "algorithm.advantage.estimator"
+_CUSTOM = "algorithm.advantage.custom"
 _LAMBDA = "algorithm.advantage.lambda_policy"
 _CORRECTION = "algorithm.policy_loss.importance_correction"
 
 INAPPLICABLE: tuple[Inapplicable, ...] = (
     Inapplicable(
         ("critic", "algorithm.value_loss", _LAMBDA, "algorithm.advantage.lambda_critic", "algorithm.advantage.values"),
-        (_ESTIMATOR,),
+        (_ESTIMATOR, f"{_CUSTOM}.critic"),
         lambda c: not c.uses_critic,
-        "this estimator builds no critic (only 'gae' has one)",
+        "this estimator builds no critic ('gae' has one, 'custom' on request)",
+    ),
+    Inapplicable((_CUSTOM,), (_ESTIMATOR,), lambda c: c.algorithm.advantage.estimator != "custom", "only for 'custom'"),
+    Inapplicable(
+        (_LAMBDA,),
+        (_ESTIMATOR,),
+        lambda c: c.algorithm.advantage.estimator == "custom" and c.uses_critic,
+        "an estimator of your own has options of its own",
     ),
     Inapplicable(
         ("algorithm.advantage.gamma",),
         (_ESTIMATOR,),
-        lambda c: c.algorithm.advantage.estimator not in ("gae", "reinforce_pp"),
-        "this estimator discounts nothing (only 'gae' and 'reinforce_pp' do)",
+        lambda c: c.algorithm.advantage.estimator not in ("gae", "reinforce_pp", "custom"),
+        "this estimator discounts nothing (only 'gae', 'reinforce_pp' and 'custom' do)",
     ),
     Inapplicable(
         ("algorithm.advantage.whiten",),
         (_ESTIMATOR,),
-        lambda c: c.algorithm.advantage.estimator not in ("gae", "reinforce_pp") and c.algorithm.advantage.whiten != "off",
-        "this estimator has its own normalisation or none; whitening belongs to 'gae' and 'reinforce_pp' (give 'off' here)",
+        lambda c: c.algorithm.advantage.estimator not in ("gae", "reinforce_pp", "custom") and c.algorithm.advantage.whiten != "off",
+        "this estimator has its own normalisation or none; whitening belongs to 'gae', 'reinforce_pp' and 'custom' (give 'off' here)",
     ),
     Inapplicable(
         ("algorithm.advantage.truncation",),

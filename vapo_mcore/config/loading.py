@@ -14,7 +14,7 @@ from vapo_mcore.config.applicability import inapplicable_keys, resolve_inapplica
 from vapo_mcore.config.architecture import ModelArchitecture
 from vapo_mcore.config.layers import Fault, Key, Setting, Tree, apply_overrides, dotted, nested, put, read_layers
 from vapo_mcore.config.rules import Subject, broken_rules, missing_paths, read_model
-from vapo_mcore.config.schema import Config, FileSource, ReasoningGymSource
+from vapo_mcore.config.schema import Config, CustomSource, FileSource, LossTermConfig, ReasoningGymSource
 from vapo_mcore.config.yaml_text import format_yaml, shown
 from vapo_mcore.errors import ConfigError
 
@@ -31,7 +31,8 @@ _STAND_INS: dict[Key, Any] = {
 
 
 _REQUIRED = "is required"
-_SOURCES: dict[str, type[BaseModel]] = {"file": FileSource, "reasoning_gym": ReasoningGymSource}
+_SOURCES: dict[str, type[BaseModel]] = {"file": FileSource, "reasoning_gym": ReasoningGymSource, "custom": CustomSource}
+_ENTRIES = (*_SOURCES.values(), LossTermConfig)  # models of the entries of lists
 
 
 def load_config(path: str | Path, overrides: Iterable[str] = (), *, check_paths: bool = True) -> Config:
@@ -136,9 +137,7 @@ def translate(error: ValidationError, root: type[BaseModel] = Config) -> tuple[l
 
 def _without_union_tags(location: tuple[int | str, ...]) -> tuple[int | str, ...]:
     """Pydantic puts the tag of a source's kind after its index; the file has no such key."""
-    return tuple(
-        part for i, part in enumerate(location) if not (i and isinstance(location[i - 1], int) and part in ("file", "reasoning_gym"))
-    )
+    return tuple(part for i, part in enumerate(location) if not (i and isinstance(location[i - 1], int) and part in _SOURCES))
 
 
 _EXPECTED = {
@@ -169,7 +168,7 @@ def _message(item: Any, root: type[BaseModel]) -> str:
         )
     if kind in ("union_tag_invalid", "union_tag_not_found"):
         given = f"kind {shown(value.get('kind'))}" if "tag" in context else "a source without kind"
-        return f"{given}; kind must be 'file' or 'reasoning_gym'"
+        return f"{given}; kind must be {' or '.join(map(repr, _SOURCES))}"
     if kind in _EXPECTED:
         return f"{shown(value)} must be {_EXPECTED[kind]}"
     if kind in _BOUNDS:
@@ -216,7 +215,7 @@ def _fields_at(parents: tuple[int | str, ...], root: type[BaseModel]) -> list[st
     """Names of the fields of the model at a location of pydantic's, union tags included."""
     models: list[type[BaseModel]] = [root]
     for previous, part in zip((None, *parents), parents, strict=False):
-        if isinstance(previous, int):
+        if isinstance(previous, int) and part in _SOURCES:
             models = [_SOURCES[str(part)]]
         elif isinstance(part, str):
             models = [inner for model in models if part in model.model_fields for inner in models_in(model.model_fields[part].annotation)]
@@ -229,7 +228,7 @@ def all_keys(model: type[BaseModel] = Config, prefix: str = "") -> list[str]:
     for name, field in model.model_fields.items():
         keys.append(prefix + name)
         for inner in models_in(field.annotation):
-            if inner not in _SOURCES.values():
+            if inner not in _ENTRIES:
                 keys += all_keys(inner, f"{prefix}{name}.")
     return keys
 

@@ -71,6 +71,8 @@ def _section(model: type[BaseModel], prefix: str, title: str, default: str | Non
                 for source in models:
                     (kind,) = get_args(source.model_fields["kind"].annotation)
                     yield from _section(source, "data.train.N.", f"Entries of data.train and data.eval, kind: {kind}", None)
+            elif models and prefix + name != "data.eval":
+                yield from _section(models[0], f"{prefix}{name}.N.", f"Entries of {prefix}{name}", None)
             continue
         nullable = "`null` by default" if properties[name].get("default", ...) is None else None
         yield from _section(models[0], f"{prefix}{name}.", f"{prefix}{name}", nullable)
@@ -95,7 +97,7 @@ def _type(node: dict[str, Any]) -> str:
         return f"`{node['const']}`"
     kind = node.get("type")
     if kind == "array":
-        return "two numbers" if node.get("maxItems") == 2 else "list of sources" + (", not empty" if node.get("minItems") else "")
+        return "two numbers" if node.get("maxItems") == 2 else "list" + (", not empty" if node.get("minItems") else "")
     if kind in ("integer", "number"):
         bounds = [f"{sign} {node[name]}" for name, sign in _BOUNDS.items() if name in node and abs(node[name]) < _UNBOUNDED]
         return " ".join(["whole number" if kind == "integer" else "number", ", ".join(bounds)]).strip()

@@ -163,6 +163,15 @@ class PromptDataset:
             parts.append(f"{name} {len(prompts)}" + (f" ({dropped} dropped, longer than {limit} tokens)" if dropped else ""))
         return f"data.{self._split}: {len(self)} prompts: {', '.join(parts)}"
 
+    @property
+    def split(self) -> str:
+        return self._split
+
+    @property
+    def fingerprint(self) -> str:
+        """Digest of all prompts with their sources: equal for equal data."""
+        return hashlib.sha256(repr(sorted(self._fingerprints.items())).encode()).hexdigest()
+
     def next_batch(self, n: int) -> list[Prompt]:
         """The next ``n`` prompts of the order; epoch boundaries may fall anywhere. The same on every rank."""
         batch = []

@@ -1,4 +1,4 @@
-"""Reading and checking the sources of prompts: JSONL, JSON and parquet files, and procedural reasoning-gym tasks.
+"""Reading and checking the sources of prompts: JSONL, JSON and parquet files, reasoning-gym tasks, and tasks of the user's own.
 
 Needs neither torch nor a tokenizer, so that all faults of all files can be reported before anything large is loaded.
 """
@@ -8,13 +8,15 @@ from __future__ import annotations
 import difflib
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from vapo_mcore.config.schema import DataConfig, FileSource, ReasoningGymSource
-from vapo_mcore.errors import DataError
+from vapo_mcore.config.schema import CustomSource, DataConfig, FieldsConfig, FileSource, ReasoningGymSource
+from vapo_mcore.errors import ConfigError, DataError
+from vapo_mcore.extensions.loading import describe, load_function
 
 SHOWN_FAULTS = 20
 _FORMATS = (".jsonl", ".json", ".parquet")
@@ -76,30 +78,71 @@ def check_files(data: DataConfig) -> None:
     faults.raise_if_any()
 
 
-def read_source(source: FileSource | ReasoningGymSource, data: DataConfig, faults: Faults) -> list[Problem]:
+def read_source(source: FileSource | ReasoningGymSource | CustomSource, data: DataConfig, faults: Faults) -> list[Problem]:
     """The sound rows of a source in order; what is wrong with the others goes to ``faults``."""
-    return list(_procedural(source, faults) if isinstance(source, ReasoningGymSource) else _from_file(source, data, faults))
+    if isinstance(source, ReasoningGymSource):
+        return list(_procedural(source, faults))
+    if isinstance(source, CustomSource):
+        return list(_problems(source.function, _custom_rows(source, faults), FieldsConfig(), source, data, faults))
+    return list(_problems(source.path, _rows(source.path, faults), source.fields, source, data, faults))
 
 
-def _from_file(source: FileSource, data: DataConfig, faults: Faults) -> Iterator[Problem]:
+def _problems(
+    place: str,
+    rows: Iterable[tuple[int, dict[str, Any]]],
+    fields: FieldsConfig,
+    source: FileSource | CustomSource,
+    data: DataConfig,
+    faults: Faults,
+) -> Iterator[Problem]:
+    """The sound ones among numbered rows; ``place`` is where they stand, for messages."""
     seen: dict[str, int] = {}
-    faults.rows[source.path] = 0
-    for number, row in _rows(source.path, faults):
-        faults.rows[source.path] += 1
-        check = _RowCheck(source.path, number, row, faults)
-        prompt = check.prompt(source.fields.prompt, data)
-        answer = check.answer(source.fields.answer)
-        name = str(number) if source.fields.id is None else check.id(source.fields.id)
+    faults.rows[place] = 0
+    for number, row in rows:
+        faults.rows[place] += 1
+        check = _RowCheck(place, number, row, faults)
+        prompt = check.prompt(fields.prompt, data)
+        answer = check.answer(fields.answer)
+        name = str(number) if fields.id is None else check.id(fields.id)
         if name is not None and name in seen:
-            faults.add(source.path, number, source.fields.id, f"id {name!r} is already that of row {seen[name]}")
+            faults.add(place, number, fields.id, f"id {name!r} is already that of row {seen[name]}")
         elif name is not None:
             seen[name] = number
         if prompt is None or answer is None or name is None:
             continue
-        rest = {key: value for key, value in row.items() if key not in (source.fields.prompt, source.fields.answer)}
-        yield Problem(f"{source.name}/{name}", prompt, answer, source.name, source.verifier, rest, source.path, number)
-    if not faults.rows[source.path] and source.path not in faults.count:
-        faults.add(source.path, None, None, "the file has no rows")
+        rest = {key: value for key, value in row.items() if key not in (fields.prompt, fields.answer)}
+        yield Problem(f"{source.name}/{name}", prompt, answer, source.name, source.verifier, rest, place, number)
+    if not faults.rows[place] and place not in faults.count:
+        faults.add(place, None, None, "has no rows")
+
+
+def _custom_rows(source: CustomSource, faults: Faults) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The rows that a user's function returns, numbered from 1."""
+    try:
+        found = load_function(source.function)(**source.options)
+    except ConfigError as error:
+        faults.add(source.function, None, None, str(error))
+        return
+    except Exception as error:  # noqa: BLE001 (whatever a user's function raises is told)
+        faults.add(source.function, None, None, f"failed: {describe(error)}")
+        return
+    if not isinstance(found, Iterable):
+        faults.add(source.function, None, None, f"must return rows (a list or a generator), got {_kind(found)}")
+        return
+    rows = islice(found, source.size)
+    for number in range(1, 2**31):
+        try:
+            row = next(rows)
+        except StopIteration:
+            return
+        except Exception as error:  # noqa: BLE001
+            faults.add(source.function, number, None, f"failed: {describe(error)}")
+            return
+        if isinstance(row, dict) and all(isinstance(key, str) for key in row):
+            yield number, row
+        else:
+            faults.rows[source.function] += 1
+            faults.add(source.function, number, None, f"a row must be a dict with named fields, got {_kind(row)}")
 
 
 def _rows(path: str, faults: Faults) -> Iterator[tuple[int, dict[str, Any]]]:

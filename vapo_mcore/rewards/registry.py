@@ -1,4 +1,4 @@
-"""Verifiers by name: the built-in ones, and a user's own by import path.
+"""Verifiers by name: the built-in ones, and a user's own by reference (``vapo_mcore.extensions``).
 
 A verifier is a module-level pure function ``(response: str, ground_truth: str, metadata: Mapping) -> float`` with a
 score in [0, 1]. It runs in a worker process and may be killed at any moment, so it must not keep state that matters.
@@ -7,7 +7,7 @@ score in [0, 1]. It runs in a worker process and may be killed at any moment, so
 from __future__ import annotations
 
 import hashlib
-import importlib
+import inspect
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -15,6 +15,7 @@ from typing import Any
 
 from vapo_mcore.config.verifiers import BUILT_IN_VERIFIERS, verifier_name_fault
 from vapo_mcore.errors import RewardError
+from vapo_mcore.extensions.loading import load_function
 from vapo_mcore.rewards.types import GradeItem
 
 Score = Callable[[str, str, Mapping[str, Any]], float]
@@ -74,26 +75,32 @@ def load_verifier(name: str) -> Verifier:
     """Imports a verifier and warms it up. Called in the workers.
 
     Raises:
-        RewardError: no such verifier.
-        Exception: whatever the import raises.
+        ConfigError: a user's verifier cannot be imported.
+        RewardError: no such verifier, or one that does not take what a verifier is given.
     """
     check_verifier_names([name])
     built_in = _BUILT_IN.get(name)
     if built_in is None:
-        return Verifier(name, _import_function(name))
-    warm_up = None if built_in.warm_up is None else _import_function(_HOME + built_in.warm_up)
+        return Verifier(name, _checked(name, load_function(name)))
+    warm_up = None if built_in.warm_up is None else _part(built_in.warm_up)
     if warm_up is not None:
         warm_up()
-    return Verifier(name, _import_function(_HOME + built_in.path), warm_up)
+    return Verifier(name, _part(built_in.path), warm_up)
+
+
+def _checked(name: str, function: Score) -> Score:
+    """A user's verifier, if it can be called with the three things that a verifier gets."""
+    try:
+        inspect.signature(function).bind("", "", {})
+    except (TypeError, ValueError) as error:
+        raise RewardError(f"verifier {name!r} cannot be called with (response, ground_truth, metadata): {error}") from error
+    return function
 
 
 @cache
-def _import_function(path: str) -> Callable[..., Any]:
-    module_name, function_name = path.split(":")
-    function = getattr(importlib.import_module(module_name), function_name, None)
-    if not callable(function):
-        raise RewardError(f"{module_name} has no function {function_name!r}")
-    return function  # type: ignore[no-any-return]
+def _part(path: str) -> Callable[..., Any]:
+    """A function of this package."""
+    return load_function(_HOME + path)
 
 
 def answer_key(item: GradeItem) -> Hashable:
@@ -104,10 +111,10 @@ def answer_key(item: GradeItem) -> Hashable:
     built_in = _BUILT_IN.get(item.verifier)
     if built_in is None:
         return id(item), object()
-    answer = _import_function(_HOME + built_in.answer)(item.response)
+    answer = _part(built_in.answer)(item.response)
     if isinstance(answer, str) and len(answer) > 200:  # a whole response: remember its digest, not its text
         answer = hashlib.blake2b(answer.encode("utf-8", "surrogatepass"), digest_size=16).digest()
     extra = None
     if built_in.metadata_key is not None:
-        extra = _import_function(_HOME + built_in.metadata_key)(item.metadata)
+        extra = _part(built_in.metadata_key)(item.metadata)
     return item.verifier, answer, item.ground_truth, extra

@@ -5,6 +5,8 @@ Reads and writes tensors of an ``Experience``; the formulas are in ``vapo_mcore.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -18,6 +20,7 @@ from vapo_mcore.algorithm.segments import broadcast_to_tokens, keep_responses, p
 from vapo_mcore.algorithm.shaping import kl_penalised_rewards, shape_rewards
 from vapo_mcore.config.schema import Config
 from vapo_mcore.data.rollout_batch import Rows
+from vapo_mcore.extensions.points import CustomEstimator
 from vapo_mcore.trainer.collectives import fail_together
 from vapo_mcore.trainer.experience import Experience
 from vapo_mcore.trainer.metrics import StepMetrics
@@ -51,6 +54,8 @@ class AdvantageEstimator:
         self.kl = config.algorithm.kl
         self.correction = config.algorithm.policy_loss.importance_correction
         self.group = data_parallel_group
+        assert self.settings.estimator != "custom" or self.settings.custom is not None, "the configuration requires a function"
+        self.custom = CustomEstimator(self.settings.custom) if self.settings.custom is not None else None
 
     def place_rewards(self, experience: Experience, *, kl: bool = True) -> None:
         """The reward of each response on its last trained token, less the KL penalty of each token if it belongs to the reward."""
@@ -109,6 +114,8 @@ class AdvantageEstimator:
                 self.settings.gamma,
                 self._bootstrap(experience),
             )
+        elif self.custom is not None:
+            advantages = self.custom(self._custom_inputs(experience))
         elif estimator in ("reinforce", "reinforce_pp"):
             advantages = reward_to_go(batch["rewards"], mask, cu_seqlens, self.settings.gamma)
         else:
@@ -119,6 +126,24 @@ class AdvantageEstimator:
         for name in ("mean", "std", "min", "max"):
             metrics.add_tokens(f"advantages/{name}", advantages, mask)
         batch["advantages"] = self._whiten(experience, advantages)
+
+    def _custom_inputs(self, experience: Experience) -> dict[str, Any]:
+        """What a user's estimator may ask for; the names are ``extensions.points.ESTIMATOR_INPUTS``."""
+        batch = experience.batch
+        return {
+            "rewards": batch["rewards"],
+            "mask": experience.mask,
+            "cu_seqlens": experience.cu_seqlens,
+            "tokens": batch["tokens"],
+            "rollout_logprobs": batch["rollout_logprobs"],
+            "rows": experience.rows,
+            "row_ids": batch.row_ids,
+            "trainable": experience.trainable,
+            "gamma": self.settings.gamma,
+            "group": self.group,
+            "values": batch.tensors.get("values"),
+            "bootstrap": self._bootstrap(experience),
+        }
 
     def correct_importance(self, experience: Experience) -> None:
         """``importance_weights`` of the policy loss, if a correction is configured."""

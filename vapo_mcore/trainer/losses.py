@@ -12,16 +12,20 @@ from torch import Tensor
 from vapo_mcore.algorithm.kl import LOG_RATIO_CLAMP, KLKind, kl_loss_terms, masked_difference
 from vapo_mcore.algorithm.losses import policy_loss_terms, positive_nll_terms, value_loss_terms
 from vapo_mcore.config.schema import Config
+from vapo_mcore.extensions.points import loss_terms
 
 Stats = dict[str, Tensor]
 
+TERM_STATISTIC = "term/"
+"""What the statistics of a user's terms begin with; behind the name stands "/sum", since names that end in "_max" are maxima."""
+
 
 class PolicyLoss:
-    """Clipped surrogate + coef x positive-example NLL [+ coef x KL to the reference] [- coef x entropy].
+    """Clipped surrogate + coef x positive-example NLL [+ coef x KL to the reference] [- coef x entropy] [+ coef x term of the user's].
 
     Reads ``old_logprobs``, ``advantages``, ``policy_weights`` (from ``token_weights``; KL and entropy use them too) and
     ``positive_weights`` (from ``positive_token_weights``: nonzero at tokens of correct responses), ``importance_weights`` with
-    an importance correction, ``ref_logprobs`` with a KL term.
+    an importance correction, ``ref_logprobs`` with a KL term, what the user's terms ask for.
 
     Statistics: ``surrogate``, ``nll``, ``kl`` are parts of the loss before their coefficients; ``tokens``, ``clip_high``, ``clip_low``,
     ``clip_dual``, ``approx_kl``, ``ratio`` are sums over response tokens, and so are ``entropy`` and the ``mismatch_*`` if measured.
@@ -37,11 +41,13 @@ class PolicyLoss:
         # Old log-probs that come from the rollout leave this pass as the first sight of the trainer's own.
         self.measure_mismatch = rollout.old_logprobs == "rollout"
         self.temperature = rollout.temperature
-        self.needs_entropy = self.entropy_coef > 0 or self.measure_mismatch
+        self.terms = loss_terms(algorithm.loss_terms)
+        self.needs_entropy = self.entropy_coef > 0 or self.measure_mismatch or any(term.needs_entropy for term in self.terms)
         names = ["old_logprobs", "advantages", "policy_weights", "positive_weights"]
         names += ["importance_weights"] if self.clip.importance_correction.kind != "off" else []
         names += ["ref_logprobs"] if self.kl_coef > 0 else []
-        self.tensors: tuple[str, ...] = tuple(names)
+        names += [name for term in self.terms for name in term.stored]
+        self.tensors: tuple[str, ...] = tuple(dict.fromkeys(names))
 
     def __call__(self, outputs: dict[str, Tensor], batch: dict[str, Tensor]) -> tuple[Tensor, Stats]:
         logprobs, mask, weights = outputs["logprobs"], batch["mask"], batch["policy_weights"]
@@ -78,6 +84,10 @@ class PolicyLoss:
             if self.entropy_coef > 0:
                 total = total - self.entropy_coef * (entropy * weights).sum()
             stats["entropy"] = entropy.detach().sum()
+        for term in self.terms:
+            part = term(batch | {"tokens": batch["labels"]} | outputs, mask, weights)
+            total = total + term.coef * part
+            stats[f"{TERM_STATISTIC}{term.name}/sum"] = part.detach()
         if self.measure_mismatch:
             stats |= self._mismatch(logprobs.detach(), batch["old_logprobs"], mask)
         return total, stats

@@ -14,13 +14,14 @@ import torch.distributed as dist
 
 from vapo_mcore.config.schema import Config
 from vapo_mcore.data.prompts import PromptDataset, check_files
-from vapo_mcore.errors import CheckpointError, TrainingError
+from vapo_mcore.errors import CheckpointError, DataError, TrainingError
+from vapo_mcore.extensions.check import check_extensions
 from vapo_mcore.megatron.model import DTYPES
 from vapo_mcore.megatron.parallel import ParallelContext, initialize_parallel
 from vapo_mcore.rewards import VerifierPool, check_verifier_names
 from vapo_mcore.rollout.base import RolloutEngine
 from vapo_mcore.rollout.factory import build_rollout_engine
-from vapo_mcore.trainer.collectives import fail_together, lost_a_peer
+from vapo_mcore.trainer.collectives import all_gather_objects, fail_together, lost_a_peer
 from vapo_mcore.trainer.console import Console
 from vapo_mcore.trainer.evaluation import Evaluator
 from vapo_mcore.trainer.loop import Run
@@ -109,10 +110,16 @@ def _load_data(config: Config) -> tuple[Any, PromptDataset, PromptDataset | None
     """
     with fail_together():
         tokenizer = _load_tokenizer(config.model.path)
+        check_extensions(config, verifiers=False)  # those are loaded by the processes that grade
         check_files(config.data)
         train = PromptDataset(config.data, "train", tokenizer, seed=config.seed)
         held_out = PromptDataset(config.data, "eval", tokenizer, seed=config.seed) if config.data.eval else None
         check_verifier_names(_verifiers(train, held_out))
+    for dataset in (train, held_out):
+        if dataset is not None and len(set(all_gather_objects(dataset.fingerprint))) > 1:
+            raise DataError(
+                f"data.{dataset.split}: the prompts are not the same on all ranks; a task of your own must always return the same"
+            )
     return tokenizer, train, held_out
 
 

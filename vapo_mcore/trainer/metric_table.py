@@ -5,6 +5,9 @@ python -m vapo_mcore.trainer.metric_table > docs/metrics.md
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import replace
+
 from vapo_mcore.trainer.metrics import Metric, Reduction
 
 MEAN, STD, MAX, MIN = Reduction.MEAN, Reduction.STD, Reduction.MAX, Reduction.MIN
@@ -172,6 +175,14 @@ _SYSTEM = (
     Metric("memory/device_peak_gib", MAX, "ranks", "Peak of PyTorch's allocator on the device during the step (GPU only)."),
 )
 
+_TERM = Metric("policy/term/<name>", MEAN, "updates", "Loss term of the user's, weighed and summed, before its coefficient.")
+
+
+def metrics_of(loss_terms: Iterable[str]) -> tuple[Metric, ...]:
+    """The table of a run: ``METRICS``, and one for each loss term of the user's by its name."""
+    return (*METRICS, *(replace(_TERM, name=_TERM.name.replace("<name>", name)) for name in loss_terms))
+
+
 METRICS: tuple[Metric, ...] = (*_PROGRESS, *_RESPONSES, *_ADVANTAGES, *_POLICY, *_CRITIC, *_MISMATCH, *_SYSTEM)
 
 EVALUATION = (
@@ -208,7 +219,7 @@ def render_markdown() -> str:
         "|---|---|---|---|",
     ]
     bar = r"\|"  # a bar inside a cell
-    lines += [f"| `{m.name}` | {m.over} | {_REDUCTION_TEXT[m.reduction]} | {m.text.replace('|', bar)} |" for m in METRICS]
+    lines += [f"| `{m.name}` | {m.over} | {_REDUCTION_TEXT[m.reduction]} | {m.text.replace('|', bar)} |" for m in (*METRICS, _TERM)]
     lines += [
         "",
         "## Evaluations",

@@ -17,7 +17,7 @@ from vapo_mcore.trainer.advantages import AdvantageEstimator, check_experience, 
 from vapo_mcore.trainer.collecting import collect
 from vapo_mcore.trainer.collectives import all_gather_objects
 from vapo_mcore.trainer.experience import Experience, distribute, plan_minibatches
-from vapo_mcore.trainer.metric_table import METRICS
+from vapo_mcore.trainer.metric_table import metrics_of
 from vapo_mcore.trainer.metrics import StepMetrics
 from vapo_mcore.trainer.models import Models
 from vapo_mcore.trainer.records import (
@@ -52,7 +52,7 @@ class _Step:
 
     stage: str
     number: int
-    metrics: StepMetrics = field(default_factory=lambda: StepMetrics(METRICS))
+    metrics: StepMetrics
     timer: PhaseTimer = field(default_factory=PhaseTimer)
     samples: list[dict[str, Any]] = field(default_factory=list)
 
@@ -77,12 +77,16 @@ class Trainer:
         self.next_prompts = next_prompts
         self.estimator = AdvantageEstimator(config, parallel.data_parallel_group)
         self.stop_requests = StopRequests()
+        self._table = metrics_of(term.name for term in config.algorithm.loss_terms)
         self.rollouts = 0  # of both stages: enters the sampling seeds and the mini-batch shuffle
         self._dp_rank_of_rank = all_gather_objects(parallel.data_parallel_rank)
 
+    def _begin(self, stage: str, number: int) -> _Step:
+        return _Step(stage, number, StepMetrics(self._table))
+
     def rl_step(self, number: int) -> StepOutcome:
         """One rollout and everything that is learned from it."""
-        step = _Step("rl", number)
+        step = self._begin("rl", number)
         experience = self._collect(step, dynamic=self.config.rollout.dynamic_sampling.enabled)
         if experience.minibatches:
             # The critic first, then everything of the policy, moves the fewest bytes with offloading: each part of each model comes
@@ -117,7 +121,7 @@ class Trainer:
     def value_pretraining_step(self, number: int) -> StepOutcome:
         """One rollout of the fixed policy; the critic learns its Monte-Carlo returns. No log-prob pass, no policy update."""
         assert self.models.critic is not None, "value pretraining needs a critic"
-        step = _Step("value_pretraining", number)
+        step = self._begin("value_pretraining", number)
         experience = self._collect(step, dynamic=False)
         if experience.minibatches:
             self._values(step, experience)

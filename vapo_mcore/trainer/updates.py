@@ -13,7 +13,7 @@ from vapo_mcore.config.schema import Config
 from vapo_mcore.data.microbatch import MicroBatch
 from vapo_mcore.megatron.engine import LossFunction, MegatronModel, StepResult
 from vapo_mcore.trainer.experience import Experience, MiniBatch
-from vapo_mcore.trainer.losses import CriticLoss, PolicyLoss
+from vapo_mcore.trainer.losses import TERM_STATISTIC, CriticLoss, PolicyLoss
 from vapo_mcore.trainer.metrics import StepMetrics
 
 _WEIGHTS = ("policy_weights", "positive_weights", "value_weights")
@@ -105,6 +105,9 @@ def _record_policy(result: StepResult, metrics: StepMetrics) -> None:
     metrics.add("policy/nll_loss", stats["nll"], 1)
     if "kl" in stats:
         metrics.add("policy/kl_loss", stats["kl"], 1)
+    for name in stats:
+        if name.startswith(TERM_STATISTIC):
+            metrics.add(f"policy/{name.removesuffix('/sum')}", stats[name], 1)
     names = {"approx_kl": "approx_kl", "clip_high": "clip_frac_high", "clip_low": "clip_frac_low", "clip_dual": "clip_frac_dual"}
     for source, target in (names | {"ratio": "ratio_mean"}).items():
         metrics.add(f"policy/{target}", stats[source], stats["tokens"])

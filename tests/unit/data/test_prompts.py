@@ -236,7 +236,7 @@ def test_all_files_of_both_splits_in_one_error_with_the_first_twenty_shown(tmp_p
     for expected in (
         "object.json: a .json file must hold a list of rows, got an object",
         "broken.parquet: not readable as parquet: ",
-        "empty.jsonl: the file has no rows",
+        "empty.jsonl: has no rows",
         "table.csv: unknown format '.csv'; known are .jsonl, .json, .parquet",
         "absent.jsonl: no such file",
     ):

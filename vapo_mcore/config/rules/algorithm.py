@@ -17,6 +17,21 @@ def group_estimators_need_groups(s: Subject) -> str | None:
     )
 
 
+@rule("algorithm.advantage.custom", "algorithm.advantage.estimator")
+def custom_estimator_is_named(s: Subject) -> str | None:
+    advantage = s.config.algorithm.advantage
+    if advantage.estimator != "custom" or advantage.custom is not None:
+        return None
+    return "is required with algorithm.advantage.estimator = 'custom': {function: path/to/file.py:name}"
+
+
+@rule("algorithm.loss_terms")
+def loss_terms_have_distinct_names(s: Subject) -> str | None:
+    names = [term.name for term in s.config.algorithm.loss_terms]
+    repeated = sorted({name for name in names if names.count(name) > 1})
+    return f"several terms are named {', '.join(map(repr, repeated))}; metrics go by name, so give each its own" if repeated else None
+
+
 @rule("algorithm.advantage.estimator")
 def process_supervision_has_step_rewards(s: Subject) -> str | None:
     if s.config.algorithm.advantage.estimator != "grpo_process":

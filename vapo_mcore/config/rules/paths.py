@@ -8,6 +8,7 @@ from pathlib import Path
 
 from vapo_mcore.config.architecture import ModelArchitecture, read_architecture
 from vapo_mcore.config.layers import Fault
+from vapo_mcore.config.references import is_file_reference, is_reference
 from vapo_mcore.config.schema import Config, FileSource
 from vapo_mcore.errors import CheckpointError
 
@@ -31,9 +32,29 @@ def read_model(key: str, folder: str, faults: list[Fault]) -> ModelArchitecture 
     return architecture
 
 
+def references(config: Config) -> Iterator[tuple[str, str]]:
+    """Dotted key and reference of every piece of the user's own code that the run imports."""
+    advantage = config.algorithm.advantage
+    if advantage.estimator == "custom" and advantage.custom is not None:
+        yield "algorithm.advantage.custom.function", advantage.custom.function
+    for index, term in enumerate(config.algorithm.loss_terms):
+        yield f"algorithm.loss_terms.{index}.function", term.function
+    for split in ("train", "eval"):
+        for index, source in enumerate(getattr(config.data, split)):
+            for name in ("function", "verifier"):
+                reference = getattr(source, name, None)
+                if reference is not None and is_reference(reference):
+                    yield f"data.{split}.{index}.{name}", reference
+
+
 def missing_paths(config: Config) -> Iterator[Fault]:
-    """Data files that the run reads and that do not exist."""
+    """Data files and files of the user's code that the run reads and that do not exist."""
+    here = f"(relative to {str(Path.cwd())!r})"
+    for key, reference in references(config):
+        file = reference.rpartition(":")[0]
+        if is_file_reference(reference) and not os.path.isfile(file):
+            yield Fault(key, f"no such file: {file!r} {here}")
     for split in ("train", "eval"):
         for index, source in enumerate(getattr(config.data, split)):
             if isinstance(source, FileSource) and not os.path.isfile(source.path):
-                yield Fault(f"data.{split}.{index}.path", f"no such file: {source.path!r} (relative to {str(Path.cwd())!r})")
+                yield Fault(f"data.{split}.{index}.path", f"no such file: {source.path!r} {here}")

@@ -15,16 +15,18 @@ from pydantic import Field
 from vapo_mcore.config.schema.algorithm import (
     AdvantageConfig,
     AlgorithmConfig,
+    CustomEstimatorConfig,
     EntropyConfig,
     ImportanceCorrectionConfig,
     KlConfig,
     LambdaConfig,
+    LossTermConfig,
     PolicyLossConfig,
     PositiveLmConfig,
     ValueLossConfig,
 )
 from vapo_mcore.config.schema.base import GROUP_ESTIMATORS, Estimator, Section, Seed
-from vapo_mcore.config.schema.data import DataConfig, EvalConfig, FieldsConfig, FileSource, ReasoningGymSource, Source
+from vapo_mcore.config.schema.data import CustomSource, DataConfig, EvalConfig, FieldsConfig, FileSource, ReasoningGymSource, Source
 from vapo_mcore.config.schema.rollout import (
     DynamicSamplingConfig,
     OverlongConfig,
@@ -51,6 +53,8 @@ __all__ = [
     "Config",
     "CriticConfig",
     "CriticOptimizerConfig",
+    "CustomEstimatorConfig",
+    "CustomSource",
     "DataConfig",
     "DynamicSamplingConfig",
     "EntropyConfig",
@@ -62,6 +66,7 @@ __all__ = [
     "ImportanceCorrectionConfig",
     "KlConfig",
     "LambdaConfig",
+    "LossTermConfig",
     "ModelConfig",
     "OptimizerConfig",
     "OverlongConfig",

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
-from vapo_mcore.config.schema.base import Estimator, Fraction, NonNegativeFloat, PositiveFloat, Section, UnitFloat
+from vapo_mcore.config.schema.base import (
+    Estimator,
+    Fraction,
+    Name,
+    NonNegativeFloat,
+    PositiveFloat,
+    Reference,
+    Section,
+    UnitFloat,
+)
 
 
 class LambdaConfig(Section):
@@ -19,8 +28,18 @@ class LambdaConfig(Section):
     max: UnitFloat = 0.95  # lambda that long responses approach
 
 
+class CustomEstimatorConfig(Section):
+    """A user's advantage estimator (extending.md)."""
+
+    function: Reference  # package.module:name or path/to/file.py:name; its parameters say what it reads
+    critic: bool = False  # build a critic, trained on lambda_critic's returns, whose values the function may read
+    options: dict[str, Any] = Field({})  # its keyword-only parameters
+
+
 class AdvantageConfig(Section):
-    estimator: Estimator = "gae"  # gae has a critic, the others build none; grpo_process has no step rewards yet and is refused
+    # gae has a critic, the others build none (custom: on request); grpo_process has no step rewards yet and is refused
+    estimator: Estimator = "gae"
+    custom: CustomEstimatorConfig | None = None
     gamma: Fraction = 1.0  # discount
     lambda_policy: LambdaConfig = LambdaConfig()
     lambda_critic: UnitFloat = 1.0  # of the critic's targets; 1: Monte-Carlo returns
@@ -35,7 +54,7 @@ class AdvantageConfig(Section):
 
     @property
     def uses_critic(self) -> bool:
-        return self.estimator == "gae"
+        return self.estimator == "gae" or (self.estimator == "custom" and self.custom is not None and self.custom.critic)
 
 
 class ImportanceCorrectionConfig(Section):
@@ -75,6 +94,21 @@ class EntropyConfig(Section):
     coef: NonNegativeFloat = 0.0  # of the entropy bonus in the loss; 0: off
 
 
+def _has_an_effect(coef: float) -> float:
+    if coef == 0:
+        raise ValueError("0 leaves the term without effect: remove the term")
+    return coef
+
+
+class LossTermConfig(Section):
+    """A term of the user's in the policy's loss: loss += coef x sum of w_t term_t, w_t the weights of ``policy_loss.aggregation``."""
+
+    name: Name  # of its metric, policy/term/<name>
+    function: Reference  # package.module:name or path/to/file.py:name; its parameters say what it reads
+    coef: Annotated[float, AfterValidator(_has_an_effect)]  # of the weighted sum; below 0: the term is maximised
+    options: dict[str, Any] = Field({})  # its keyword-only parameters
+
+
 class AlgorithmConfig(Section):
     advantage: AdvantageConfig = AdvantageConfig()
     policy_loss: PolicyLossConfig = PolicyLossConfig()
@@ -82,3 +116,4 @@ class AlgorithmConfig(Section):
     positive_lm: PositiveLmConfig = PositiveLmConfig()
     kl: KlConfig = KlConfig()
     entropy: EntropyConfig = EntropyConfig()
+    loss_terms: tuple[LossTermConfig, ...] = Field(strict=False, default=())  # of the user's own (extending.md)

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
+from vapo_mcore.config.references import reference_fault
 from vapo_mcore.config.verifiers import verifier_name_fault
 
 # Sizes are bounded where the libraries below stop: 32 bits, seeds 63.
@@ -31,6 +32,13 @@ def known_verifier(name: str) -> str:
     return name
 
 
+def well_formed_reference(text: str) -> str:
+    fault = reference_fault(text)
+    if fault is not None:
+        raise ValueError(fault)
+    return text
+
+
 def possible_path(path: str) -> str:
     if not path or "\0" in path:
         raise ValueError(f"{path!r} is not a path")
@@ -40,9 +48,10 @@ def possible_path(path: str) -> str:
 SamplingTemperature = Annotated[float, Field(ge=0.01, le=2)]  # what the rollout engines take
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
 Path = Annotated[str, AfterValidator(possible_path)]
+Reference = Annotated[str, AfterValidator(well_formed_reference)]  # to a function of the user's
 Interval = Annotated[tuple[float, float], Field(strict=False)]
 
-Estimator = Literal["gae", "grpo", "grpo_process", "dr_grpo", "rloo", "reinforce", "reinforce_pp"]
+Estimator = Literal["gae", "grpo", "grpo_process", "dr_grpo", "rloo", "reinforce", "reinforce_pp", "custom"]
 GROUP_ESTIMATORS = ("grpo", "grpo_process", "dr_grpo", "rloo")
 
 

@@ -13,6 +13,7 @@ from vapo_mcore.config.schema.base import (
     Path,
     PositiveFloat,
     PositiveInt,
+    Reference,
     Section,
     Seed,
     greedy_or_sampled,
@@ -35,7 +36,7 @@ class FileSource(Section):
     path: Path  # relative to the current directory
     # Of its metrics and prompts; by default the file's, without the ending.
     name: Name = Field(default_factory=lambda data: data["path"].replace("\\", "/").rsplit("/", 1)[-1].split(".")[0])
-    verifier: Annotated[str, AfterValidator(known_verifier)]  # a built-in one (verifiers.md), or package.module:function
+    verifier: Annotated[str, AfterValidator(known_verifier)]  # a built-in one (verifiers.md), or a reference to your own
     weight: PositiveFloat = 1.0  # of training sources: passes over this one relative to the others
     fields: FieldsConfig = FieldsConfig()
 
@@ -52,7 +53,19 @@ class ReasoningGymSource(Section):
     options: dict[str, Any] = Field({})  # of the task
 
 
-Source = Annotated[FileSource | ReasoningGymSource, Field(discriminator="kind")]
+class CustomSource(Section):
+    """A task of the user's: a function that returns rows with a prompt and its ground truth (extending.md)."""
+
+    kind: Literal["custom"]  # what the source is
+    function: Reference  # package.module:name or path/to/file.py:name, with keyword-only parameters alone
+    name: Name = Field(default_factory=lambda data: data["function"].rpartition(":")[2])  # of its metrics; by default the function's
+    verifier: Annotated[str, AfterValidator(known_verifier)]  # a built-in one (verifiers.md), or a reference to your own
+    size: PositiveInt | None = None  # the first so many rows; null: all
+    weight: PositiveFloat = 1.0  # as for files
+    options: dict[str, Any] = Field({})  # its keyword-only parameters
+
+
+Source = Annotated[FileSource | ReasoningGymSource | CustomSource, Field(discriminator="kind")]
 
 
 class DataConfig(Section):

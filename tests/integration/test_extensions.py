@@ -1,0 +1,39 @@
+"""A task, a reward, an advantage estimator and a loss term from one file outside the package, through a whole run."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.torchrun import run_bounded
+from tests.training_setup import read_metrics, read_samples, write_setup
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    folder = write_setup(tmp_path_factory.mktemp("extensions"))
+    result = run_bounded([sys.executable, str(Path(__file__).with_name("extensions_worker.py")), str(folder)], timeout=300)
+    assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-4000:]
+    return folder
+
+
+def test_all_four_take_part(folder: Path) -> None:
+    first, last = (row for row in read_metrics(folder / "large_packs") if row["step"] > 0)
+    assert first["policy/term/distance"] > 0, "the second epoch's policy is not the sampler any more"
+    assert not [name for name in last if name.startswith("critic/")]
+    # The estimator's advantages are reward - half the best other reward: between -0.5 and 1.
+    assert -0.5 <= first["advantages/min"] <= first["advantages/max"] <= 1.0
+    samples = read_samples(folder / "large_packs", "step_0001")
+    assert all(sample["source"] == "sums" and sample["prompt"].startswith("_/") for sample in samples)
+    assert all(sample["error"] is None for sample in samples)
+    assert [row["eval/held_out_sums/prompts"] for row in read_metrics(folder / "large_packs") if row["step"] == 0] == [8]
+
+
+def test_nothing_depends_on_the_packing(folder: Path) -> None:
+    large, small = (read_metrics(folder / name) for name in ("large_packs", "small_packs"))
+    assert small[1]["packing/microbatches"] > large[1]["packing/microbatches"]
+    names = [name for name in large[1] if name.startswith(("policy/", "reward/", "advantages/", "response/"))]
+    assert "policy/term/distance" in names and "policy/grad_norm" in names
+    for one, other in zip(large[1:], small[1:], strict=True):
+        for name in names:
+            assert other[name] == pytest.approx(one[name], rel=2e-4, abs=1e-7), (one["step"], name)

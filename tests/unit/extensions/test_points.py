@@ -1,0 +1,235 @@
+"""A user's estimator and loss terms: right numbers, independent of the split into micro-batches, and refused where they break the rules."""
+
+import math
+
+import pytest
+import torch
+
+from tests.torchrun import ROOT
+from tests.unit.trainer.rollouts import make_config, make_experience, make_rows
+from vapo_mcore.config.schema import CustomEstimatorConfig, LossTermConfig
+from vapo_mcore.errors import ConfigError, TrainingError
+from vapo_mcore.extensions.check import check_extensions
+from vapo_mcore.extensions.points import CustomTerm
+from vapo_mcore.trainer.advantages import AdvantageEstimator
+from vapo_mcore.trainer.losses import PolicyLoss
+from vapo_mcore.trainer.metric_table import METRICS, metrics_of
+from vapo_mcore.trainer.metrics import StepMetrics
+
+NAN = math.nan
+EXAMPLE = f"{ROOT}/examples/extensions/arithmetic.py"
+TERMS = """
+def distance(logprobs, old_logprobs, *, power=2.0):
+    return (logprobs - old_logprobs).abs().pow(power)
+
+def centred(logprobs):
+    return logprobs - logprobs.mean()
+
+def ordered(logprobs):
+    return logprobs.cumsum(0)
+
+def detached(logprobs):
+    return logprobs.detach()
+
+def constant(advantages):
+    return advantages
+
+def total(logprobs):
+    return logprobs.sum()
+
+def infinite(logprobs):
+    return logprobs / 0
+
+def raises(logprobs):
+    return logprobs.no_such_method()
+
+def with_entropy(entropy, advantages):
+    return entropy * advantages
+
+def with_returns(logprobs, returns):
+    return logprobs * returns
+
+def with_reference(logprobs, ref_logprobs):
+    return logprobs - ref_logprobs
+
+def per_group(rows, row_ids, mask, cu_seqlens):
+    return mask.float()
+
+def wrong_shape(rewards):
+    return rewards[:-1]
+
+def not_a_number(rewards):
+    return rewards / 0
+
+def values_above(values, mask, *, threshold):
+    return values - threshold
+"""
+
+
+@pytest.fixture(scope="module")
+def mine(tmp_path_factory) -> str:
+    path = tmp_path_factory.mktemp("terms") / "terms.py"
+    path.write_text(TERMS)
+    return str(path)
+
+
+def term(mine: str, name: str, coef: float = 1.0, **options) -> dict:
+    return {"name": name, "function": f"{mine}:{name}", "coef": coef, "options": options}
+
+
+def test_the_weighted_sum_and_its_gradient_by_hand(mine):
+    custom = CustomTerm(LossTermConfig(**term(mine, "distance")))
+    logprobs = torch.tensor([-1.0, NAN, -2.0, -3.0], requires_grad=True)
+    old = torch.tensor([-1.5, NAN, -2.0, -2.0])
+    mask, weights = torch.tensor([True, False, True, True]), torch.tensor([0.5, 0.0, 0.25, 0.25])
+    found = custom({"logprobs": logprobs, "old_logprobs": old}, mask, weights)
+    assert found.item() == pytest.approx(0.5 * 0.25 + 0.0 + 0.25 * 1.0)
+    found.backward()
+    assert logprobs.grad.tolist() == pytest.approx([0.5 * 2 * 0.5, 0.0, 0.0, 0.25 * 2 * -1.0])
+
+
+def policy_batch(tokens: int, seed: int = 0) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    logprobs = -torch.rand(tokens, generator=generator)
+    mask = torch.rand(tokens, generator=generator) > 0.3
+    batch = {
+        "mask": mask,
+        "labels": torch.arange(tokens),
+        "old_logprobs": logprobs + 0.1 * torch.randn(tokens, generator=generator),
+        "advantages": torch.randn(tokens, generator=generator),
+        "policy_weights": mask / mask.sum(),
+        "positive_weights": torch.zeros(tokens),
+    }
+    return logprobs, batch
+
+
+def test_the_loss_does_not_depend_on_micro_batches(mine):
+    settings = [term(mine, "distance", 0.5, power=1.0), term(mine, "with_entropy", -0.25)]
+    loss, plain = PolicyLoss(make_config(loss_terms=settings)), PolicyLoss(make_config())
+    assert loss.needs_entropy and not plain.needs_entropy
+    assert set(loss.tensors) - set(plain.tensors) == set() and "old_logprobs" in loss.tensors
+    logprobs, batch = policy_batch(40)
+    entropy = -logprobs
+
+    def run(parts, objective):
+        leaf = logprobs.clone().requires_grad_()
+        total = leaf.new_zeros(())
+        sums: dict[str, float] = {}
+        for part in parts:
+            value, stats = objective(
+                {"logprobs": leaf[part], "entropy": entropy[part]}, {name: tensor[part] for name, tensor in batch.items()}
+            )
+            total = total + value
+            for name, stat in stats.items():
+                sums[name] = sums.get(name, 0.0) + stat.item()
+        total.backward()
+        return total.item(), leaf.grad, sums
+
+    whole = run([slice(0, 40)], loss)
+    split = run([slice(0, 7), slice(7, 7), slice(7, 31), slice(31, 40)], loss)
+    assert split[0] == pytest.approx(whole[0], abs=1e-6) and torch.allclose(split[1], whole[1], atol=1e-7)
+    weights, mask = batch["policy_weights"], batch["mask"]
+    distance = ((logprobs - batch["old_logprobs"]).abs() * weights)[mask].sum().item()
+    spread = (entropy * batch["advantages"] * weights)[mask].sum().item()
+    assert whole[0] - run([slice(0, 40)], plain)[0] == pytest.approx(0.5 * distance - 0.25 * spread, abs=1e-6)
+    for found in (whole[2], split[2]):
+        assert found["term/distance/sum"] == pytest.approx(distance, abs=1e-6)
+        assert found["term/with_entropy/sum"] == pytest.approx(spread, abs=1e-6)
+
+
+def test_each_term_has_a_metric():
+    names = [metric.name for metric in metrics_of(["a", "b_max"])]
+    assert names[len(METRICS) :] == ["policy/term/a", "policy/term/b_max"]
+
+
+def faults_of(**algorithm) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        check_extensions(make_config(**algorithm))
+    return str(caught.value).split("\n")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("centred", "other numbers for the same tokens in another micro-batch"),
+        ("ordered", "other numbers for the same tokens in another micro-batch"),
+        ("detached", "returned numbers without a gradient"),
+        ("constant", "asks for neither 'logprobs' nor 'entropy'"),
+        ("total", "returned a tensor torch.float32 []; expected one number a token, [12]"),
+        ("infinite", "returned numbers that are not finite"),
+        ("raises", "failed on a made-up batch: AttributeError: 'Tensor' object has no attribute 'no_such_method'"),
+        ("with_reference", "asks for 'ref_logprobs', which needs the reference model"),
+    ],
+)
+def test_terms_that_break_the_rules(mine, name, message):
+    (fault,) = faults_of(loss_terms=[term(mine, name)])
+    assert fault.startswith("algorithm.loss_terms.0: ") and message in fault and name in fault
+
+
+def test_all_faults_come_at_once(mine):
+    advantage = {"estimator": "custom", "custom": {"function": f"{mine}:values_above"}}
+    faults = faults_of(advantage=advantage, loss_terms=[term(mine, "with_returns"), term(mine, "distance", powr=1)])
+    assert faults == [
+        f"algorithm.advantage.custom: {mine}:values_above asks for 'values', "
+        "which needs a critic: set algorithm.advantage.custom.critic: true",
+        f"algorithm.advantage.custom: {mine}:values_above needs the option 'threshold'",
+        f"algorithm.loss_terms.0: {mine}:with_returns asks for 'returns', which needs a critic, and this estimator builds none",
+        f"algorithm.loss_terms.1: {mine}:distance has no option 'powr': its options are power",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("wrong_shape", "returned a tensor torch.float32 \\[15\\]; one advantage a token"), ("not_a_number", "not finite")],
+)
+def test_estimators_that_break_the_rules(mine, name, message):
+    with pytest.raises(ConfigError, match=message):
+        check_extensions(make_config(advantage={"estimator": "custom", "custom": {"function": f"{mine}:{name}"}}))
+
+
+def test_what_is_sound_passes(mine):
+    custom = {"function": f"{mine}:values_above", "critic": True, "options": {"threshold": 0.5}}
+    terms = [term(mine, "with_returns"), term(mine, "with_entropy"), term(mine, "with_reference")]
+    config = make_config(advantage={"estimator": "custom", "custom": custom}, loss_terms=terms, kl={"place": "loss", "coef": 0.1})
+    check_extensions(config)
+    assert config.uses_critic
+
+
+def test_the_example_s_estimator_by_hand():
+    custom = {"function": f"{EXAMPLE}:against_the_best_other", "options": {"share": 0.5}}
+    config = make_config(advantage={"estimator": "custom", "custom": custom})
+    assert not config.uses_critic and config.algorithm.advantage.whiten == "off"
+    # Group 0: rewards 1, 0, 0.5; group 1: 1, and one without a verdict; the failed one is in nobody's baseline.
+    rows = make_rows([3, 2, 0, 2, 1], [1.0, 0.0, 0.5, 1.0, 0.0], groups=[0, 0, 0, 1, 1], graded=[True, True, True, True, False])
+    experience = make_experience(config, rows)
+    estimator = AdvantageEstimator(config, None)
+    estimator.place_rewards(experience)
+    metrics = StepMetrics(METRICS)
+    estimator.advantages(experience, metrics)
+    mask = experience.mask
+    assert experience.batch["advantages"][mask].tolist() == [1 - 0.25] * 3 + [0 - 0.5] * 2 + [1 - 0.5] * 2
+    assert not experience.batch["advantages"][~mask].any()
+    assert metrics.reduce(None)["advantages/max"] == 0.75
+
+
+def test_an_estimator_with_values_of_the_critic(mine):
+    custom = {"function": f"{mine}:values_above", "critic": True, "options": {"threshold": 0.5}}
+    config = make_config(advantage={"estimator": "custom", "custom": custom, "whiten": "batch"})
+    experience = make_experience(config, make_rows([2, 2], [1.0, 0.0]))
+    experience.batch["values"] = torch.tensor([NAN, NAN, 0.5, 1.5, NAN, NAN, 2.5, 3.5])
+    estimator = AdvantageEstimator(config, None)
+    estimator.place_rewards(experience)
+    estimator.advantages(experience, StepMetrics(METRICS))
+    found = experience.batch["advantages"]
+    assert found[experience.mask].tolist() == pytest.approx([-1.5 / 1.25**0.5, -0.5 / 1.25**0.5, 0.5 / 1.25**0.5, 1.5 / 1.25**0.5])
+    assert found[~experience.mask].tolist() == [0.0] * 4, "NaN at masked tokens goes nowhere"
+
+
+def test_a_wrong_shape_in_the_run_is_told(mine):
+    config = make_config(advantage={"estimator": "custom", "custom": {"function": f"{mine}:wrong_shape"}})
+    assert isinstance(config.algorithm.advantage.custom, CustomEstimatorConfig)
+    experience = make_experience(config, make_rows([2], [1.0]))
+    estimator = AdvantageEstimator(config, None)
+    estimator.place_rewards(experience)
+    with pytest.raises(TrainingError, match=r"wrong_shape returned a tensor torch.float32 \[3\]; .* float \[4\]"):
+        estimator.advantages(experience, StepMetrics(METRICS))

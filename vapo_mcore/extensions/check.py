@@ -1,0 +1,185 @@
+"""Everything that a configuration names of a user's code, tried before a model loads: importable, parameters, a made-up batch.
+
+A loss term is also checked for what makes results independent of packing and layout: the number of a token must not depend on which
+other tokens stand in the same micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from vapo_mcore.config.rules import references
+from vapo_mcore.config.schema import Config, CustomSource
+from vapo_mcore.errors import ConfigError, VapoError
+from vapo_mcore.extensions.loading import describe, load_function
+from vapo_mcore.extensions.signature import signature_faults
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from vapo_mcore.config.schema import CustomEstimatorConfig, LossTermConfig
+
+_PROBE_TOKENS = 12
+
+
+def check_extensions(config: Config, *, verifiers: bool = True) -> None:
+    """Raise one ConfigError with all that is wrong with the estimator, loss terms, tasks and verifiers that ``config`` names.
+
+    Nothing is imported, torch included, for a configuration that names none. Verifiers are loaded in a process of their own;
+    ``verifiers=False`` leaves them out.
+    """
+    faults: list[str] = []
+    advantage = config.algorithm.advantage
+    if advantage.estimator == "custom" and advantage.custom is not None:
+        faults += _prefixed("algorithm.advantage.custom", advantage.custom.function, _estimator_faults(config, advantage.custom))
+    for number, term in enumerate(config.algorithm.loss_terms):
+        faults += _prefixed(f"algorithm.loss_terms.{number}", term.function, _term_faults(config, term))
+    for split in ("train", "eval"):
+        for number, source in enumerate(getattr(config.data, split)):
+            if isinstance(source, CustomSource):
+                faults += _prefixed(f"data.{split}.{number}", source.function, _function_faults(source.function, (), source.options, {}))
+    faults += _verifier_faults(config) if verifiers else []
+    if faults:
+        raise ConfigError("\n".join(faults))
+
+
+def _prefixed(key: str, reference: str, faults: list[str]) -> list[str]:
+    return [f"{key}: {reference} {fault}" if not fault.startswith("!") else f"{key}: {fault[1:]}" for fault in faults]
+
+
+def _function_faults(reference: str, available: tuple[str, ...], options: dict[str, Any], missing: dict[str, str]) -> list[str]:
+    """Faults of import and parameters; those that name the place themselves start with '!'."""
+    try:
+        function = load_function(reference)
+    except ConfigError as error:
+        return [f"!{error}"]
+    return signature_faults(function, [name for name in available if name not in missing], options, missing)
+
+
+def _estimator_faults(config: Config, settings: CustomEstimatorConfig) -> list[str]:
+    from vapo_mcore.extensions.points import ESTIMATOR_INPUTS, CustomEstimator, missing_estimator_inputs
+
+    missing = missing_estimator_inputs(config)
+    faults = _function_faults(settings.function, ESTIMATOR_INPUTS, settings.options, missing)
+    if faults:
+        return faults
+    return _tried(lambda: _not_finite(CustomEstimator(settings)(_estimator_probe(config))))
+
+
+def _term_faults(config: Config, settings: LossTermConfig) -> list[str]:
+    from vapo_mcore.extensions.points import TERM_INPUTS, CustomTerm, missing_term_inputs
+
+    missing = missing_term_inputs(config)
+    faults = _function_faults(settings.function, TERM_INPUTS, settings.options, missing)
+    return faults or _tried(lambda: _term_contract(CustomTerm(settings)))
+
+
+def _tried(attempt: Callable[[], list[str]]) -> list[str]:
+    try:
+        return attempt()
+    except VapoError as error:
+        return [f"!{error}"]
+    except Exception as error:  # noqa: BLE001 (whatever a user's function raises is told)
+        return [f"failed on a made-up batch: {describe(error)}"]
+
+
+def _not_finite(found: Tensor) -> list[str]:
+    return [] if bool(found.isfinite().all()) else ["returned numbers that are not finite for a made-up batch of finite ones"]
+
+
+def _term_contract(term: Any) -> list[str]:
+    """Faults of a term on made-up tokens: no gradient, not finite, or a token's number that depends on the other tokens."""
+    import torch
+
+    if not {"logprobs", "entropy"} & set(term.inputs):
+        return ["asks for neither 'logprobs' nor 'entropy': nothing in it depends on the policy, so it has no gradient"]
+    probe = _term_probe()
+    found = term.terms(probe)
+    faults = _not_finite(found)
+    if not found.requires_grad:
+        return [*faults, "returned numbers without a gradient: compute them from 'logprobs' or 'entropy' without detaching"]
+    parts = []
+    for part in (slice(0, 5), slice(5, 5), slice(5, _PROBE_TOKENS)):  # an empty micro-batch is a micro-batch
+        parts.append(term.terms({name: tensor[part] for name, tensor in probe.items()}))
+    if not torch.allclose(torch.cat(parts), found, rtol=1e-4, atol=1e-6, equal_nan=True):
+        faults.append(
+            "returned other numbers for the same tokens in another micro-batch: the number of a token may depend on that token alone "
+            "(no mean, sum, maximum or order over tokens; the trainer averages)"
+        )
+    return faults
+
+
+def _term_probe() -> dict[str, Tensor]:
+    import torch
+
+    generator = torch.Generator().manual_seed(0)
+
+    def noise() -> Tensor:
+        return torch.randn(_PROBE_TOKENS, generator=generator)
+
+    logprobs = -noise().abs() - 0.1
+    probe = {name: logprobs + 0.1 * noise() for name in ("old_logprobs", "rollout_logprobs", "ref_logprobs")}
+    probe = {name: tensor.clamp(max=-1e-3) for name, tensor in probe.items()}
+    probe |= {name: noise() for name in ("advantages", "rewards", "values", "returns")}
+    probe |= {"positive_mask": noise() > 0, "tokens": torch.arange(_PROBE_TOKENS)}
+    return probe | {"logprobs": logprobs.requires_grad_(), "entropy": noise().abs().requires_grad_()}
+
+
+def _estimator_probe(config: Config) -> dict[str, Any]:
+    """Two groups of two responses with prompts of 2 tokens: lengths 3, 1, 4 and 0, the last one not graded."""
+    import torch
+
+    from vapo_mcore.algorithm.segments import place_terminal_rewards
+    from vapo_mcore.data.rollout_batch import Rows
+
+    lengths, scores = torch.tensor([3, 1, 4, 0]), torch.tensor([1.0, 0.0, 1.0, 0.0])
+    graded = torch.tensor([True, True, True, False])
+    rows = Rows(
+        prompt_id=["probe/1#0", "probe/1#0", "probe/2#0", "probe/2#0"],
+        group=torch.tensor([0, 0, 1, 1]),
+        sample_index=torch.tensor([0, 1, 0, 1]),
+        verdict=scores > 0,
+        graded=graded,
+        score=scores,
+        reward=scores,
+        finish_reason=["stop", "stop", "length", "stop"],
+        prompt_length=torch.full((4,), 2),
+        response_length=lengths,
+        source=["probe"] * 4,
+    )
+    cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.int64), rows.length.cumsum(0)])
+    total = int(cu_seqlens[-1])
+    positions = torch.arange(total) - torch.repeat_interleave(cu_seqlens[:-1], rows.length)
+    mask = positions >= 2
+    return {
+        "rewards": place_terminal_rewards(scores, mask, cu_seqlens),
+        "mask": mask,
+        "cu_seqlens": cu_seqlens,
+        "tokens": torch.arange(total),
+        "rollout_logprobs": torch.where(mask, -0.5, 0.0),
+        "rows": rows,
+        "row_ids": torch.arange(4),
+        "trainable": graded,
+        "gamma": config.algorithm.advantage.gamma,
+        "group": None,
+        "values": torch.where(mask, 0.25, 0.0),
+        "bootstrap": torch.zeros(4),
+    }
+
+
+def _verifier_faults(config: Config) -> list[str]:
+    """Verifiers of the user, imported where they will run: in a grading process."""
+    named = {reference: key for key, reference in references(config) if key.endswith(".verifier")}
+    if not named:
+        return []
+    from vapo_mcore.rewards import VerifierPool
+
+    faults = []
+    with VerifierPool(1, config.reward.timeout_seconds) as pool:
+        for verifier, key in named.items():
+            try:
+                pool.load([verifier])
+            except VapoError as error:
+                faults.append(f"{key}: {error}")
+    return faults

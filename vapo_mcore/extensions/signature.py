@@ -1,0 +1,61 @@
+"""What a function asks for, read off its parameters: positional ones are inputs by name, keyword-only ones are options."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Signature:
+    """Names of the inputs in order, all options, and those of them that have no default."""
+
+    inputs: tuple[str, ...]
+    options: tuple[str, ...]
+    required: tuple[str, ...]
+
+
+def read_signature(function: Callable[..., Any]) -> Signature:
+    """The names that ``function`` asks for. Raises ValueError for ``*args``, ``**kwargs`` or what has no signature."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"has no signature that can be read: {error}") from error
+    starred = [parameter.name for parameter in parameters if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)]
+    if starred:
+        raise ValueError(f"must name each input and option: *{starred[0]} takes whatever there is")
+    inputs = tuple(p.name for p in parameters if p.kind is not p.KEYWORD_ONLY)
+    options = tuple(p.name for p in parameters if p.kind is p.KEYWORD_ONLY)
+    return Signature(inputs, options, tuple(p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty))
+
+
+def signature_faults(
+    function: Callable[..., Any], available: Collection[str], options: Mapping[str, Any], unavailable: Mapping[str, str]
+) -> list[str]:
+    """What is wrong between a function's parameters, the inputs that there are and the options that are configured.
+
+    ``unavailable``: inputs that exist in other modes, with the reason why they do not in this one.
+    """
+    try:
+        signature = read_signature(function)
+    except ValueError as error:
+        return [str(error)]
+    faults = []
+    for name in signature.inputs:
+        if name in available:
+            continue
+        if name in unavailable:
+            faults.append(f"asks for {name!r}, {unavailable[name]}")
+            continue
+        near = get_close_matches(name, available, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        faults.append(f"asks for {name!r}, which there is not{hint} (inputs: {', '.join(available) or 'none'}; options are keyword-only)")
+    for name in options:
+        if name not in signature.options:
+            known = f"its options are {', '.join(signature.options)}" if signature.options else "it has none"
+            faults.append(f"has no option {name!r}: {known}")
+    faults += [f"needs the option {name!r}" for name in signature.required if name not in options]
+    return faults
