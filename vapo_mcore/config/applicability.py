@@ -117,6 +117,30 @@ INAPPLICABLE: tuple[Inapplicable, ...] = (
         ("data.system_prompt",), ("data.chat_template",), lambda c: not c.data.chat_template, "a system prompt needs the chat template"
     ),
     Inapplicable(("eval.top_p",), ("eval.temperature",), lambda c: bool(c.data.eval) and c.eval.temperature == 0, "decoding is greedy"),
+    Inapplicable(
+        ("diagnosis.explained_variance", "diagnosis.value_loss_rising"),
+        (_ESTIMATOR, f"{_CUSTOM}.critic"),
+        lambda c: not c.uses_critic,
+        "there is no critic",
+    ),
+    Inapplicable(
+        ("diagnosis.lambda_zero",),
+        (_ESTIMATOR, f"{_LAMBDA}.kind"),
+        lambda c: c.algorithm.advantage.estimator != "gae" or c.algorithm.advantage.lambda_policy.kind != "length_adaptive",
+        "only for length-adaptive lambda",
+    ),
+    Inapplicable(
+        ("diagnosis.uniform_groups",),
+        ("batch.responses_per_prompt",),
+        lambda c: c.batch.responses_per_prompt == 1,
+        "a group of one always has equal verdicts",
+    ),
+    Inapplicable(
+        ("diagnosis.first_step_kl",),
+        ("rollout.old_logprobs",),
+        lambda c: c.rollout.old_logprobs == "rollout",
+        "the old log-probs are the rollout's, so that the first step's KL is the mismatch",
+    ),
     Inapplicable(("eval",), ("data.eval",), lambda c: not c.data.eval, "there is no evaluation set"),
 )
 
@@ -143,7 +167,8 @@ def resolve_inapplicable(config: Config, tree: Tree, resets: Tree, faulty: set[s
                     dropped.add(key)
                 elif key not in reported:
                     reported.add(key)
-                    state = " and ".join(f"{switch} = {_value(config, switch)}" for switch in entry.switches)
+                    values = {switch: _value(config, switch) for switch in entry.switches}
+                    state = " and ".join(f"{switch} = {value}" for switch, value in values.items() if value is not None)
                     faults.append(Fault(dotted(key), f"{shown(tree[key].value)} has no effect with {state}: {entry.reason}; remove it"))
     return dropped, [fault for fault in faults if tuple(fault.where.split(".")) not in dropped]
 
@@ -158,8 +183,11 @@ def _below(tree: Tree, name: str) -> list[Key]:
     return [key for key in tree if key[: len(prefix)] == prefix]
 
 
-def _value(config: Config, name: str) -> str:
+def _value(config: Config, name: str) -> str | None:
+    """The value of a key in words; None inside a section that is null."""
     value: object = config
     for part in name.split("."):
+        if value is None:
+            return None
         value = getattr(value, part)
     return shown(value) if isinstance(value, str | int | bool | tuple | type(None)) else "given"

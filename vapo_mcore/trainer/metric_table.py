@@ -153,7 +153,7 @@ _MISMATCH = (
     Metric("mismatch/beyond_cap_frac", POOLED, "response tokens", "Share of these weights above `importance_correction.cap`."),
 )
 _SYSTEM = (
-    Metric("warnings", SAME, "-", "Checks of this step that failed and were printed (first-step KL, rollout mismatch, skipped updates)."),
+    Metric("warnings", SAME, "-", "Rules of the diagnosis that hold after this step (diagnosis.md says which there are)."),
     Metric("weights/tensors", SAME, "tensors", "Tensors sent to the rollout engine in the step's weight sync."),
     Metric("weights/bytes", SAME, "bytes", "Their size."),
     Metric("packing/fill", SAME, "micro-batches", "Tokens / (micro-batches x `batch.max_tokens_per_microbatch`)."),
@@ -176,6 +176,9 @@ _SYSTEM = (
 )
 
 _TERM = Metric("policy/term/<name>", MEAN, "updates", "Loss term of the user's, weighed and summed, before its coefficient.")
+
+
+_FOUND = Metric("diagnosis/<rule>", SAME, "steps", "Steps so far in which the rule has held; absent as long as it never has.")
 
 
 def metrics_of(loss_terms: Iterable[str]) -> tuple[Metric, ...]:
@@ -219,7 +222,7 @@ def render_markdown() -> str:
         "|---|---|---|---|",
     ]
     bar = r"\|"  # a bar inside a cell
-    lines += [f"| `{m.name}` | {m.over} | {_REDUCTION_TEXT[m.reduction]} | {m.text.replace('|', bar)} |" for m in (*METRICS, _TERM)]
+    lines += [f"| `{m.name}` | {m.over} | {_REDUCTION_TEXT[m.reduction]} | {m.text.replace('|', bar)} |" for m in (*METRICS, _TERM, _FOUND)]
     lines += [
         "",
         "## Evaluations",

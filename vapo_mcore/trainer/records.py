@@ -1,11 +1,9 @@
-"""What a step records besides its losses: the responses, the packing, the mismatch, time and memory, and failed checks."""
+"""What a step records besides its losses: the responses, the packing, the mismatch, time and memory."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,17 +11,11 @@ from torch import Tensor
 
 from vapo_mcore.algorithm.importance import mismatch_statistics
 from vapo_mcore.algorithm.losses import explained_variance
-from vapo_mcore.config.schema import Config
 from vapo_mcore.data.rollout_batch import Rows
 from vapo_mcore.trainer.collecting import SamplingCounts
 from vapo_mcore.trainer.experience import Experience
 from vapo_mcore.trainer.metrics import StepMetrics
 from vapo_mcore.trainer.timing import PhaseTimer
-
-FIRST_KL_LIMIT = {"float32": 1e-6, "bfloat16": 1e-3}
-"""Largest k3 estimate between old and new log-probs before a step's first update."""
-MISMATCH_LIMIT = {"float32": 1e-3, "bfloat16": 5e-2}
-"""Largest mean absolute difference between trainer's and rollout's log-probs of the sampled tokens."""
 
 
 def record_rows(metrics: StepMetrics, rows: Rows, trainable: Tensor, counts: SamplingCounts) -> None:
@@ -113,27 +105,3 @@ def record_time_and_memory(metrics: StepMetrics, timer: PhaseTimer) -> None:
 def _resident_bytes() -> int:
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")
-
-
-def failed_checks(config: Config, row: Mapping[str, Any]) -> list[str]:
-    """What a person must know about a step, as sentences; the invariants of its first update and of the rollout among them."""
-    dtype = config.model.dtype
-    found = []
-    first_kl, limit = row.get("policy/approx_kl_first"), FIRST_KL_LIMIT[dtype]
-    if config.rollout.old_logprobs == "recompute" and first_kl is not None and not first_kl <= limit:
-        found.append(f"policy/approx_kl_first = {first_kl:.2e} above {limit:.0e}: training does not reproduce the old log-probs")
-    gap, limit = row.get("mismatch/logprob_abs_mean"), MISMATCH_LIMIT[dtype]
-    if gap is not None and not gap <= limit:
-        found.append(f"mismatch/logprob_abs_mean = {gap:.2e} above {limit:.0e}: rollout and trainer disagree on the sampled tokens")
-    if row.get("grading/failed"):
-        found.append(f"grading/failed = {row['grading/failed']}: responses without a verdict were left out")
-    for role in ("policy", "critic"):
-        if row.get(f"{role}/updates_skipped"):
-            found.append(f"{role}/updates_skipped = {row[f'{role}/updates_skipped']}: a gradient was not finite")
-        if row.get(f"{role}/minibatches_masked"):
-            found.append(
-                f"{role}/minibatches_masked = {row[f'{role}/minibatches_masked']}: mini-batches without a trainable token were skipped"
-            )
-    if row.get("tokens/trained") == 0:
-        found.append("tokens/trained = 0: nothing to train on in this step")
-    return found

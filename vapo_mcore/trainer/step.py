@@ -11,6 +11,7 @@ from typing import Any
 
 from vapo_mcore.config.schema import Config
 from vapo_mcore.data.prompts import Prompt
+from vapo_mcore.diagnosis.monitor import Monitor
 from vapo_mcore.megatron.parallel import ParallelContext
 from vapo_mcore.rollout.base import SyncReport
 from vapo_mcore.trainer.advantages import AdvantageEstimator, check_experience, shaped_rewards, trainable_rows
@@ -21,7 +22,6 @@ from vapo_mcore.trainer.metric_table import metrics_of
 from vapo_mcore.trainer.metrics import StepMetrics
 from vapo_mcore.trainer.models import Models
 from vapo_mcore.trainer.records import (
-    failed_checks,
     record_mismatch,
     record_packing,
     record_rows,
@@ -36,10 +36,13 @@ from vapo_mcore.trainer.weight_sync import WeightSync
 
 Row = dict[str, Any]
 
+HALTED = 2
+"""Exit code of a run that ``diagnosis.halt_on`` ended."""
+
 
 @dataclass
 class StepOutcome:
-    """What a step leaves: its metrics, the sampled responses to be shown (on all ranks), and the sentences of failed checks."""
+    """What a step leaves: its metrics, the sampled responses to be shown (on all ranks), and the diagnosis in sentences."""
 
     row: Row
     samples: list[dict[str, Any]]
@@ -77,6 +80,7 @@ class Trainer:
         self.next_prompts = next_prompts
         self.estimator = AdvantageEstimator(config, parallel.data_parallel_group)
         self.stop_requests = StopRequests()
+        self.diagnosis = Monitor(config)
         self._table = metrics_of(term.name for term in config.algorithm.loss_terms)
         self.rollouts = 0  # of both stages: enters the sampling seeds and the mini-batch shuffle
         self._dp_rank_of_rank = all_gather_objects(parallel.data_parallel_rank)
@@ -228,6 +232,10 @@ class Trainer:
         record_time_and_memory(metrics, step.timer)
         row: Row = metrics.reduce(self.parallel.data_parallel_group, self.parallel.device)
         row["tokens/per_second"] = row["tokens/total"] / row["time/step"]
-        warnings = failed_checks(self.config, row)
-        row["warnings"] = len(warnings)
-        return StepOutcome(row, step.samples, warnings)
+        findings = self.diagnosis.observe(row)
+        row["warnings"] = len(findings)
+        row |= self.diagnosis.metrics()
+        fatal = self.diagnosis.ends_the_run(findings)
+        if fatal is not None:
+            self.stop_requests.request(f"diagnosis.halt_on: {fatal}", exit_code=HALTED)
+        return StepOutcome(row, step.samples, [str(finding) for finding in findings if finding.is_told or finding is fatal])

@@ -27,6 +27,7 @@ from vapo_mcore.config.schema.algorithm import (
 )
 from vapo_mcore.config.schema.base import GROUP_ESTIMATORS, Estimator, Section, Seed
 from vapo_mcore.config.schema.data import CustomSource, DataConfig, EvalConfig, FieldsConfig, FileSource, ReasoningGymSource, Source
+from vapo_mcore.config.schema.diagnosis import DiagnosisConfig
 from vapo_mcore.config.schema.rollout import (
     DynamicSamplingConfig,
     OverlongConfig,
@@ -56,6 +57,7 @@ __all__ = [
     "CustomEstimatorConfig",
     "CustomSource",
     "DataConfig",
+    "DiagnosisConfig",
     "DynamicSamplingConfig",
     "EntropyConfig",
     "Estimator",
@@ -104,6 +106,7 @@ class Config(Section):
     critic: CriticConfig = CriticConfig()
     eval: EvalConfig = EvalConfig()
     export: ExportConfig = ExportConfig()
+    diagnosis: DiagnosisConfig = DiagnosisConfig()
 
     @property
     def uses_critic(self) -> bool:

@@ -1,0 +1,99 @@
+"""Diagnosis: thresholds of the rules that name known illnesses of a run (diagnosis.md)."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from vapo_mcore.config.schema.base import Fraction, NonNegativeFloat, PositiveFloat, PositiveInt, Section, UnitFloat
+
+Illness = Literal[
+    "explained_variance",
+    "value_loss_rising",
+    "entropy_collapse",
+    "length_collapse",
+    "clip_fraction",
+    "rollout_mismatch",
+    "first_step_kl",
+    "stale_weights",
+    "lambda_zero",
+    "uniform_groups",
+    "grader_failures",
+    "skipped_updates",
+    "untrained_minibatches",
+]
+Ratio = Annotated[float, Field(gt=1)]
+
+
+class ExplainedVarianceRule(Section):
+    window: PositiveInt = 10  # RL steps
+    below: Annotated[float, Field(le=1)] = 0.0  # mean of critic/explained_variance, by more than twice its standard error
+
+
+class ValueLossRule(Section):
+    window: PositiveInt = 5  # RL steps
+    rise: Ratio = 2.0  # relative to the best window before; both losses divided by that of the best constant prediction
+
+
+class EntropyRule(Section):
+    window: PositiveInt = 5  # RL steps
+    fraction: Fraction = 0.1  # of policy/entropy in the first window
+
+
+class LengthRule(Section):
+    window: PositiveInt = 5  # RL steps
+    fraction: Fraction = 0.5  # of response/length_mean in the first window, while accuracy is no higher than there
+
+
+class ClipRule(Section):
+    window: PositiveInt = 5  # RL steps
+    above: UnitFloat = 0.2  # mean share of tokens held by a clip
+
+
+class MismatchRule(Section):
+    window: PositiveInt = 1  # RL steps
+    above: PositiveFloat | None = None  # mean mismatch/logprob_abs_mean; null: 1e-3 in float32, 5e-2 in bfloat16
+
+
+class FirstKlRule(Section):
+    above: PositiveFloat | None = None  # policy/approx_kl_first; null: 1e-6 in float32, 1e-3 in bfloat16
+
+
+class StaleWeightsRule(Section):
+    window: PositiveInt = 2  # RL steps, each of them
+    growth: Ratio = 5.0  # of mismatch/logprob_abs_mean over that of the first step, when both sides had the loaded weights
+
+
+class LambdaZeroRule(Section):
+    window: PositiveInt = 5  # RL steps
+    above: UnitFloat = 0.5  # mean of gae/lambda_zero_frac
+
+
+class UniformGroupsRule(Section):
+    window: PositiveInt = 5  # RL steps
+    above: UnitFloat = 0.9  # mean share of groups that are all right or all wrong
+
+
+class CountRule(Section):
+    window: PositiveInt = 1  # steps, of value pretraining too
+    above: NonNegativeFloat = 0.0  # share of what the rule counts
+
+
+class DiagnosisConfig(Section):
+    """Rules over the metrics of past steps. One that holds is printed with its evidence and counted; ``null`` switches it off."""
+
+    explained_variance: ExplainedVarianceRule | None = ExplainedVarianceRule()
+    value_loss_rising: ValueLossRule | None = ValueLossRule()
+    entropy_collapse: EntropyRule | None = EntropyRule()
+    length_collapse: LengthRule | None = LengthRule()
+    clip_fraction: ClipRule | None = ClipRule()
+    rollout_mismatch: MismatchRule | None = MismatchRule()
+    first_step_kl: FirstKlRule | None = FirstKlRule()
+    stale_weights: StaleWeightsRule | None = StaleWeightsRule()
+    lambda_zero: LambdaZeroRule | None = LambdaZeroRule()
+    uniform_groups: UniformGroupsRule | None = UniformGroupsRule()
+    grader_failures: CountRule | None = CountRule()  # of responses
+    skipped_updates: CountRule | None = CountRule()  # of updates
+    untrained_minibatches: CountRule | None = CountRule()  # of mini-batches
+    halt_on: tuple[Illness, ...] = Field(strict=False, default=())  # rules that end the run after their step, with a checkpoint

@@ -1,0 +1,101 @@
+"""The rules in the loop: after each step, what holds, since when, and whether it ends the run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from vapo_mcore.config.schema import Config
+from vapo_mcore.diagnosis.rules import RULES, Context, Row
+
+REPEATED_EVERY = 10
+"""A rule that goes on holding is printed again after so many steps; its count rises with every step."""
+COUNT = "diagnosis/"
+"""Metrics with this prefix count the steps in which a rule has held."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A rule that holds after a step. ``in_a_row``: for how many steps of the stage, this one included."""
+
+    name: str
+    evidence: str
+    means: str
+    remedy: str
+    in_a_row: int
+
+    @property
+    def is_told(self) -> bool:
+        """Whether it is news: the first step, and then every ``REPEATED_EVERY``-th."""
+        return (self.in_a_row - 1) % REPEATED_EVERY == 0
+
+    def __str__(self) -> str:
+        since = f" (for {self.in_a_row} steps)" if self.in_a_row > 1 else ""
+        return f"{self.name}{since}: {self.evidence}: {self.means}. Usual remedy: {self.remedy}"
+
+
+class Monitor:
+    """Applies the configured rules to the rows of a run, in order. Deterministic, and the same on all ranks that see the same rows."""
+
+    def __init__(self, config: Config) -> None:
+        settings = config.diagnosis
+        self.context = Context.of(config)
+        self.halting = settings.halt_on
+        self.rules = [(rule, rule.section(settings)) for rule in RULES if rule.section(settings) is not None]
+        self._rows: dict[str, list[Row]] = {}
+        self._in_a_row: dict[tuple[str, str], int] = {}
+        self.counts: dict[str, int] = {}
+
+    def observe(self, row: Row) -> list[Finding]:
+        """Take the row of the next step of a stage; the rules that now hold. Evaluations (step 0) are no steps."""
+        if row["step"] == 0:
+            return []
+        stage = row.get("stage", "rl")
+        rows = self._rows.setdefault(stage, [])
+        rows.append({key: value for key, value in row.items() if key in _READ})
+        found = []
+        for rule, settings in self.rules:
+            if stage != "rl" and not rule.pretraining:
+                continue
+            evidence = rule.check(rows, settings, self.context)
+            key = (stage, rule.name)
+            self._in_a_row[key] = 0 if evidence is None else self._in_a_row.get(key, 0) + 1
+            if evidence is not None:
+                self.counts[rule.name] = self.counts.get(rule.name, 0) + 1
+                found.append(Finding(rule.name, evidence, rule.means, rule.remedy, self._in_a_row[key]))
+        return found
+
+    def metrics(self) -> dict[str, int]:
+        """``diagnosis/<rule>`` for the rules that have held so far: in how many steps."""
+        return {COUNT + name: count for name, count in sorted(self.counts.items())}
+
+    def ends_the_run(self, findings: Iterable[Finding]) -> Finding | None:
+        """The first finding that ``diagnosis.halt_on`` names."""
+        return next((finding for finding in findings if finding.name in self.halting), None)
+
+    def replay(self, rows: Iterable[Row]) -> None:
+        """Take the rows of a run that is resumed (of its metrics.jsonl), as if it had been watched all along."""
+        for row in rows:
+            self.observe(row)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the rules look at, in plain values."""
+        return {"rows": [dict(row) for rows in self._rows.values() for row in rows]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where ``state`` was taken; thresholds are those of this configuration, also for the past."""
+        self._rows, self._in_a_row, self.counts = {}, {}, {}
+        self.replay(state["rows"])
+
+
+_READ = frozenset(
+    {
+        "step", "stage", "critic/explained_variance", "critic/loss", "critic/returns_std", "policy/entropy", "response/length_mean",
+        "accuracy/mean", "policy/clip_frac_high", "policy/clip_frac_low", "mismatch/logprob_abs_mean", "policy/approx_kl_first",
+        "gae/lambda_zero_frac", "groups/all_right_frac", "groups/all_wrong_frac", "grading/failed", "response/count",
+        "policy/updates_skipped", "critic/updates_skipped", "policy/updates", "critic/updates", "policy/minibatches_masked",
+        "critic/minibatches_masked", "tokens/trained",
+    }
+)  # fmt: skip
+"""The metrics that rules read: the history of a long run stays small."""

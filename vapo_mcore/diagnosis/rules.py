@@ -1,0 +1,347 @@
+"""The rules: each is a pure function of the rows of one stage (oldest first) that returns its evidence, or None.
+
+A rule says nothing as long as what it looks at was not measured in enough steps. Numbers that are None (undefined) or absent are
+left out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean, stdev
+from typing import Any
+
+from vapo_mcore.config.schema import Config, DiagnosisConfig
+from vapo_mcore.config.schema.diagnosis import (
+    ClipRule,
+    CountRule,
+    EntropyRule,
+    ExplainedVarianceRule,
+    FirstKlRule,
+    LambdaZeroRule,
+    LengthRule,
+    MismatchRule,
+    StaleWeightsRule,
+    UniformGroupsRule,
+    ValueLossRule,
+)
+
+Row = Mapping[str, Any]
+Rows = Sequence[Row]
+
+FIRST_KL_LIMIT = {"float32": 1e-6, "bfloat16": 1e-3}
+"""Largest k3 estimate between old and new log-probs before a step's first update."""
+MISMATCH_LIMIT = {"float32": 1e-3, "bfloat16": 5e-2}
+"""Largest mean absolute difference between trainer's and rollout's log-probs of the sampled tokens."""
+STALE_FLOOR = {"float32": 1e-4, "bfloat16": 2e-2}
+"""Differences below this are rounding, however much they have grown."""
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a rule must know of the configuration besides its own thresholds."""
+
+    dtype: str
+    group_size: int
+    recomputes_logprobs: bool
+
+    @classmethod
+    def of(cls, config: Config) -> Context:
+        return cls(config.model.dtype, config.batch.responses_per_prompt, config.rollout.old_logprobs == "recompute")
+
+
+def values_of(rows: Rows, key: str) -> list[float]:
+    """The numbers of ``key``, oldest first; rows without one are left out."""
+    return [row[key] for row in rows if row.get(key) is not None]
+
+
+def recent(rows: Rows, key: str, window: int) -> list[float]:
+    """The numbers of ``key`` in the last ``window`` rows; none as long as fewer than half of a whole window have one."""
+    if len(rows) < window:
+        return []
+    found = values_of(rows[-window:], key)
+    return found if 2 * len(found) >= window else []
+
+
+def first_and_last(rows: Rows, key: str, window: int) -> tuple[float, float] | None:
+    """Means of the first and of the last ``window`` numbers of ``key``; None before they are two windows."""
+    found = values_of(rows, key)
+    return (fmean(found[:window]), fmean(found[-window:])) if len(found) >= 2 * window else None
+
+
+def _steps(rows: Rows, window: int) -> str:
+    first, last = rows[-min(window, len(rows))]["step"], rows[-1]["step"]
+    return f"step {last}" if first == last else f"steps {first} to {last}"
+
+
+def explained_variance(rows: Rows, rule: ExplainedVarianceRule, context: Context) -> str | None:
+    """The mean must be below by more than twice its standard error: a critic that has learned nothing yet hovers around 0."""
+    found = recent(rows, "critic/explained_variance", rule.window)
+    if not found:
+        return None
+    error = stdev(found) / math.sqrt(len(found)) if len(found) > 1 else 0.0
+    if fmean(found) + 2 * error >= rule.below:
+        return None
+    return (
+        f"critic/explained_variance was {fmean(found):.3f} in the mean of {_steps(rows, rule.window)} (standard error {error:.3f}), "
+        f"below {rule.below:g}"
+    )
+
+
+def value_loss_rising(rows: Rows, rule: ValueLossRule, context: Context) -> str | None:
+    """Compares losses relative to that of the best constant, Var(R) / 2: the loss of a critic that learns rises with Var(R)."""
+    measured = [row for row in rows if row.get("critic/loss") is not None and (row.get("critic/returns_std") or 0.0) > 0.0]
+    if len(measured) < 2 * rule.window:
+        return None
+    losses = [row["critic/loss"] for row in measured]
+    relative = [2.0 * row["critic/loss"] / row["critic/returns_std"] ** 2 for row in measured]
+    best, at = _lowest_window(relative[: -rule.window], rule.window)
+    now, loss_now, loss_then = fmean(relative[-rule.window :]), fmean(losses[-rule.window :]), fmean(losses[at : at + rule.window])
+    if now < rule.rise * best or loss_now <= loss_then:
+        return None
+    then = _steps(measured[: at + rule.window], rule.window)
+    return (
+        f"critic/loss rose from {loss_then:.4g} ({then}) to {loss_now:.4g} ({_steps(measured, rule.window)}); relative to the best "
+        f"constant prediction from {best:.2f} to {now:.2f}"
+    )
+
+
+def _lowest_window(values: Sequence[float], window: int) -> tuple[float, int]:
+    """Smallest mean of ``window`` neighbours, and where they begin."""
+    best, at, total = math.inf, 0, 0.0
+    for end, value in enumerate(values, 1):
+        total += value - (values[end - 1 - window] if end > window else 0.0)
+        if end >= window and total / window < best:
+            best, at = total / window, end - window
+    return best, at
+
+
+def entropy_collapse(rows: Rows, rule: EntropyRule, context: Context) -> str | None:
+    means = first_and_last(rows, "policy/entropy", rule.window)
+    if means is None or means[1] >= rule.fraction * means[0]:
+        return None
+    return f"policy/entropy fell from {means[0]:.3g} to {means[1]:.3g} ({_steps(rows, rule.window)}), below {rule.fraction:g} of its start"
+
+
+def length_collapse(rows: Rows, rule: LengthRule, context: Context) -> str | None:
+    """Short answers are an illness where they do not come with more right ones."""
+    lengths, accuracies = (first_and_last(rows, key, rule.window) for key in ("response/length_mean", "accuracy/mean"))
+    if lengths is None or accuracies is None or lengths[1] >= rule.fraction * lengths[0] or accuracies[1] > accuracies[0]:
+        return None
+    return (
+        f"response/length_mean fell from {lengths[0]:.1f} to {lengths[1]:.1f} tokens ({_steps(rows, rule.window)}), below "
+        f"{rule.fraction:g} of its start, and accuracy from {accuracies[0]:.3f} to {accuracies[1]:.3f}"
+    )
+
+
+def clip_fraction(rows: Rows, rule: ClipRule, context: Context) -> str | None:
+    high, low = (recent(rows, f"policy/clip_frac_{side}", rule.window) for side in ("high", "low"))
+    if not high or not low or fmean(high) + fmean(low) <= rule.above:
+        return None
+    return (
+        f"{fmean(high) + fmean(low):.3f} of the tokens were held by a clip in {_steps(rows, rule.window)} "
+        f"(upper {fmean(high):.3f}, lower {fmean(low):.3f}), above {rule.above:g}"
+    )
+
+
+def rollout_mismatch(rows: Rows, rule: MismatchRule, context: Context) -> str | None:
+    limit = MISMATCH_LIMIT[context.dtype] if rule.above is None else rule.above
+    found = recent(rows, "mismatch/logprob_abs_mean", rule.window)
+    if not found or fmean(found) <= limit:
+        return None
+    return f"mismatch/logprob_abs_mean = {fmean(found):.2e} in {_steps(rows, rule.window)}, above {limit:.0e} ({context.dtype})"
+
+
+def first_step_kl(rows: Rows, rule: FirstKlRule, context: Context) -> str | None:
+    if not context.recomputes_logprobs:
+        return None
+    limit = FIRST_KL_LIMIT[context.dtype] if rule.above is None else rule.above
+    found = recent(rows, "policy/approx_kl_first", 1)
+    if not found or found[0] <= limit:
+        return None
+    return f"policy/approx_kl_first = {found[0]:.2e} in {_steps(rows, 1)}, above {limit:.0e} ({context.dtype})"
+
+
+def stale_weights(rows: Rows, rule: StaleWeightsRule, context: Context) -> str | None:
+    """Before the first update sampler and trainer have the same weights, so the gap of the first step is rounding; one that has grown
+    many times over follows the updates that the sampler did not get."""
+    found = values_of(rows, "mismatch/logprob_abs_mean")
+    if len(found) <= rule.window:
+        return None
+    limit = max(rule.growth * found[0], STALE_FLOOR[context.dtype])
+    last = found[-rule.window :]
+    if min(last) <= limit:
+        return None
+    return (
+        f"mismatch/logprob_abs_mean was {found[0]:.1e} before the first update and is {fmean(last):.1e} in {_steps(rows, rule.window)}, "
+        f"more than {limit:.1e}: the sampler seems to lag behind the policy"
+    )
+
+
+def lambda_zero(rows: Rows, rule: LambdaZeroRule, context: Context) -> str | None:
+    found = recent(rows, "gae/lambda_zero_frac", rule.window)
+    if not found or fmean(found) <= rule.above:
+        return None
+    lengths = recent(rows, "response/length_mean", rule.window)
+    length = f"; the mean response has {fmean(lengths):.0f} tokens" if lengths else ""
+    return f"lambda was 0 for {fmean(found):.2f} of the responses in {_steps(rows, rule.window)}, above {rule.above:g}{length}"
+
+
+def uniform_groups(rows: Rows, rule: UniformGroupsRule, context: Context) -> str | None:
+    right, wrong = (recent(rows, f"groups/all_{kind}_frac", rule.window) for kind in ("right", "wrong"))
+    if context.group_size == 1 or not right or not wrong or fmean(right) + fmean(wrong) <= rule.above:
+        return None
+    return (
+        f"{fmean(right) + fmean(wrong):.2f} of the groups had equal verdicts in {_steps(rows, rule.window)} "
+        f"(all right {fmean(right):.2f}, all wrong {fmean(wrong):.2f}), above {rule.above:g}"
+    )
+
+
+def grader_failures(rows: Rows, rule: CountRule, context: Context) -> str | None:
+    failed, asked = (sum(values_of(rows[-rule.window :], key)) for key in ("grading/failed", "response/count"))
+    if failed <= rule.above * asked:
+        return None
+    return f"{failed:.0f} of {asked:.0f} responses had no verdict in {_steps(rows, rule.window)} and were left out"
+
+
+def skipped_updates(rows: Rows, rule: CountRule, context: Context) -> str | None:
+    found = {role: sum(values_of(rows[-rule.window :], f"{role}/updates_skipped")) for role in ("policy", "critic")}
+    done = sum(_updates(rows, rule.window, role) for role in found)
+    skipped = sum(found.values())
+    if skipped <= rule.above * (done + skipped):
+        return None
+    return (
+        f"{found['policy']:.0f} updates of the policy and {found['critic']:.0f} of the critic were skipped in {_steps(rows, rule.window)}"
+    )
+
+
+def _updates(rows: Rows, window: int, role: str) -> float:
+    """Updates done in the last ``window`` rows, from the running count."""
+    counts = [0.0, *values_of(rows, f"{role}/updates")]
+    return counts[-1] - counts[max(0, len(counts) - 1 - window)]
+
+
+def untrained_minibatches(rows: Rows, rule: CountRule, context: Context) -> str | None:
+    last = rows[-rule.window :]
+    found = {role: sum(values_of(last, f"{role}/minibatches_masked")) for role in ("policy", "critic")}
+    empty = [row for row in last if row.get("tokens/trained") == 0]
+    done = sum(_updates(rows, rule.window, role) for role in found)
+    masked = sum(found.values())
+    if not empty and masked <= rule.above * (done + masked):
+        return None
+    nothing = f"; {len(empty)} of these steps had no token to train on" if empty else ""
+    return (
+        f"{found['policy']:.0f} mini-batches of the policy and {found['critic']:.0f} of the critic had no trainable token in "
+        f"{_steps(rows, rule.window)}{nothing}"
+    )
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A rule. ``section``: its thresholds, of its own name in ``diagnosis:``; ``pretraining``: it holds in value pretraining as well."""
+
+    name: str
+    section: Callable[[DiagnosisConfig], Any]
+    check: Callable[[Rows, Any, Context], str | None]
+    means: str
+    remedy: str
+    pretraining: bool = False
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        "explained_variance",
+        lambda d: d.explained_variance,
+        explained_variance,
+        "the critic predicts worse than a constant, so its advantages are noise",
+        "more value pretraining, a higher critic learning rate or more critic epochs; lambda_critic = 1",
+    ),
+    Rule(
+        "value_loss_rising",
+        lambda d: d.value_loss_rising,
+        value_loss_rising,
+        "the critic gets worse relative to what it has to predict",
+        "a lower critic learning rate, a value clip, fewer critic epochs; look for a change of the reward's scale",
+    ),
+    Rule(
+        "entropy_collapse",
+        lambda d: d.entropy_collapse,
+        entropy_collapse,
+        "the policy has stopped exploring",
+        "Clip-Higher (clip_high 0.28), a lower policy learning rate, an entropy bonus, a smaller positive_lm.coef, harder prompts",
+    ),
+    Rule(
+        "length_collapse",
+        lambda d: d.length_collapse,
+        length_collapse,
+        "responses shrink without getting better, which in PPO without value pretraining is its usual end",
+        "value pretraining, decoupled GAE (lambda_critic = 1), a longer reach of the policy's lambda; check overlong penalties",
+    ),
+    Rule(
+        "clip_fraction",
+        lambda d: d.clip_fraction,
+        clip_fraction,
+        "updates move the policy further than the trust region",
+        "a lower policy learning rate, fewer epochs or larger mini-batches a rollout",
+    ),
+    Rule(
+        "rollout_mismatch",
+        lambda d: d.rollout_mismatch,
+        rollout_mismatch,
+        "rollout and trainer disagree on the sampled tokens",
+        "verify_weights: true to rule out the sync; the same temperature on both sides; importance_correction: {kind: token_truncate}",
+    ),
+    Rule(
+        "first_step_kl",
+        lambda d: d.first_step_kl,
+        first_step_kl,
+        "training does not reproduce the old log-probs that it computed itself",
+        "a defect in packing, masks or dropout rather than a setting: compare attention: sdpa, and report it",
+    ),
+    Rule(
+        "stale_weights",
+        lambda d: d.stale_weights,
+        stale_weights,
+        "the sampler does not have the policy's present weights",
+        "verify_weights: true names the tensors that did not arrive",
+    ),
+    Rule(
+        "lambda_zero",
+        lambda d: d.lambda_zero,
+        lambda_zero,
+        "length-adaptive lambda is 0 for responses of at most 1 / alpha tokens, which then learn from one-step advantages",
+        "a larger alpha (advantages reach over alpha x length tokens), or lambda_policy: {kind: fixed}",
+    ),
+    Rule(
+        "uniform_groups",
+        lambda d: d.uniform_groups,
+        uniform_groups,
+        "the prompts are too easy or too hard, and group-relative advantages are zero",
+        "harder prompts if all are right, easier ones or partial credit if all are wrong; dynamic sampling; larger groups",
+    ),
+    Rule(
+        "grader_failures",
+        lambda d: d.grader_failures,
+        grader_failures,
+        "a grader crashed, timed out or cannot read the ground truth",
+        "see the errors in samples/; a longer reward.timeout_seconds, more reward.workers, another verifier for this data",
+        pretraining=True,
+    ),
+    Rule(
+        "skipped_updates",
+        lambda d: d.skipped_updates,
+        skipped_updates,
+        "a gradient was not finite",
+        "a lower learning rate, model.dtype: float32 to find the source; look for outliers in advantages/max and policy/ratio_mean",
+        pretraining=True,
+    ),
+    Rule(
+        "untrained_minibatches",
+        lambda d: d.untrained_minibatches,
+        untrained_minibatches,
+        "every response of a mini-batch was filtered",
+        "a longer max_response_length if responses are cut (truncation: mask), larger mini-batches",
+        pretraining=True,
+    ),
+)
