@@ -32,7 +32,7 @@ TERM_INPUTS = (
 
 def missing_estimator_inputs(config: Config) -> dict[str, str]:
     """Inputs of an estimator that this configuration does not have, with the reason."""
-    missing = {}
+    missing: dict[str, str] = {}
     if not config.uses_critic:
         missing["values"] = "which needs a critic: set algorithm.advantage.custom.critic: true"
     if config.algorithm.advantage.truncation != "bootstrap":
@@ -42,7 +42,7 @@ def missing_estimator_inputs(config: Config) -> dict[str, str]:
 
 def missing_term_inputs(config: Config) -> dict[str, str]:
     """Inputs of a loss term that this configuration does not have, with the reason."""
-    missing = {}
+    missing: dict[str, str] = {}
     if not config.uses_critic:
         missing |= dict.fromkeys(("values", "returns"), "which needs a critic, and this estimator builds none")
     if not config.uses_reference:

@@ -161,3 +161,25 @@ def test_the_page_names_every_rule_with_its_thresholds():
     for rule in rules.RULES:
         assert f"`{rule.name}`" in page
         assert rule.remedy.split(",")[0].split(";")[0] in page, rule.name
+
+
+def recorded(name: str) -> list[dict]:
+    """Rows of a real run of the quickstart's model, the columns that rules read."""
+    return [json.loads(line) for line in (ROOT / "tests" / "cases" / "diagnosis" / f"{name}.jsonl").read_text().splitlines()]
+
+
+def test_a_healthy_run_of_the_quickstart_is_silent():
+    watching = Monitor(make_config())
+    watching.replay(recorded("healthy"))
+    assert watching.metrics() == {} and watching.context.dtype == "bfloat16"
+    strict = make_config()
+    strict = Monitor(strict.model_copy(update={"model": strict.model.model_copy(update={"dtype": "float32"})}))
+    strict.replay(recorded("healthy"))
+    assert strict.metrics() == {}
+
+
+def test_a_real_collapse_is_named():
+    """The same with alpha = 0.05: of 40 tokens, advantages reach over two. The run shrank to short wrong answers."""
+    watching = Monitor(make_config())
+    found = [(row["step"], finding.name) for row in recorded("collapse") for finding in watching.observe(row) if finding.in_a_row == 1]
+    assert found == [(17, "length_collapse"), (18, "lambda_zero")]
