@@ -226,6 +226,21 @@ BROKEN = [
         "'reward' has no effect with algorithm.advantage.estimator = 'rloo'",
     ),
     ("kl_has_a_coefficient", ["algorithm.kl={place: reward}"], {}, "algorithm.kl.coef", "reference model for nothing"),
+    ("custom_estimator_is_named", ["algorithm.advantage.estimator=custom"], {}, "algorithm.advantage.custom", "is required with"),
+    (
+        "loss_terms_have_distinct_names",
+        ["algorithm.loss_terms=[{name: a, function: a:f, coef: 1.0}, {name: a, function: a:g, coef: 1.0}]"],
+        {},
+        "algorithm.loss_terms",
+        "several terms are named 'a'",
+    ),
+    (
+        "halting_rules_are_watched",
+        ["diagnosis={clip_fraction: null, halt_on: [clip_fraction]}"],
+        {},
+        "diagnosis.halt_on",
+        "'clip_fraction' can never hold: diagnosis.clip_fraction is null",
+    ),
     ("critic_init_has_a_path", ["critic.init=reward_model"], {}, "critic.path", "is required with critic.init = 'reward_model'"),
     (
         "saved_critic_says_whether_to_pretrain",
@@ -316,6 +331,7 @@ def test_what_the_rules_allow(tmp_path: Path) -> None:
 CRITIC_FREE = "algorithm.advantage.estimator=grpo"
 LAMBDA = "algorithm.advantage.lambda_policy"
 CORRECTION = "algorithm.policy_loss.importance_correction"
+PER_PROMPT = ["batch.prompts_per_step=128", "batch.responses_per_prompt=1"]
 WITHOUT_EFFECT = [
     ([CRITIC_FREE, "critic.epochs=2"], "critic.epochs"),
     ([CRITIC_FREE, "critic.optimizer.lr=1.0"], "critic.optimizer.lr"),
@@ -346,7 +362,14 @@ WITHOUT_EFFECT = [
     (["data.chat_template=false", "data.system_prompt=be brief"], "data.system_prompt"),
     (["eval.temperature=0", "eval.top_p=0.5"], "eval.top_p"),
     (["data.eval=[]", "eval.every_steps=5"], "eval.every_steps"),
+    (["algorithm.advantage.custom={function: a:f}"], "algorithm.advantage.custom.function"),
+    ([CRITIC_FREE, "diagnosis.explained_variance.below=0.1"], "diagnosis.explained_variance.below"),
+    ([CRITIC_FREE, "diagnosis.value_loss_rising.rise=3.0"], "diagnosis.value_loss_rising.rise"),
+    ([f"{LAMBDA}.kind=fixed", "diagnosis.lambda_zero.above=0.9"], "diagnosis.lambda_zero.above"),
+    ([*PER_PROMPT, "diagnosis.uniform_groups.above=0.5"], "diagnosis.uniform_groups.above"),
+    (["rollout.old_logprobs=rollout", "diagnosis.first_step_kl.above=0.5"], "diagnosis.first_step_kl.above"),
 ]
+CUSTOM_CRITIC = "algorithm.advantage={estimator: custom, custom: {function: a:f, critic: true}, lambda_policy: {alpha: 0.9}}"
 
 
 @pytest.mark.parametrize(("settings", "key"), WITHOUT_EFFECT, ids=[case[1] + f"-{i}" for i, case in enumerate(WITHOUT_EFFECT)])
@@ -362,6 +385,11 @@ def test_every_inapplicable_setting_has_a_case() -> None:
     for entry in INAPPLICABLE:
         for name in entry.keys:
             assert any(key == name or key.startswith(name + ".") for key in tried), name
+
+
+def test_an_estimator_of_the_user_s_has_no_lambda_of_the_policy(tmp_path: Path) -> None:
+    (fault,) = faults_of(tmp_path, CUSTOM_CRITIC)
+    assert fault.startswith(f"{LAMBDA}.alpha: 0.9 has no effect with algorithm.advantage.estimator = 'custom'")
 
 
 def test_inherited_settings_give_way_to_a_later_switch(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 from tests.torchrun import ROOT
 from vapo_mcore.config import load_config
 from vapo_mcore.config.loading import all_keys
-from vapo_mcore.config.schema import FileSource, ReasoningGymSource
+from vapo_mcore.config.schema import CustomSource, FileSource, ReasoningGymSource
 from vapo_mcore.errors import ConfigError
 from vapo_mcore.trainer.metric_table import EVALUATION, METRICS
 
@@ -53,7 +53,7 @@ def is_known(key: str) -> bool:
     inside = re.fullmatch(r"data\.(?:train|eval)\.\d+\.(.+)", key)
     if inside is None:
         return key in all_keys()
-    return inside[1] in {name for source in (FileSource, ReasoningGymSource) for name in all_keys(source)}
+    return inside[1] in {name for source in (FileSource, ReasoningGymSource, CustomSource) for name in all_keys(source)}
 
 
 def unusable(settings: list[tuple[str, str | None]], base: Path) -> list[str]:

@@ -134,7 +134,6 @@ def test_a_step_counts_its_findings_and_asks_to_stop(monkeypatch):
     ("override", "fault"),
     [
         ("diagnosis.halt_on=[entropy]", "diagnosis.halt_on.0: 'entropy' must be"),
-        ("diagnosis={clip_fraction: null, halt_on: [clip_fraction]}", "diagnosis.halt_on: 'clip_fraction' can never hold"),
         ("diagnosis.entropy_colapse.fraction=0.2", "unknown key; did you mean 'entropy_collapse'"),
         ("diagnosis.value_loss_rising.rise=1.0", "diagnosis.value_loss_rising.rise: 1.0 must be > 1"),
         ("diagnosis.lambda_zero.above=1.5", "must be <= 1"),
@@ -146,12 +145,8 @@ def test_faults_of_the_configuration(tmp_path, override, fault):
     assert fault in line
 
 
-def test_thresholds_without_effect_are_refused(tmp_path):
+def test_rules_can_be_switched_off_and_halt(tmp_path):
     write_base(tmp_path)
-    (line,) = faults_of(tmp_path, "algorithm.advantage.estimator=grpo", "diagnosis.explained_variance.below=0.1")
-    assert "diagnosis.explained_variance.below: 0.1 has no effect" in line and "there is no critic" in line
-    (line,) = faults_of(tmp_path, "algorithm.advantage.lambda_policy.kind=fixed", "diagnosis.lambda_zero.above=0.1")
-    assert "only for length-adaptive lambda" in line
     config = load(tmp_path, "diagnosis.clip_fraction=null", "diagnosis.halt_on=[stale_weights, entropy_collapse]")
     assert config.diagnosis.clip_fraction is None and config.diagnosis.halt_on == ("stale_weights", "entropy_collapse")
 
