@@ -16,7 +16,7 @@ class GradeItem:
     """One response to grade.
 
     Attributes:
-        verifier: name of a built-in verifier (``math``, ``exact``, ...) or ``"package.module:function"``.
+        verifier: name of a built-in verifier (``math``, ``exact``, ...) or a reference to a function of the user's.
         response: the whole text that the model produced.
         ground_truth: the right answer, as the data file gives it.
         metadata: further columns of the data row that the verifier may need (``choices``, a reasoning-gym entry, ...).

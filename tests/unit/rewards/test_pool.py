@@ -166,7 +166,7 @@ def test_a_user_verifier_is_never_answered_from_the_cache(tmp_path):
     ("name", "message"),
     [
         ("mth", "unknown verifier 'mth': did you mean 'math'?"),
-        ("my verifier", "'package.module:function'"),
+        ("my verifier", "'package.module:name'"),
         ("no_such_package.module:f", "cannot be loaded: ModuleNotFoundError"),
         (BAD + "no_such_function", "has no function 'no_such_function'"),
         (BAD + "not_a_function", "has no function 'not_a_function'"),
