@@ -28,7 +28,7 @@ from toolkit import run
 from vapo_mcore.config import Config, load_config
 from vapo_mcore.config.yaml_text import format_yaml, parse_yaml
 from vapo_mcore.errors import ConfigError, DataError
-from vapo_mcore.trainer.intervals import wilson_interval
+from vapo_mcore.evaluation.intervals import wilson_interval
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples" / "configs"
 

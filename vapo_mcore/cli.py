@@ -1,4 +1,4 @@
-"""The command line: ``vapo-mcore config | train | launch | convert``. Arguments and configuration are checked before torch is imported."""
+"""The command line: ``vapo-mcore config | data | train | launch | eval | convert``. Checks come before torch is imported."""
 
 from __future__ import annotations
 
@@ -33,6 +33,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             from vapo_mcore.launch import command as launch
 
             return launch.run(options)
+        if options.command == "data":
+            from vapo_mcore.data import command as data_command
+
+            return data_command.run(options)
+        if options.command == "eval":
+            from vapo_mcore.evaluation import command as evaluation
+
+            return evaluation.run(options, arguments, _load_on_every_rank)
         return _train(options, arguments)
     except VapoError as error:
         _report(str(error), error.exit_code)
@@ -56,6 +64,15 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     train.add_argument("--dry-run", action="store_true", help="check everything that can be checked without loading a model, then stop")
     train.add_argument("--clean", action="store_true", help="delete the run that run.dir holds, then start")
 
+    from vapo_mcore.evaluation import command as evaluating
+
+    evaluation = commands.add_parser("eval", help="evaluate a checkpoint on the evaluation sets of a configuration")
+    evaluating.add_arguments(evaluation)
+
+    from vapo_mcore.data import command as data
+
+    data.add_arguments(commands.add_parser("data", help="look at data files"))
+
     from vapo_mcore.weights import command as convert
 
     convert.add_arguments(commands.add_parser("convert", help="convert checkpoints between Hugging Face and Megatron, and compare them"))
@@ -65,13 +82,16 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     launch = commands.add_parser("launch", help="start a run with nemo-run: on Slurm, or on this machine")
     launching.add_arguments(launch)
 
-    for command in (config, train, launch):
+    for command in (config, train, evaluation, launch):
         command.add_argument("file", metavar="FILE", help="YAML configuration")
         command.add_argument("overrides", metavar="KEY=VALUE", nargs="*", default=[], help=_OVERRIDES_HELP)
     options, rest = parser.parse_known_args(arguments)
     unknown = [argument for argument in rest if argument.startswith("-")]
     if unknown:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    if options.command == "data":
+        options.paths += rest
+        return options
     if options.command == "convert":
         if rest:
             parser.error(f"unrecognized arguments: {' '.join(rest)}")
@@ -133,13 +153,13 @@ def _check_files(config: Config, *, clean: bool) -> None:
         raise ConfigError("\n".join(faults))
 
 
-def _load_on_every_rank(options: argparse.Namespace) -> Config:
+def _load_on_every_rank(options: argparse.Namespace, settings: Sequence[str] = ()) -> Config:
     """The configuration; faults, which all ranks find, are told once: by a launcher that collects them, else by rank 0."""
     from vapo_mcore.config import load_config
     from vapo_mcore.launch.local import ERRORS_VARIABLE
 
     try:
-        config = load_config(options.file, options.overrides)
+        config = load_config(options.file, [*options.overrides, *settings])
         started = int(os.environ.get("WORLD_SIZE", config.parallel.world_size))
         if started != config.parallel.world_size:
             raise ConfigError(

@@ -6,7 +6,7 @@ from difflib import get_close_matches
 
 from vapo_mcore.config.references import FORM, is_reference
 
-BUILT_IN_VERIFIERS = ("math", "math_last_number", "exact", "regex", "multiple_choice", "reasoning_gym")
+BUILT_IN_VERIFIERS = ("math", "math_last_number", "math_answer_line", "exact", "regex", "multiple_choice", "reasoning_gym")
 
 
 def verifier_name_fault(name: str) -> str | None:

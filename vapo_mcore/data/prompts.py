@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import hashlib
 import zlib
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Any, Literal, Protocol
@@ -21,10 +21,11 @@ from typing import Any, Literal, Protocol
 import numpy as np
 
 from vapo_mcore.config.schema import DataConfig
-from vapo_mcore.data.sources import Faults, Messages, Problem, check_files, read_source
+from vapo_mcore.data.faults import Faults
+from vapo_mcore.data.sources import Messages, Problem, check_files, read_source
 from vapo_mcore.errors import DataError
 
-__all__ = ["Prompt", "PromptDataset", "check_files", "split_evenly"]
+__all__ = ["Prompt", "PromptDataset", "check_files", "overlaps", "prompt_key", "split_evenly"]
 
 _TOKENIZE_AT_ONCE = 1024
 
@@ -51,6 +52,7 @@ class Prompt:
         source: name of the source.
         verifier: name of the verifier that judges responses.
         metadata: the other fields of the row; for reasoning-gym what the task's scorer needs.
+        subsets: field -> value, what evaluations are split by.
     """
 
     prompt_id: str
@@ -60,6 +62,60 @@ class Prompt:
     source: str
     verifier: str
     metadata: dict[str, Any]
+    subsets: dict[str, str] = field(default_factory=dict)
+
+
+def prompt_key(prompt: str | Messages) -> bytes:
+    """A digest by which prompts are the same: their text without regard to case and whitespace. System messages do not count."""
+    parts = [prompt] if isinstance(prompt, str) else [message["content"] for message in prompt if message["role"] != "system"]
+    text = "\0".join(" ".join(part.split()).casefold() for part in parts)
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+
+
+def overlaps(train: PromptDataset, held_out: PromptDataset) -> list[str]:
+    """A sentence for each evaluation set and training source that have prompts in common (see :func:`prompt_key`)."""
+    sentences = []
+    for name, keys in held_out.keys.items():
+        for other, others in train.keys.items():
+            common = len(keys & others)
+            if common:
+                what = f"{common} of the {len(keys)} different prompts of the evaluation set {name!r}"
+                sentences.append(f"{what} are in the training source {other!r}")
+    return sentences
+
+
+def encode_prompts(
+    problems: Sequence[Problem], data: DataConfig, tokenizer: Tokenizer, faults: Faults
+) -> Iterator[tuple[Problem, str, list[int]]]:
+    """Each problem with the text that is tokenized and its tokens; what cannot be put into the template, or has no tokens, goes to
+    ``faults`` (the latter comes with an empty list)."""
+    for start in range(0, len(problems), _TOKENIZE_AT_ONCE):
+        texts = [(problem, _text(problem, data, tokenizer, faults)) for problem in problems[start : start + _TOKENIZE_AT_ONCE]]
+        chunk = [(problem, text) for problem, text in texts if text is not None]
+        # A chat template writes the special tokens itself; a bare text gets those that the tokenizer adds by default.
+        encoded = tokenizer([text for _, text in chunk], add_special_tokens=not data.chat_template, verbose=False) if chunk else {}
+        for (problem, text), token_ids in zip(chunk, encoded.get("input_ids", []), strict=True):
+            if not token_ids:
+                faults.add(problem.file, problem.row, None, "the prompt has no tokens")
+            yield problem, text, list(token_ids)
+
+
+def _text(problem: Problem, data: DataConfig, tokenizer: Tokenizer, faults: Faults) -> str | None:
+    """The text to tokenize; None after a fault."""
+    if not data.chat_template:
+        assert isinstance(problem.prompt, str)
+        return problem.prompt + data.prompt_suffix
+    messages = [{"role": "user", "content": problem.prompt}] if isinstance(problem.prompt, str) else list(problem.prompt)
+    messages[-1] = {**messages[-1], "content": messages[-1]["content"] + data.prompt_suffix}
+    if data.system_prompt is not None:
+        messages.insert(0, {"role": "system", "content": data.system_prompt})
+    from jinja2 import TemplateError
+
+    try:
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+    except TemplateError as error:
+        faults.add(problem.file, problem.row, None, f"the chat template refuses the messages: {error}")
+        return None
 
 
 class PromptDataset:
@@ -87,8 +143,20 @@ class PromptDataset:
         sources = data.train if split == "train" else data.eval
         self._prompts: dict[str, list[Prompt]] = {}
         self.dropped: dict[str, int] = {}
+        self.repeated: dict[str, int] = {}
+        self.keys: dict[str, set[bytes]] = {}
+        seen: set[bytes] = set()
         for source in sources:
             problems = read_source(source, data, faults)
+            keys = [prompt_key(problem.prompt) for problem in problems]
+            self.keys[source.name] = set(keys) if data.eval else set()
+            if data.deduplicate and split == "train":
+                # dict: a key's first problem; the sources before this one have theirs in ``seen``.
+                firsts = {key: problem for key, problem in zip(reversed(keys), reversed(problems), strict=True) if key not in seen}
+                kept = {problem.problem_id for problem in firsts.values()}
+                self.repeated[source.name] = len(problems) - len(kept)
+                problems = [problem for problem in problems if problem.problem_id in kept]
+                seen.update(keys)
             self._prompts[source.name] = self._tokenize(source.name, problems, tokenizer, faults)
             if problems and not self._prompts[source.name] and data.overlong_prompts == "drop":
                 reason = f"all {len(problems)} prompts are longer than data.max_prompt_length = {data.max_prompt_length} tokens"
@@ -100,21 +168,14 @@ class PromptDataset:
 
     def _tokenize(self, name: str, problems: list[Problem], tokenizer: Tokenizer, faults: Faults) -> list[Prompt]:
         """Prompts of one source; those over the limit are dropped and counted, or become faults."""
-        texts = [self._text(problem, tokenizer, faults) for problem in problems]
         prompts: list[Prompt] = []
         self.dropped[name] = 0
-        for start in range(0, len(texts), _TOKENIZE_AT_ONCE):
-            chunk = [(p, t) for p, t in zip(problems[start:], texts[start : start + _TOKENIZE_AT_ONCE], strict=False) if t is not None]
-            # A chat template writes the special tokens itself; a bare text gets those that the tokenizer adds by default.
-            encoded = tokenizer([t for _, t in chunk], add_special_tokens=not self._data.chat_template, verbose=False) if chunk else {}
-            for (problem, text), token_ids in zip(chunk, encoded.get("input_ids", []), strict=True):
-                if len(token_ids) > self._data.max_prompt_length:
-                    self._overlong(name, problem, len(token_ids), faults)
-                elif not token_ids:
-                    faults.add(problem.file, problem.row, None, "the prompt has no tokens")
-                else:
-                    verdict = (problem.ground_truth, problem.source, problem.verifier, problem.metadata)
-                    prompts.append(Prompt(problem.problem_id, list(token_ids), text, *verdict))
+        for problem, text, token_ids in encode_prompts(problems, self._data, tokenizer, faults):
+            if len(token_ids) > self._data.max_prompt_length:
+                self._overlong(name, problem, len(token_ids), faults)
+            elif token_ids:
+                verdict = (problem.ground_truth, problem.source, problem.verifier, problem.metadata, problem.subsets)
+                prompts.append(Prompt(problem.problem_id, token_ids, text, *verdict))
         return prompts
 
     def _overlong(self, name: str, problem: Problem, length: int, faults: Faults) -> None:
@@ -126,24 +187,6 @@ class PromptDataset:
             "data.overlong_prompts: drop"
         )
         faults.add(problem.file, problem.row, None, reason)
-
-    def _text(self, problem: Problem, tokenizer: Tokenizer, faults: Faults) -> str | None:
-        """The text to tokenize; None after a fault."""
-        suffix = self._data.prompt_suffix
-        if not self._data.chat_template:
-            assert isinstance(problem.prompt, str)
-            return problem.prompt + suffix
-        messages = [{"role": "user", "content": problem.prompt}] if isinstance(problem.prompt, str) else list(problem.prompt)
-        messages[-1] = {**messages[-1], "content": messages[-1]["content"] + suffix}
-        if self._data.system_prompt is not None:
-            messages.insert(0, {"role": "system", "content": self._data.system_prompt})
-        from jinja2 import TemplateError
-
-        try:
-            return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
-        except TemplateError as error:
-            faults.add(problem.file, problem.row, None, f"the chat template refuses the messages: {error}")
-            return None
 
     def __len__(self) -> int:
         return sum(len(prompts) for prompts in self._prompts.values())
@@ -160,7 +203,9 @@ class PromptDataset:
         for name, prompts in self._prompts.items():
             dropped = self.dropped[name]
             limit = self._data.max_prompt_length
-            parts.append(f"{name} {len(prompts)}" + (f" ({dropped} dropped, longer than {limit} tokens)" if dropped else ""))
+            notes = [f"{dropped} dropped, longer than {limit} tokens"] if dropped else []
+            notes += [f"{self.repeated[name]} dropped, repeat an earlier one"] if self.repeated.get(name) else []
+            parts.append(f"{name} {len(prompts)}" + (f" ({'; '.join(notes)})" if notes else ""))
         return f"data.{self._split}: {len(self)} prompts: {', '.join(parts)}"
 
     @property

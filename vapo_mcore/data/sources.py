@@ -1,4 +1,4 @@
-"""Reading and checking the sources of prompts: JSONL, JSON and parquet files, reasoning-gym tasks, and tasks of the user's own.
+"""Reading and checking the sources of prompts: files of rows (``readers``), reasoning-gym tasks, and tasks of the user's own.
 
 Needs neither torch nor a tokenizer, so that all faults of all files can be reported before anything large is loaded.
 """
@@ -6,20 +6,19 @@ Needs neither torch nor a tokenizer, so that all faults of all files can be repo
 from __future__ import annotations
 
 import difflib
-import json
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from vapo_mcore.config.schema import CustomSource, DataConfig, FieldsConfig, FileSource, ReasoningGymSource
-from vapo_mcore.errors import ConfigError, DataError
+from vapo_mcore.data.faults import Faults, kind_of, unicode_fault
+from vapo_mcore.data.readers import read_rows
+from vapo_mcore.data.schemas import PLAIN, Schema, choose_schema
+from vapo_mcore.errors import ConfigError
 from vapo_mcore.extensions.loading import describe, load_function
 
-SHOWN_FAULTS = 20
-_FORMATS = (".jsonl", ".json", ".parquet")
 _ROLES = ("system", "user", "assistant", "tool")
 
 Messages = list[dict[str, str]]
@@ -30,7 +29,7 @@ class Problem:
     """A prompt with its ground truth as its source gives it, checked, not yet put into a template or tokenized.
 
     ``problem_id`` is ``<source name>/<id or row number>``; ``prompt`` is a text or a list of chat messages; ``file`` and ``row``
-    say in messages where it stands.
+    say in messages where it stands; ``subsets`` holds the values of the fields that evaluations are split by.
     """
 
     problem_id: str
@@ -41,40 +40,15 @@ class Problem:
     metadata: dict[str, Any]
     file: str
     row: int
+    subsets: dict[str, str] = field(default_factory=dict)
 
 
-@dataclass
-class Faults:
-    """All faults found in the data, counted per file; the first ones kept for the message."""
-
-    shown: list[str] = field(default_factory=list)
-    count: dict[str, int] = field(default_factory=dict)
-    rows: dict[str, int] = field(default_factory=dict)
-
-    def add(self, file: str, row: int | None, name: str | None, reason: str) -> None:
-        """Note a fault in ``row`` (from 1; None: the whole file) and field ``name``."""
-        self.count[file] = self.count.get(file, 0) + 1
-        if len(self.shown) < SHOWN_FAULTS:
-            place = file + (f", row {row}" if row is not None else "") + (f", field {name!r}" if name is not None else "")
-            self.shown.append(f"{place}: {reason}")
-
-    def raise_if_any(self) -> None:
-        """Raise one DataError with the number of faults, per file too, and the first ``SHOWN_FAULTS`` of them."""
-        total = sum(self.count.values())
-        if total == 0:
-            return
-        files = "; ".join(f"{file}: {n} ({self.rows.get(file, 0)} rows read)" for file, n in self.count.items())
-        lines = [f"{total} fault{'s' if total > 1 else ''} in the data: {files}", *self.shown]
-        if total > len(self.shown):
-            lines.append(f"... and {total - len(self.shown)} more")
-        raise DataError("\n  ".join(lines))
-
-
-def check_files(data: DataConfig) -> None:
-    """Read and check all sources of both splits, and raise one DataError for everything that is wrong with them."""
+def check_files(data: DataConfig, splits: Sequence[Literal["train", "eval"]] = ("train", "eval")) -> None:
+    """Read and check all sources of the splits, and raise one DataError for everything that is wrong with them."""
     faults = Faults()
-    for source in (*data.train, *data.eval):
-        read_source(source, data, faults)
+    for split in splits:
+        for source in data.train if split == "train" else data.eval:
+            read_source(source, data, faults)
     faults.raise_if_any()
 
 
@@ -83,13 +57,18 @@ def read_source(source: FileSource | ReasoningGymSource | CustomSource, data: Da
     if isinstance(source, ReasoningGymSource):
         return list(_procedural(source, faults))
     if isinstance(source, CustomSource):
-        return list(_problems(source.function, _custom_rows(source, faults), FieldsConfig(), source, data, faults))
-    return list(_problems(source.path, _rows(source.path, faults), source.fields, source, data, faults))
+        faults.rows[source.function] = 0
+        return list(_problems(source.function, _custom_rows(source, faults), PLAIN, FieldsConfig(), source, data, faults))
+    faults.rows[source.path] = 0
+    schema, rows = choose_schema(source.fields, read_rows(source.path, faults))
+    faults.schemas[source.path] = schema
+    return list(_problems(source.path, rows, schema, source.fields, source, data, faults))
 
 
 def _problems(
     place: str,
     rows: Iterable[tuple[int, dict[str, Any]]],
+    schema: Schema,
     fields: FieldsConfig,
     source: FileSource | CustomSource,
     data: DataConfig,
@@ -97,21 +76,21 @@ def _problems(
 ) -> Iterator[Problem]:
     """The sound ones among numbered rows; ``place`` is where they stand, for messages."""
     seen: dict[str, int] = {}
-    faults.rows[place] = 0
     for number, row in rows:
-        faults.rows[place] += 1
         check = _RowCheck(place, number, row, faults)
-        prompt = check.prompt(fields.prompt, data)
-        answer = check.answer(fields.answer)
+        prompt = check.prompt(schema.prompt, data)
+        answer = check.answer(schema)
         name = str(number) if fields.id is None else check.id(fields.id)
         if name is not None and name in seen:
             faults.add(place, number, fields.id, f"id {name!r} is already that of row {seen[name]}")
         elif name is not None:
             seen[name] = number
-        if prompt is None or answer is None or name is None:
+        subsets = {key: check.subset(key) for key in fields.subsets}
+        if prompt is None or answer is None or name is None or None in subsets.values():
             continue
-        rest = {key: value for key, value in row.items() if key not in (fields.prompt, fields.answer)}
-        yield Problem(f"{source.name}/{name}", prompt, answer, source.name, source.verifier, rest, place, number)
+        rest = {key: value for key, value in row.items() if key not in (schema.prompt, schema.answer)}
+        known = {key: value for key, value in subsets.items() if value is not None}
+        yield Problem(f"{source.name}/{name}", prompt, answer, source.name, source.verifier, rest, place, number, known)
     if not faults.rows[place] and place not in faults.count:
         faults.add(place, None, None, "has no rows")
 
@@ -127,7 +106,7 @@ def _custom_rows(source: CustomSource, faults: Faults) -> Iterator[tuple[int, di
         faults.add(source.function, None, None, f"failed: {describe(error)}")
         return
     if not isinstance(found, Iterable):
-        faults.add(source.function, None, None, f"must return rows (a list or a generator), got {_kind(found)}")
+        faults.add(source.function, None, None, f"must return rows (a list or a generator), got {kind_of(found)}")
         return
     rows = islice(found, source.size)
     for number in range(1, 2**31):
@@ -138,91 +117,11 @@ def _custom_rows(source: CustomSource, faults: Faults) -> Iterator[tuple[int, di
         except Exception as error:  # noqa: BLE001
             faults.add(source.function, number, None, f"failed: {describe(error)}")
             return
+        faults.rows[source.function] += 1
         if isinstance(row, dict) and all(isinstance(key, str) for key in row):
             yield number, row
         else:
-            faults.rows[source.function] += 1
-            faults.add(source.function, number, None, f"a row must be a dict with named fields, got {_kind(row)}")
-
-
-def _rows(path: str, faults: Faults) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Rows that are objects, with their numbers from 1 (the line in a JSONL file)."""
-    file = Path(path)
-    if not file.is_file():
-        faults.add(path, None, None, f"no such file (relative paths start at {str(Path.cwd())!r})")
-        return
-    read = {".jsonl": _jsonl_rows, ".json": _json_rows, ".parquet": _parquet_rows}.get(file.suffix.lower())
-    if read is None:
-        faults.add(path, None, None, f"unknown format {file.suffix!r}; known are {', '.join(_FORMATS)}")
-        return
-    for number, row in read(file, faults):
-        if isinstance(row, dict):
-            yield number, row
-        else:
-            faults.rows[path] += 1
-            faults.add(path, number, None, f"a row must be an object with named fields, got {_kind(row)}")
-
-
-def _jsonl_rows(file: Path, faults: Faults) -> Iterator[tuple[int, Any]]:
-    blank: list[int] = []
-    with file.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                blank.append(number)
-                continue
-            for empty in blank:  # only those before a further row: blank lines at the end are not rows
-                faults.add(str(file), empty, None, "empty line")
-            blank.clear()
-            try:
-                row = _parse_json(line, first=number == 1)
-            except ValueError as error:
-                faults.rows[str(file)] += 1
-                faults.add(str(file), number, None, str(error))
-                continue
-            yield number, row
-
-
-def _json_rows(file: Path, faults: Faults) -> Iterator[tuple[int, Any]]:
-    try:
-        rows = _parse_json(file.read_bytes(), first=True)
-    except ValueError as error:
-        faults.add(str(file), None, None, str(error))
-        return
-    if not isinstance(rows, list):
-        faults.add(str(file), None, None, f"a .json file must hold a list of rows, got {_kind(rows)}; one object a line is .jsonl")
-        return
-    yield from enumerate(rows, start=1)
-
-
-def _parquet_rows(file: Path, faults: Faults) -> Iterator[tuple[int, Any]]:
-    import pyarrow
-    import pyarrow.parquet
-
-    number = 0
-    try:
-        with pyarrow.parquet.ParquetFile(file) as table:
-            for batch in table.iter_batches():
-                for row in batch.to_pylist():
-                    number += 1
-                    yield number, row
-    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
-        faults.add(str(file), number + 1 if number else None, None, f"not readable as parquet: {error}")
-
-
-def _parse_json(text: bytes, *, first: bool) -> Any:
-    """Decode and parse; a byte-order mark is allowed at the start of a file. ValueError with a reason for people."""
-    try:
-        decoded = text.decode("utf-8-sig" if first else "utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"not UTF-8: byte 0x{text[error.start]:02x} at position {error.start}") from error
-    try:
-        return json.loads(decoded)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"not valid JSON: {error}") from error
-    except RecursionError as error:
-        raise ValueError("not valid JSON: nested too deeply") from error
-    except ValueError as error:  # Python's limit of digits
-        raise ValueError("not valid JSON: a number has too many digits (write it as text)") from error
+            faults.add(source.function, number, None, f"a row must be a dict with named fields, got {kind_of(row)}")
 
 
 class _RowCheck:
@@ -240,7 +139,7 @@ class _RowCheck:
         for depth, part in enumerate(name.split(".")):
             inside = ".".join(name.split(".")[:depth])
             if not isinstance(value, dict):
-                self._fault(name, f"{inside!r} must be an object to look {part!r} up in, got {_kind(value)}")
+                self._fault(name, f"{inside!r} must be an object to look {part!r} up in, got {kind_of(value)}")
                 return None
             if part not in value:
                 holder = f"{inside!r}" if inside else "the row"
@@ -259,7 +158,7 @@ class _RowCheck:
             return self._messages(name, value, data)
         if isinstance(value, str):
             return value if self._is_text(name, value) else None
-        self._fault(name, f"must be a text or a list of messages, got {_kind(value)}")
+        self._fault(name, f"must be a text or a list of messages, got {kind_of(value)}")
         return None
 
     def _messages(self, name: str, value: list[Any], data: DataConfig) -> Messages | None:
@@ -273,14 +172,14 @@ class _RowCheck:
         for index, message in enumerate(value):
             at = f"{name}[{index}]"
             if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
-                self._fault(at, f"a message must be an object with 'role' and 'content', got {_kind(message)}")
+                self._fault(at, f"a message must be an object with 'role' and 'content', got {kind_of(message)}")
                 return None
             role, content = message["role"], message["content"]
             if role not in _ROLES:
                 self._fault(f"{at}.role", f"must be one of {', '.join(_ROLES)}, got {role!r}")
                 return None
             if not isinstance(content, str):
-                self._fault(f"{at}.content", f"must be a text, got {_kind(content)}")
+                self._fault(f"{at}.content", f"must be a text, got {kind_of(content)}")
                 return None
             if not self._is_text(f"{at}.content", content):
                 return None
@@ -293,14 +192,20 @@ class _RowCheck:
             return None
         return messages
 
-    def answer(self, name: str) -> str | None:
+    def answer(self, schema: Schema) -> str | None:
+        name = schema.answer
         value = self._get(name)
         if value is None:
             return None
         if isinstance(value, str):
+            if schema.marker is not None:
+                if schema.marker not in value:
+                    self._fault(name, f"has no {schema.marker!r} before its final answer, as {schema.name} has it")
+                    return None
+                value = value.rpartition(schema.marker)[2].strip()
             return value if self._is_text(name, value) else None
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-            self._fault(name, f"must be a text or a finite number, got {_kind(value)}")
+            self._fault(name, f"must be a text or a finite number, got {kind_of(value)}")
             return None
         return str(value)
 
@@ -309,7 +214,16 @@ class _RowCheck:
         if value is None:
             return None
         if isinstance(value, bool) or not isinstance(value, (str, int)):
-            self._fault(name, f"must be a text or a whole number, got {_kind(value)}")
+            self._fault(name, f"must be a text or a whole number, got {kind_of(value)}")
+            return None
+        return str(value) if not isinstance(value, str) or self._is_text(name, value) else None
+
+    def subset(self, name: str) -> str | None:
+        value = self._get(name)
+        if value is None:
+            return None
+        if isinstance(value, (dict, list)):
+            self._fault(name, f"must be a text, a number or a boolean to split evaluations by, got {kind_of(value)}")
             return None
         return str(value) if not isinstance(value, str) or self._is_text(name, value) else None
 
@@ -317,21 +231,10 @@ class _RowCheck:
         if not value.strip():
             self._fault(name, "is empty")
             return False
-        try:
-            value.encode("utf-8")
-        except UnicodeEncodeError as error:
-            self._fault(name, f"is not valid Unicode: lone surrogate at position {error.start}")
-            return False
-        return True
-
-
-def _kind(value: Any) -> str:
-    """The value's type in the words of a data file, with a short value."""
-    names = {dict: "an object", list: "a list", str: "text", bool: "a boolean", int: "a number", float: "a number"}
-    if value is None:
-        return "null"
-    shown = repr(value)
-    return f"{names.get(type(value), type(value).__name__)}: {shown if len(shown) <= 60 else shown[:57] + '...'}"
+        fault = unicode_fault(value)
+        if fault is not None:
+            self._fault(name, fault)
+        return fault is None
 
 
 _GENERATION_ERRORS = (ArithmeticError, AssertionError, LookupError, NotImplementedError, OSError, RuntimeError, TypeError, ValueError)

@@ -5,7 +5,7 @@ themselves.
 """
 
 from vapo_mcore.rewards.pool import VerifierPool
-from vapo_mcore.rewards.registry import BUILT_IN_NAMES, check_verifier_names
+from vapo_mcore.rewards.registry import BUILT_IN_NAMES, check_verifier_names, knows_answers, stated_answer
 from vapo_mcore.rewards.types import GradeItem, PoolStats, UngradableError, Verdict
 
 __all__ = [
@@ -16,4 +16,6 @@ __all__ = [
     "Verdict",
     "VerifierPool",
     "check_verifier_names",
+    "knows_answers",
+    "stated_answer",
 ]

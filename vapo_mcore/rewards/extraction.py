@@ -76,6 +76,21 @@ def marked_answer_or_last_number(response: str) -> str | None:
     return marked_answer(response)
 
 
+_ANSWER_LINE = re.compile(r"(?<!\w)answer[*_\s]{0,8}:[*_ \t]{0,8}([^\n]*)", re.IGNORECASE)
+
+
+def answer_line(response: str) -> str | None:
+    """What follows the last ``Answer:`` on its line, or the box in it; in a response without ``Answer:`` the marked answer.
+
+    The form that the prompts of DAPO-Math-17k ask for (arXiv 2503.14476).
+    """
+    last = _last_match(_ANSWER_LINE, response)
+    if last is None:
+        return marked_answer(response)
+    line = last.group(1).strip()
+    return marked_answer(line) if has_marker(line) else line or None
+
+
 def marked_answer_or_last_line(response: str) -> str:
     """The marked answer; if nothing is marked, the last line that is not empty."""
     if not has_marker(response):

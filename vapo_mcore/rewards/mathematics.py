@@ -19,7 +19,7 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
-from vapo_mcore.rewards.extraction import marked_answer, marked_answer_or_last_number
+from vapo_mcore.rewards.extraction import answer_line, marked_answer, marked_answer_or_last_number
 from vapo_mcore.rewards.normalization import as_words, normalize_answer, unwrap_text
 from vapo_mcore.rewards.types import UngradableError
 
@@ -51,6 +51,38 @@ def math(response: str, ground_truth: str, metadata: Mapping[str, Any]) -> float
 def math_last_number(response: str, ground_truth: str, metadata: Mapping[str, Any]) -> float:
     """As ``math``, but where nothing is marked the last number of the response is its answer."""
     return float(is_equal(marked_answer_or_last_number(response), ground_truth))
+
+
+def math_answer_line(response: str, ground_truth: str, metadata: Mapping[str, Any]) -> float:
+    """As ``math``, with the answer that follows the last ``Answer:`` of the response."""
+    return float(is_equal(answer_line(response), ground_truth))
+
+
+def stated_answer_line(response: str, ground_truth: str, metadata: Mapping[str, Any]) -> str | None:
+    """That answer in a normal spelling, as of ``stated_answer``."""
+    return _spelled(answer_line(response))
+
+
+def stated_answer(response: str, ground_truth: str, metadata: Mapping[str, Any]) -> str | None:
+    """The marked answer in a normal spelling: plain numbers by value, words without regard to case; None without one."""
+    return _spelled(marked_answer(response))
+
+
+def stated_answer_or_last_number(response: str, ground_truth: str, metadata: Mapping[str, Any]) -> str | None:
+    """As ``stated_answer``, but where nothing is marked the last number of the response is its answer."""
+    return _spelled(marked_answer_or_last_number(response))
+
+
+def _spelled(answer: str | None) -> str | None:
+    if not answer:
+        return None
+    if _is_outlandish(answer):  # never read as mathematics
+        return answer[:MAX_ANSWER_LENGTH]
+    normal = normalize_answer(answer)
+    number = _plain_number(normal)
+    if number is not None:
+        return str(number.value)
+    return as_words(normal) or "".join(normal.split()) or None
 
 
 def is_equal(answer: str | None, ground_truth: str) -> bool:

@@ -44,6 +44,11 @@ def procedural_answer(response: str, ground_truth: str) -> str:
     return answer
 
 
+def stated_answer(response: str, ground_truth: str, metadata: Mapping[str, Any]) -> str | None:
+    """That answer; None if it is empty."""
+    return procedural_answer(response, ground_truth) or None
+
+
 def unread_answer(response: str) -> tuple[bool, str]:
     """Whether the answer is marked, and the text that holds it: all that the score can depend on."""
     return has_marker(response), marked_answer_or_last_line(response)

@@ -37,22 +37,38 @@ class _BuiltIn:
     """Where a built-in verifier lives, and which part of a response its score depends on.
 
     ``answer`` and ``metadata_key`` must be cheap and must not import what the verifier itself needs: they run in the
-    trainer, to recognise answers that have been graded before.
+    trainer, to recognise answers that have been graded before. So must ``stated``, a function of response, ground truth and
+    metadata: the answer in a normal spelling, for majority votes; None where the response gives no answer.
     """
 
     path: str
     answer: str
     metadata_key: str | None = None
     warm_up: str | None = None
+    stated: str | None = None
 
 
 _BUILT_IN = {
-    "math": _BuiltIn("mathematics:math", "extraction:marked_answer", None, "mathematics:warm_up"),
-    "math_last_number": _BuiltIn("mathematics:math_last_number", "extraction:marked_answer_or_last_number", None, "mathematics:warm_up"),
-    "exact": _BuiltIn("text:exact", "extraction:marked_answer_or_all"),
-    "regex": _BuiltIn("text:regex", "extraction:marked_answer_or_all"),
-    "multiple_choice": _BuiltIn("text:multiple_choice", "extraction:choice_text", "text:choices_key"),
-    "reasoning_gym": _BuiltIn("procedural:reasoning_gym", "procedural:unread_answer", "procedural:entry_key", "procedural:warm_up"),
+    "math": _BuiltIn("mathematics:math", "extraction:marked_answer", warm_up="mathematics:warm_up", stated="mathematics:stated_answer"),
+    "math_last_number": _BuiltIn(
+        "mathematics:math_last_number",
+        "extraction:marked_answer_or_last_number",
+        warm_up="mathematics:warm_up",
+        stated="mathematics:stated_answer_or_last_number",
+    ),
+    "math_answer_line": _BuiltIn(
+        "mathematics:math_answer_line", "extraction:answer_line", warm_up="mathematics:warm_up", stated="mathematics:stated_answer_line"
+    ),
+    "exact": _BuiltIn("text:exact", "extraction:marked_answer_or_all", stated="text:stated_text"),
+    "regex": _BuiltIn("text:regex", "extraction:marked_answer_or_all", stated="text:stated_text"),
+    "multiple_choice": _BuiltIn("text:multiple_choice", "extraction:choice_text", "text:choices_key", stated="text:stated_choice"),
+    "reasoning_gym": _BuiltIn(
+        "procedural:reasoning_gym",
+        "procedural:unread_answer",
+        "procedural:entry_key",
+        "procedural:warm_up",
+        "procedural:stated_answer",
+    ),
 }
 
 BUILT_IN_NAMES = tuple(_BUILT_IN)
@@ -118,3 +134,21 @@ def answer_key(item: GradeItem) -> Hashable:
     if built_in.metadata_key is not None:
         extra = _part(built_in.metadata_key)(item.metadata)
     return item.verifier, answer, item.ground_truth, extra
+
+
+def knows_answers(verifier: str) -> bool:
+    """Whether :func:`stated_answer` is defined for responses that this verifier judges."""
+    built_in = _BUILT_IN.get(verifier)
+    return built_in is not None and built_in.stated is not None
+
+
+def stated_answer(item: GradeItem) -> str | None:
+    """The answer that a response gives, in a normal spelling by which answers are counted; None if it gives none.
+
+    Equal texts are equal answers; unequal ones may still be equal in value (two spellings of an expression). Cheap, and linear in
+    the response's length. Only for verifiers that :func:`knows_answers` names.
+    """
+    path = _BUILT_IN[item.verifier].stated
+    assert path is not None, f"{item.verifier} has no notion of an answer"
+    answer: str | None = _part(path)(item.response, item.ground_truth, item.metadata)
+    return answer

@@ -24,6 +24,11 @@ def regex(response: str, ground_truth: str, metadata: Mapping[str, Any]) -> floa
     return float(_pattern(ground_truth).fullmatch(marked_answer_or_all(response)) is not None)
 
 
+def stated_text(response: str, ground_truth: str, metadata: Mapping[str, Any]) -> str | None:
+    """The answer as ``exact`` takes it; None if it is empty."""
+    return marked_answer_or_all(response) or None
+
+
 @lru_cache(maxsize=1024)
 def _pattern(ground_truth: str) -> re.Pattern[str]:
     try:
@@ -51,6 +56,12 @@ def multiple_choice(response: str, ground_truth: str, metadata: Mapping[str, Any
         raise UngradableError(f"ground truth {ground_truth!r} is neither a letter nor one of the choices {list(choices.values())}")
     answer = choice_text(response)
     return float(answer is not None and _chosen(answer, choices) == right)
+
+
+def stated_choice(response: str, ground_truth: str, metadata: Mapping[str, Any]) -> str | None:
+    """The letter that the response chose; None if it is none."""
+    answer = choice_text(response)
+    return None if answer is None else _chosen(answer, _choices(metadata))
 
 
 def choices_key(metadata: Mapping[str, Any]) -> Hashable:

@@ -35,6 +35,16 @@ def all_gather_objects(value: T) -> list[T]:
     return gathered  # type: ignore[return-value]
 
 
+def gather_objects(value: T) -> list[T] | None:
+    """Every rank's value, by rank, on the first one; None on the others."""
+    rank, size = world()
+    if size == 1:
+        return [value]
+    gathered: list[T | None] | None = [None] * size if rank == 0 else None
+    dist.gather_object(value, gathered)
+    return gathered  # type: ignore[return-value]
+
+
 def broadcast_object(value: T, source: int = 0) -> T:
     """The value of rank ``source`` on every rank."""
     _, size = world()

@@ -1,89 +1,173 @@
-"""Held-out evaluation: avg@k by set with an interval, every item counted once, kept apart by id."""
+"""Sampling and grading of the evaluation sets, in chunks: the same during training and for ``vapo-mcore eval``."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from vapo_mcore.config.schema import Config
 from vapo_mcore.data.prompts import Prompt
-from vapo_mcore.data.rollout_batch import Rows
+from vapo_mcore.evaluation.statistics import Summary, summarise
+from vapo_mcore.evaluation.store import ResponseStore
+from vapo_mcore.rewards import GradeItem, knows_answers, stated_answer
 from vapo_mcore.rollout.base import SamplingConfig
-from vapo_mcore.trainer.collectives import all_gather_objects
-from vapo_mcore.trainer.intervals import wilson_interval
+from vapo_mcore.trainer.collectives import broadcast_object, fail_together, gather_objects
 from vapo_mcore.trainer.sampling import ResponseSampler
 from vapo_mcore.trainer.timing import PhaseTimer
 
 EVALUATION_SEED_STEP = 0
 """Rollouts count from 1, so evaluations share no seed with training; all evaluations of a run draw with the same seeds."""
 
-
-@dataclass(frozen=True)
-class SetResult:
-    """Evaluation of one set. ``accuracy`` (avg@k) and its interval are None if no response was graded.
-
-    ``prompts`` counts the problems with at least one graded response, ``failed`` the responses without a verdict.
-    """
-
-    accuracy: float | None
-    low: float | None
-    high: float | None
-    prompts: int
-    failed: int
-    length_mean: float
-    truncated_frac: float
-
-    def __str__(self) -> str:
-        if self.accuracy is None:
-            return "no verdicts"
-        return f"{self.accuracy:.3f} (95 % interval {self.low:.3f} - {self.high:.3f}, {self.prompts} problems)"
+_TEXTS = ("prompt", "response", "ground_truth")
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Results by set, the metrics for the step's row, and a record of every response (on all ranks; texts of some)."""
+    """Results by set, the metrics for the step's row and seconds by phase, on all ranks; records of the responses on the first."""
 
-    results: dict[str, SetResult]
+    summaries: list[Summary]
     metrics: dict[str, float | int | None]
+    seconds: dict[str, float]
     records: list[dict[str, Any]]
 
 
 class Evaluator:
-    """Samples ``eval.samples_per_prompt`` responses to every evaluation prompt; a collective over all ranks."""
+    """Samples ``eval.samples_per_prompt`` responses to every evaluation prompt; a collective over all ranks.
 
-    def __init__(self, config: Config, sampler: ResponseSampler, prompts: Sequence[Prompt]) -> None:
-        self.settings = config.eval
+    The prompts are worked off in chunks of at most ``eval.responses_per_chunk`` responses a replica. Which prompts are in which chunk
+    depends on the configuration and the number of replicas alone.
+    """
+
+    def __init__(self, config: Config, sampler: ResponseSampler | None, prompts: Sequence[Prompt]) -> None:
+        """``sampler`` may be None where nothing is left to be sampled."""
+        self.config = config
         self.sampler = sampler
         self.prompts = first_of_each_set(prompts, config.eval.max_prompts)
-        self.shown = config.run.samples_per_step
+        self.samples = config.eval.samples_per_prompt
         self.sampling = SamplingConfig(
             temperature=config.eval.temperature, top_p=config.eval.top_p, top_k=-1, max_tokens=config.rollout.max_response_length
         )
 
+    def chunks(self, replicas: int) -> list[range]:
+        """Numbers of the prompts of each chunk."""
+        size = max(1, self.config.eval.responses_per_chunk * replicas // self.samples)
+        return [range(start, min(start + size, len(self.prompts))) for start in range(0, len(self.prompts), size)]
+
     def run(self) -> Evaluation:
+        """Evaluate with the engine's present weights; the texts of ``run.samples_per_step`` responses are kept."""
+        assert self.sampler is not None
+        total, shown = len(self.prompts) * self.samples, self.config.run.samples_per_step
+        show = {number * total // shown for number in range(min(shown, total))} if shown else set()
+        records: list[dict[str, Any]] = []
+        seconds: dict[str, float] = {}
+        for chunk in self.chunks(self.sampler.engine.num_replicas):
+            found, took = self._sample(chunk, show)
+            records += found
+            seconds = add_seconds(seconds, took)
+        return self._evaluation(records, seconds)
+
+    def run_stored(self, store: ResponseStore | None, done: int, chunks: list[range], told: Callable[[str], None]) -> Evaluation:
+        """Evaluate what is not among the first ``done`` chunks of the store (which the first rank has), with all texts.
+
+        ``told`` gets a line after each chunk.
+        """
+        for number, chunk in enumerate(chunks[done:], start=done + 1):
+            everything = range(chunk.start * self.samples, chunk.stop * self.samples)
+            found, took = self._sample(chunk, everything)
+            with fail_together():
+                if store is not None:
+                    store.append(found, took)
+            told(f"chunk {number}/{len(chunks)}: {len(everything)} responses, {took['total']:.1f} s")
+        records: list[dict[str, Any]] = []
+        seconds: dict[str, float] = {}
+        if store is not None:
+            records = store.records()
+            for stored in store.chunks:
+                seconds = add_seconds(seconds, stored.seconds)
+        return self._evaluation(records, seconds)
+
+    def _sample(self, chunk: range, texts: Collection[int]) -> tuple[list[dict[str, Any]], dict[str, float]]:
+        """Records of a chunk in order, on the first rank (none elsewhere), and the seconds of this rank by phase."""
+        assert self.sampler is not None
         timer = PhaseTimer()
-        size = self.settings.samples_per_prompt
-        total = len(self.prompts) * size
-        show = {number * total // self.shown for number in range(min(self.shown, total))} if self.shown else set()
-        sampled = self.sampler.sample(self.prompts, size, self.sampling, seed_step=EVALUATION_SEED_STEP, timer=timer, show=show)
-        texts = {row: record for part in all_gather_objects(sampled.shown) for row, record in part.items()}
-        results = summarise(sampled.rows)
+        prompts = self.prompts[chunk.start : chunk.stop]
+        everything = range(len(prompts) * self.samples)
+        sampled = self.sampler.sample(prompts, self.samples, self.sampling, seed_step=EVALUATION_SEED_STEP, timer=timer, show=everything)
+        first = chunk.start * self.samples
+        mine = {
+            row: record_of(prompts[row // self.samples], shown, with_texts=first + row in texts) for row, shown in sampled.shown.items()
+        }
+        parts = gather_objects(mine)
+        together = {} if parts is None else {row: record for part in parts for row, record in part.items()}
+        assert parts is None or len(together) == len(everything), "a response was lost on its way"
+        return [together[row] for row in sorted(together)], timer.seconds | {"total": timer.total}
+
+    def _evaluation(self, records: list[dict[str, Any]], seconds: dict[str, float]) -> Evaluation:
+        """Summaries and metrics, worked out on the first rank, which has the records."""
+        summaries, seconds = broadcast_object((summarise(records, self.samples, self.config.seed), seconds))
         metrics: dict[str, float | int | None] = {}
-        for name, result in results.items():
-            metrics |= {
-                f"eval/{name}/avg@{size}": result.accuracy,
-                f"eval/{name}/ci_low": result.low,
-                f"eval/{name}/ci_high": result.high,
-                f"eval/{name}/prompts": result.prompts,
-                f"eval/{name}/failed": result.failed,
-                f"eval/{name}/length_mean": result.length_mean,
-                f"eval/{name}/truncated_frac": result.truncated_frac,
-            }
-        metrics["time/eval"] = timer.total
-        return Evaluation(results, metrics, _records(sampled.rows, texts))
+        for summary in summaries:
+            metrics |= metrics_of(summary)
+        metrics["time/eval"] = seconds.get("total", 0.0)
+        return Evaluation(summaries, metrics, seconds, records)
+
+    def fingerprint(self) -> str:
+        """Digest of what is evaluated: the prompts in order, with what their responses are judged by."""
+        digest = hashlib.sha256()
+        for prompt in self.prompts:
+            digest.update(repr((prompt.prompt_id, prompt.token_ids, prompt.ground_truth, prompt.verifier, prompt.subsets)).encode())
+        return digest.hexdigest()[:32]
+
+
+def evaluation_settings(config: Config) -> dict[str, Any]:
+    """How responses are sampled, for reports and to recognise an evaluation that goes on."""
+    return {
+        "samples_per_prompt": config.eval.samples_per_prompt,
+        "temperature": config.eval.temperature,
+        "top_p": config.eval.top_p if config.eval.temperature else 1.0,
+        "max_response_length": config.rollout.max_response_length,
+        "seed": config.seed,
+        "engine": config.rollout.engine,
+        "dtype": config.model.dtype,
+    }
+
+
+def record_of(prompt: Prompt, shown: Mapping[str, Any], *, with_texts: bool) -> dict[str, Any]:
+    """The record of one response (see ``evaluation.statistics``) from the sampler's."""
+    names = ("prompt_id", "sample_index", "source", "correct", "score", "error")
+    record: dict[str, Any] = {name: shown[name] for name in names}
+    if knows_answers(prompt.verifier):
+        record["answer"] = stated_answer(GradeItem(prompt.verifier, shown["response"], prompt.ground_truth, prompt.metadata))
+    record |= {name: shown[name] for name in ("finish_reason", "response_length")}
+    record |= {"prompt_length": len(prompt.token_ids), "subsets": prompt.subsets}
+    return record | ({name: shown[name] for name in _TEXTS} if with_texts else {})
+
+
+def metrics_of(summary: Summary) -> dict[str, float | int | None]:
+    """The metrics ``eval/<set>/...`` of a step's row."""
+    average = summary.average
+    metrics: dict[str, float | int | None] = {
+        name: None if found is None else found.value
+        for name, found in summary.scores.items()
+        if not name.startswith("pass@") or name == f"pass@{summary.samples}"
+    }
+    metrics |= {
+        "ci_low": None if average is None else average.low,
+        "ci_high": None if average is None else average.high,
+        "prompts": 0 if average is None else average.problems,
+        "failed": summary.failed,
+        "length_mean": summary.lengths.mean,
+        "length_max": summary.lengths.max,
+        "truncated_frac": summary.truncated,
+    }
+    return {f"eval/{summary.name}/{name}": value for name, value in metrics.items()}
+
+
+def add_seconds(one: Mapping[str, float], other: Mapping[str, float]) -> dict[str, float]:
+    """Seconds by phase of both."""
+    return {name: one.get(name, 0.0) + other.get(name, 0.0) for name in {**one, **other}}
 
 
 def first_of_each_set(prompts: Sequence[Prompt], count: int | None) -> list[Prompt]:
@@ -97,45 +181,3 @@ def first_of_each_set(prompts: Sequence[Prompt], count: int | None) -> list[Prom
         if seen[prompt.source] <= count:
             chosen.append(prompt)
     return chosen
-
-
-def summarise(rows: Rows) -> dict[str, SetResult]:
-    """avg@k of each set: the mean over problems of the mean verdict of their graded responses, with a Wilson interval."""
-    results = {}
-    for source in dict.fromkeys(rows.source):
-        mine = torch.tensor([other == source for other in rows.source])
-        group, graded, right = rows.group[mine], rows.graded[mine], (rows.verdict & rows.graded)[mine]
-        _, number = torch.unique(group, return_inverse=True)
-        zeros = torch.zeros(int(number.max()) + 1, dtype=torch.float64)
-        counts = zeros.index_add(0, number, graded.double())
-        rights = zeros.index_add(0, number, right.double())
-        known = counts > 0
-        problems = int(known.sum())
-        successes = float((rights[known] / counts[known]).sum())
-        low, high = wilson_interval(min(successes, problems), problems) if problems else (None, None)
-        results[source] = SetResult(
-            accuracy=successes / problems if problems else None,
-            low=low,
-            high=high,
-            prompts=problems,
-            failed=int((~graded).sum()),
-            length_mean=float(rows.response_length[mine].double().mean()),
-            truncated_frac=float(rows.truncated[mine].double().mean()),
-        )
-    return results
-
-
-def _records(rows: Rows, texts: dict[int, dict[str, Any]]) -> list[dict[str, Any]]:
-    columns = zip(
-        rows.prompt_id,
-        rows.sample_index.tolist(),
-        rows.source,
-        rows.verdict.tolist(),
-        rows.score.tolist(),
-        rows.graded.tolist(),
-        rows.finish_reason,
-        rows.response_length.tolist(),
-        strict=True,
-    )
-    names = ("prompt_id", "sample_index", "source", "correct", "score", "graded", "finish_reason", "response_length")
-    return [dict(zip(names, values, strict=True)) | texts.get(row, {}) for row, values in enumerate(columns)]

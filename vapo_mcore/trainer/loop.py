@@ -8,8 +8,9 @@ from typing import Any
 
 from vapo_mcore.config.schema import Config
 from vapo_mcore.errors import RunStopped
+from vapo_mcore.evaluation.report import console_lines, describe, write_report
 from vapo_mcore.trainer.console import Console, format_step
-from vapo_mcore.trainer.evaluation import Evaluation, Evaluator
+from vapo_mcore.trainer.evaluation import Evaluation, Evaluator, evaluation_settings
 from vapo_mcore.trainer.models import refresh_critic
 from vapo_mcore.trainer.run_dir import RunDirectory, critic_folder, export_folder
 from vapo_mcore.trainer.step import StepOutcome, Trainer
@@ -90,10 +91,12 @@ class Run:
         assert self.evaluator is not None
         evaluation = self.evaluator.run()
         self.evaluations.append((step, evaluation))
-        for name, result in evaluation.results.items():
-            self.console.print(f"evaluation after step {step}: {name} avg@{self.config.eval.samples_per_prompt} {result}")
+        for line in console_lines(evaluation.summaries):
+            self.console.print(f"evaluation after step {step}: {line}")
         if self.run_dir is not None:
             self.run_dir.write_samples(f"eval_step_{step:04d}", evaluation.records)
+            title, settings = f"Evaluation after step {step}", evaluation_settings(self.config)
+            write_report(self.run_dir.evaluations, f"step_{step:04d}", title, settings, evaluation.summaries, evaluation.seconds)
         return evaluation
 
     def _record(self, outcome: StepOutcome, total: int) -> None:
@@ -138,9 +141,7 @@ class Run:
         if not self.evaluations:
             return
         (first_step, before), (last_step, after) = self.evaluations[0], self.evaluations[-1]
-        for name, result in before.results.items():
-            label = f"{name} avg@{self.config.eval.samples_per_prompt}"
-            if last_step == first_step:
-                self.console.print(f"{label} after step {first_step}: {result}")
-            else:
-                self.console.print(f"{label} after step {first_step}: {result}; after step {last_step}: {after.results[name]}")
+        for old, new in zip(before.summaries, after.summaries, strict=True):
+            label = f"{old.name} avg@{old.samples}"
+            later = "" if last_step == first_step else f"; after step {last_step}: {describe(new.average)}"
+            self.console.print(f"{label} after step {first_step}: {describe(old.average)}{later}")

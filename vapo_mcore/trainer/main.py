@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import random
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
@@ -13,8 +14,9 @@ import torch
 import torch.distributed as dist
 
 from vapo_mcore.config.schema import Config
-from vapo_mcore.data.prompts import PromptDataset, check_files
-from vapo_mcore.errors import CheckpointError, DataError, TrainingError
+from vapo_mcore.data.prompts import PromptDataset, check_files, overlaps
+from vapo_mcore.data.tokenizer import load_tokenizer
+from vapo_mcore.errors import DataError, TrainingError
 from vapo_mcore.extensions.check import check_extensions
 from vapo_mcore.megatron.model import DTYPES
 from vapo_mcore.megatron.parallel import ParallelContext, initialize_parallel
@@ -40,10 +42,18 @@ def run_training(config: Config, *, clean: bool) -> int:
     Raises VapoError for everything that is for a person to solve. A rank that raises ends its process, and with it the run:
     torchrun then ends the others, which may be waiting for it in a collective. So nothing on the way out waits for them.
     """
-    _configure_logging()
+    configure_logging()
     parallel = initialize_parallel(config.parallel)
-    try:
+    with ending_together():
         train(config, parallel, clean=clean)
+    return 0
+
+
+@contextmanager
+def ending_together() -> Iterator[None]:
+    """The end of a process group: all ranks meet, or, where one is lost, the others wait to be ended by torchrun."""
+    try:
+        yield
         dist.barrier()
     except RuntimeError as error:
         if not lost_a_peer(error):
@@ -52,7 +62,6 @@ def run_training(config: Config, *, clean: bool) -> int:
         time.sleep(_SECONDS_UNTIL_ENDED)
         raise TrainingError(f"the connection to another rank is lost, and nothing has ended this one since: {error}") from error
     dist.destroy_process_group()
-    return 0
 
 
 def train(config: Config, parallel: ParallelContext, *, clean: bool) -> None:
@@ -69,8 +78,10 @@ def train(config: Config, parallel: ParallelContext, *, clean: bool) -> None:
         for dataset in (prompts, held_out):
             if dataset is not None:
                 console.print(dataset.summary)
-        engine = _build_engine(config, parallel)
-        verifiers = _start_verifiers(config, engine, stack, _verifiers(prompts, held_out))
+        for sentence in [] if held_out is None else overlaps(prompts, held_out):
+            console.print(f"warning: {sentence}: its score is not that of unseen problems")
+        engine = build_engine(config, parallel)
+        verifiers = start_verifiers(config, engine, stack, _verifiers(prompts, held_out))
         models = build_models(config, parallel, console.print)
         run_dir = _make_run_directory(config, parallel, clean, stack)
         sampler = ResponseSampler(engine, verifiers, tokenizer, config.seed)
@@ -80,7 +91,7 @@ def train(config: Config, parallel: ParallelContext, *, clean: bool) -> None:
         Run(config, trainer, evaluator, run_dir, console).execute()
 
 
-def _configure_logging() -> None:
+def configure_logging() -> None:
     """Warnings of this package; of the libraries below it errors only."""
     logging.basicConfig(level=logging.ERROR, format="%(levelname)s %(name)s: %(message)s")
     logging.getLogger("vapo_mcore").setLevel(logging.WARNING)
@@ -109,7 +120,7 @@ def _load_data(config: Config) -> tuple[Any, PromptDataset, PromptDataset | None
     Every rank reads the files: the prompts are then the same everywhere, and so is what is wrong with them.
     """
     with fail_together():
-        tokenizer = _load_tokenizer(config.model.path)
+        tokenizer = load_tokenizer(config.model.path)
         check_extensions(config, verifiers=False)  # those are loaded by the processes that grade
         check_files(config.data)
         train = PromptDataset(config.data, "train", tokenizer, seed=config.seed)
@@ -123,20 +134,11 @@ def _load_data(config: Config) -> tuple[Any, PromptDataset, PromptDataset | None
     return tokenizer, train, held_out
 
 
-def _load_tokenizer(folder: str) -> Any:
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except Exception as error:  # a damaged file raises whatever it runs into, the tokenizers library a bare Exception
-        raise CheckpointError(f"model.path: the tokenizer of {folder!r} cannot be loaded: {type(error).__name__}: {error}") from error
-
-
 def _verifiers(*datasets: PromptDataset | None) -> list[str]:
     return sorted({prompt.verifier for dataset in datasets if dataset is not None for prompt in dataset.items})
 
 
-def _build_engine(config: Config, parallel: ParallelContext) -> RolloutEngine:
+def build_engine(config: Config, parallel: ParallelContext) -> RolloutEngine:
     """Before the models: a missing or unfit engine is found early, and vLLM sizes its memory on a device that is still empty."""
     return build_rollout_engine(
         config.rollout,
@@ -150,7 +152,7 @@ def _build_engine(config: Config, parallel: ParallelContext) -> RolloutEngine:
     )
 
 
-def _start_verifiers(config: Config, engine: RolloutEngine, stack: ExitStack, verifiers: list[str]) -> VerifierPool | None:
+def start_verifiers(config: Config, engine: RolloutEngine, stack: ExitStack, verifiers: list[str]) -> VerifierPool | None:
     """Grading processes on the first rank of each replica, with the verifiers of the data imported."""
     pool = None
     with fail_together():

@@ -190,11 +190,14 @@ METRICS: tuple[Metric, ...] = (*_PROGRESS, *_RESPONSES, *_ADVANTAGES, *_POLICY, 
 
 EVALUATION = (
     ("avg@k", "Mean over problems of the mean verdict of their k graded responses."),
-    ("ci_low", "Lower end of the 95 % Wilson interval over problems (a problem counts as one trial)."),
+    ("ci_low", "Lower end of its 95 % interval over problems: bootstrap, or Wilson's where all problems score the same."),
     ("ci_high", "Upper end."),
+    ("pass@k", "Share of problems with a right one among k responses (unbiased estimate); for k > 1."),
+    ("maj@k", "Share of problems whose most frequent answer is right (evaluation.md); for k > 1; null if the verifier extracts none."),
     ("prompts", "Problems with at least one graded response."),
     ("failed", "Responses without a verdict; left out."),
     ("length_mean", "Mean response length in tokens."),
+    ("length_max", "Longest response in tokens."),
     ("truncated_frac", "Share of responses cut by the length limit."),
 )
 

@@ -3,6 +3,7 @@
 <run.dir>/config.yaml            the resolved configuration
 <run.dir>/metrics.jsonl          one JSON object a step
 <run.dir>/samples/step_NNNN.jsonl   sampled responses with their scores
+<run.dir>/evaluations/step_NNNN.json, .md   results on the evaluation sets
 <run.dir>/tensorboard/           if TensorBoard is installed or required
 <run.dir>/export/hf              the trained policy
 """
@@ -41,6 +42,7 @@ class RunDirectory:
     def __init__(self, path: Path, *, tensorboard: bool) -> None:
         self.path = path
         self.samples = path / "samples"
+        self.evaluations = path / "evaluations"
         self._metrics = open(path / "metrics.jsonl", "a", encoding="utf-8")  # noqa: SIM115 (kept open for the run, closed in close())
         self._tensorboard = _TensorBoard(path / "tensorboard") if tensorboard else None
 
@@ -56,6 +58,7 @@ class RunDirectory:
         try:
             (path / _MARKER).touch()
             (path / "samples").mkdir()
+            (path / "evaluations").mkdir()
             (path / "config.yaml").write_text(config_yaml, encoding="utf-8")
             return cls(path, tensorboard=_has_tensorboard() if tensorboard is None else tensorboard)
         except OSError as error:

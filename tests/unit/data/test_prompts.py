@@ -222,8 +222,8 @@ def test_all_files_of_both_splits_in_one_error_with_the_first_twenty_shown(tmp_p
     (tmp_path / "object.json").write_text('{"prompt": "x"}')
     (tmp_path / "broken.parquet").write_bytes(b"not parquet")
     (tmp_path / "empty.jsonl").write_text("")
-    (tmp_path / "table.csv").write_text("prompt,answer\n")
-    others = ["object.json", "broken.parquet", "empty.jsonl", "table.csv", "absent.jsonl"]
+    (tmp_path / "table.xlsx").write_text("prompt,answer\n")
+    others = ["object.json", "broken.parquet", "empty.jsonl", "table.xlsx", "absent.jsonl"]
     config = data_config(source(many), eval=[source(tmp_path / name) for name in others])
     with pytest.raises(DataError) as error:
         check_files(config)
@@ -237,7 +237,7 @@ def test_all_files_of_both_splits_in_one_error_with_the_first_twenty_shown(tmp_p
         "object.json: a .json file must hold a list of rows, got an object",
         "broken.parquet: not readable as parquet: ",
         "empty.jsonl: has no rows",
-        "table.csv: unknown format '.csv'; known are .jsonl, .json, .parquet",
+        "table.xlsx: unknown format '.xlsx'; known are .jsonl, .json, .csv, .tsv, .parquet and folders of datasets",
         "absent.jsonl: no such file",
     ):
         assert expected in str(error.value)

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from latex2sympy2_extended.latex2sympy2 import _Latex2Sympy
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, parser, verify
 
-from vapo_mcore.rewards import GradeItem, UngradableError, VerifierPool
-from vapo_mcore.rewards.mathematics import is_equal, math, math_last_number
+from vapo_mcore.rewards import GradeItem, UngradableError, VerifierPool, knows_answers, stated_answer
+from vapo_mcore.rewards.mathematics import is_equal, math, math_answer_line, math_last_number
 from vapo_mcore.rewards.normalization import as_words, normalize_answer
 from vapo_mcore.rewards.reading import read_expression
 from vapo_mcore.rewards.shortcuts import compare_linear_equations, compare_scalars, has_more_digits_than
@@ -67,6 +67,57 @@ def test_last_number_is_an_option_only():
     assert math_last_number(r"\boxed{1234} or 12", "1234", {}) == 1.0
     assert math_last_number(r"1234 so \boxed{", "1234", {}) == 0.0
     assert math_last_number("nothing", "1234", {}) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("response", "score"),
+    [
+        ("so it is 41.\nAnswer: 42", 1.0),
+        ("Answer: 41\nno:\n**Answer:** $42$", 1.0),
+        ("Answer: 42\nno:\nAnswer: 41", 0.0),
+        (r"\boxed{41} is a step. Answer: \boxed{42}", 1.0),
+        (r"Answer: 41, so \boxed{42}", 1.0),
+        (r"only \boxed{42}", 1.0),
+        ("Answer:\n42", 0.0),
+        ("The answer: 42", 1.0),
+        ("42", 0.0),
+        ("myanswer: 42", 0.0),
+        ("Answer: \\boxed{42", 0.0),
+    ],
+)
+def test_answer_line(response, score):
+    assert math_answer_line(response, "42", {}) == score
+
+
+@pytest.mark.parametrize(
+    ("response", "answer"),
+    [
+        (r"\boxed{0.50}", "1/2"),
+        (r"\boxed{\frac{2}{4}}", "1/2"),
+        (r"\boxed{1,000}", "1000"),
+        (r"\boxed{ x + 1 }", "x+1"),
+        (r"\boxed{\text{Monday}}", "monday"),
+        (r"\boxed{}", None),
+        ("5", None),
+        (r"\boxed{" + "9" * 2000 + "}", "9" * 1000),
+    ],
+)
+def test_stated_answers_in_a_normal_spelling(response, answer):
+    assert stated_answer(GradeItem("math", response, "1")) == answer
+
+
+def test_every_built_in_verifier_states_answers():
+    items = {
+        "math_last_number": ("so 6/4", "1", {}, "3/2"),
+        "math_answer_line": ("Answer: 6/4", "1", {}, "3/2"),
+        "exact": (r"\boxed{a b}", "1", {}, "a b"),
+        "regex": (" ", ".", {}, None),
+        "multiple_choice": ("the answer is (b)", "A", {"choices": ["x", "y"]}, "B"),
+        "reasoning_gym": ("The sum is 1,017.", "17", {"task": "chain_sum"}, "1017"),
+    }
+    for verifier, (response, truth, metadata, answer) in items.items():
+        assert stated_answer(GradeItem(verifier, response, truth, metadata)) == answer
+    assert not knows_answers("package.module:function")
 
 
 @pytest.mark.parametrize("truth", ["", "   ", "$$", "?", "...", r"\frac{", "{{{", "\x00"])

@@ -56,5 +56,5 @@ def missing_paths(config: Config) -> Iterator[Fault]:
             yield Fault(key, f"no such file: {file!r} {here}")
     for split in ("train", "eval"):
         for index, source in enumerate(getattr(config.data, split)):
-            if isinstance(source, FileSource) and not os.path.isfile(source.path):
+            if isinstance(source, FileSource) and not os.path.exists(source.path):
                 yield Fault(f"data.{split}.{index}.path", f"no such file: {source.path!r} {here}")

@@ -24,16 +24,17 @@ from vapo_mcore.config.schema.base import (
 class FieldsConfig(Section):
     """Which field of a row holds what; a dotted name reaches into nested objects."""
 
-    prompt: str = "prompt"  # a text, or a list of chat messages
-    answer: str = "answer"  # the ground truth: a text or a number
+    prompt: str | None = None  # a text, or a list of chat messages; null: found by the columns' names (data.md)
+    answer: str | None = None  # the ground truth: a text or a number; null: found by the columns' names
     id: str | None = None  # null: the row's number
+    subsets: tuple[str, ...] = Field(strict=False, default=())  # evaluations are told for each value of these fields, too
 
 
 class FileSource(Section):
-    """Prompts with ground truth from a ``.jsonl``, ``.json`` or ``.parquet`` file."""
+    """Prompts with ground truth from a ``.jsonl``, ``.json``, ``.csv``, ``.tsv`` or ``.parquet`` file, or a saved HF dataset."""
 
     kind: Literal["file"]  # what the source is
-    path: Path  # relative to the current directory
+    path: Path  # of the file, or of the folder that datasets' save_to_disk made; relative to the current directory
     # Of its metrics and prompts; by default the file's, without the ending.
     name: Name = Field(default_factory=lambda data: data["path"].replace("\\", "/").rsplit("/", 1)[-1].split(".")[0])
     verifier: Annotated[str, AfterValidator(known_verifier)]  # a built-in one (verifiers.md), or a reference to your own
@@ -73,6 +74,7 @@ class DataConfig(Section):
     eval: tuple[Source, ...] = Field(strict=False, default=())  # the evaluation sets; none: no evaluation
     max_prompt_length: PositiveInt  # tokens, chat template included
     overlong_prompts: Literal["refuse", "drop"] = "refuse"  # longer ones end the start, or are dropped and counted
+    deduplicate: bool = False  # training prompts whose text repeats an earlier one's are dropped and counted
     shuffle: bool = True  # each pass over a source has an order of its own; false: the file's
     chat_template: bool = True  # the tokenizer's; false: a prompt is plain text
     system_prompt: str | None = None  # a system message before each prompt
@@ -80,12 +82,14 @@ class DataConfig(Section):
 
 
 class EvalConfig(Section):
-    """Evaluation on ``data.eval``: mean accuracy over ``samples_per_prompt`` responses (avg@k)."""
+    """Evaluation on ``data.eval``: avg@k, pass@k and maj@k of ``samples_per_prompt`` responses to each prompt."""
 
     every_steps: NonNegativeInt = 0  # 0: only at start and end
     at_start: bool = True  # before the first step
     at_end: bool = True  # after the last step
-    samples_per_prompt: PositiveInt = 1  # k of avg@k
+    samples_per_prompt: PositiveInt = 1  # k
     temperature: Annotated[float, Field(ge=0, le=2), AfterValidator(greedy_or_sampled)] = 1.0  # 0: greedy
     top_p: Fraction = 0.7  # of evaluation; training samples from the whole distribution
     max_prompts: PositiveInt | None = None  # the first so many of each set; null: all
+    # Of a rollout replica, sampled at a time; what vapo-mcore eval repeats after it was killed.
+    responses_per_chunk: PositiveInt = 1024

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from vapo_mcore.trainer.intervals import wilson_interval
+from vapo_mcore.evaluation.intervals import wilson_interval
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,218 @@
+"""``vapo-mcore data check``: everything that can be told of data files before a run, as one report."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import chain
+from typing import Any
+
+import numpy as np
+
+from vapo_mcore.config.schema import DataConfig, FileSource, Source
+from vapo_mcore.data.faults import Fault, Faults
+from vapo_mcore.data.prompts import Tokenizer, encode_prompts, prompt_key
+from vapo_mcore.data.readers import read_rows
+from vapo_mcore.data.sources import Problem, read_source
+
+_EXAMPLES = 5
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Of lengths."""
+
+    mean: float
+    median: float
+    p90: float
+    p99: float
+    max: int
+
+
+@dataclass
+class SourceReport:
+    """What one source holds.
+
+    Attributes:
+        name, place: of the source; ``place`` is its file or task.
+        rows, usable: rows read, and those among them without a fault.
+        faults: all faults, in the order of the rows.
+        schema: how the columns were understood (None: no columns).
+        fields: column -> how many rows have which kind of value.
+        characters, tokens: lengths of the usable prompts; tokens with template, None without a tokenizer.
+        overlong: usable prompts of more than ``max_prompt_length`` tokens; None without a tokenizer.
+        repeated, contradicting: usable prompts whose text repeats an earlier one's, and those among them with another answer.
+        repeated_rows: the first few of them, as (row, the earlier row).
+        answers: different answers.
+    """
+
+    name: str
+    place: str
+    rows: int = 0
+    usable: int = 0
+    faults: list[Fault] = field(default_factory=list)
+    schema: str | None = None
+    fields: dict[str, dict[str, int]] = field(default_factory=dict)
+    characters: Spread | None = None
+    tokens: Spread | None = None
+    overlong: int | None = None
+    repeated: int = 0
+    contradicting: int = 0
+    repeated_rows: list[tuple[int, int]] = field(default_factory=list)
+    answers: int = 0
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """Prompts of an evaluation set that a training source has, too; ``rows``: the first few, as (evaluation row, training row)."""
+
+    evaluation: str
+    training: str
+    common: int
+    prompts: int
+    rows: list[tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class DataReport:
+    """Of all sources."""
+
+    train: list[SourceReport]
+    eval: list[SourceReport]
+    overlaps: list[Overlap]
+
+    @property
+    def faults(self) -> int:
+        return sum(len(report.faults) for report in (*self.train, *self.eval))
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def check_data(data: DataConfig, tokenizer: Tokenizer | None) -> DataReport:
+    """Read all sources and report. Never raises because of what they hold."""
+    splits: dict[str, list[SourceReport]] = {}
+    firsts: dict[str, dict[str, dict[bytes, int]]] = {}
+    for split, sources in (("train", data.train), ("eval", data.eval)):
+        splits[split], firsts[split] = [], {}
+        for source in sources:
+            report, rows = _source_report(source, data, tokenizer)
+            splits[split].append(report)
+            firsts[split][source.name] = rows
+    overlaps = []
+    for name, keys in firsts["eval"].items():
+        for other, others in firsts["train"].items():
+            common = [(row, others[key]) for key, row in keys.items() if key in others]
+            if common:
+                overlaps.append(Overlap(name, other, len(common), len(keys), common[:_EXAMPLES]))
+    return DataReport(splits["train"], splits["eval"], overlaps)
+
+
+def _source_report(source: Source, data: DataConfig, tokenizer: Tokenizer | None) -> tuple[SourceReport, dict[bytes, int]]:
+    """The report, and the first row of each different prompt."""
+    faults = Faults(kept=None)
+    problems = read_source(source, data, faults)
+    place = source.path if isinstance(source, FileSource) else next(iter((*faults.rows, *faults.count)), source.name)
+    report = SourceReport(source.name, place, rows=faults.rows.get(place, 0))
+    if tokenizer is not None:
+        problems = _measure_tokens(report, problems, data, tokenizer, faults)
+    schema = faults.schemas.get(place)
+    if isinstance(source, FileSource) and schema is not None:
+        marker = f" after {schema.marker!r}" if schema.marker else ""
+        report.schema = f"{schema.name}: prompt = {schema.prompt}, answer = {schema.answer}{marker}"
+        report.fields = _fields(row for _, row in read_rows(source.path, Faults(rows={source.path: 0})))
+    report.faults = sorted(faults.found, key=lambda fault: fault.row or 0)
+    report.usable = len(problems)
+    report.characters = _spread([_characters(problem) for problem in problems])
+    report.answers = len({problem.ground_truth for problem in problems})
+    return report, _repeats(report, problems)
+
+
+def _measure_tokens(report: SourceReport, problems: list[Problem], data: DataConfig, tokenizer: Tokenizer, faults: Faults) -> list[Problem]:
+    encoded = list(encode_prompts(problems, data, tokenizer, faults))
+    lengths = [len(token_ids) for _, _, token_ids in encoded]
+    report.tokens = _spread(lengths)
+    report.overlong = sum(length > data.max_prompt_length for length in lengths)
+    return [problem for problem, _, token_ids in encoded if token_ids]
+
+
+def _repeats(report: SourceReport, problems: Sequence[Problem]) -> dict[bytes, int]:
+    firsts: dict[bytes, Problem] = {}
+    for problem in problems:
+        earlier = firsts.setdefault(prompt_key(problem.prompt), problem)
+        if earlier is problem:
+            continue
+        report.repeated += 1
+        report.contradicting += earlier.ground_truth.strip() != problem.ground_truth.strip()
+        if len(report.repeated_rows) < _EXAMPLES:
+            report.repeated_rows.append((problem.row, earlier.row))
+    return {key: problem.row for key, problem in firsts.items()}
+
+
+def _fields(rows: Iterable[dict[str, Any]]) -> dict[str, dict[str, int]]:
+    counts: dict[str, Counter[str]] = {}
+    for row in rows:
+        for name, value in row.items():
+            counts.setdefault(str(name), Counter())[_KINDS.get(type(value), type(value).__name__)] += 1
+    return {name: dict(kinds.most_common()) for name, kinds in counts.items()}
+
+
+_KINDS = {dict: "object", list: "list", str: "text", bool: "boolean", int: "number", float: "number", type(None): "null"}
+
+
+def _characters(problem: Problem) -> int:
+    if isinstance(problem.prompt, str):
+        return len(problem.prompt)
+    return sum(len(message["content"]) for message in problem.prompt)
+
+
+def _spread(lengths: Sequence[int]) -> Spread | None:
+    if not lengths:
+        return None
+    median, p90, p99 = np.percentile(lengths, [50, 90, 99]).tolist()
+    return Spread(float(np.mean(lengths)), median, p90, p99, max(lengths))
+
+
+def render(report: DataReport, max_prompt_length: int | None, shown_faults: int | None) -> str:
+    """The report as text; of each source's faults the first ``shown_faults`` (None: all)."""
+    lines: list[str] = []
+    for split, sources in (("train", report.train), ("eval", report.eval)):
+        for source in sources:
+            lines += [*_source_lines(split, source, max_prompt_length, shown_faults), ""]
+    for overlap in report.overlaps:
+        rows = ", ".join(f"{one} = {other}" for one, other in overlap.rows)
+        more = ", ..." if overlap.common > len(overlap.rows) else ""
+        lines.append(
+            f"overlap: {overlap.common} of the {overlap.prompts} different prompts of the evaluation set {overlap.evaluation!r} are in the "
+            f"training source {overlap.training!r} (rows {rows}{more})"
+        )
+    if report.train and report.eval and not report.overlaps:
+        lines.append("overlap: no prompt of an evaluation set is in a training source")
+    total = sum(source.rows for source in chain(report.train, report.eval))
+    lines.append(f"{total:,} rows, {report.faults:,} faults")
+    return "\n".join(lines)
+
+
+def _source_lines(split: str, source: SourceReport, limit: int | None, shown: int | None) -> list[str]:
+    lines = [f"{split} {source.name!r}: {source.place}: {source.rows:,} rows, {source.usable:,} usable"]
+    if source.schema is not None:
+        lines.append(f"  columns read as {source.schema}")
+    for name, kinds in source.fields.items():
+        lines.append(f"  field {name!r}: {', '.join(f'{kind} {count:,}' for kind, count in kinds.items())}")
+    for what, spread in (("characters", source.characters), ("tokens", source.tokens)):
+        if spread is not None:
+            high = f"90 % {spread.p90:g}, 99 % {spread.p99:g}, max {spread.max:,}"
+            lines.append(f"  prompt {what}: mean {spread.mean:.1f}, median {spread.median:g}, {high}")
+    if source.overlong is not None and limit is not None:
+        lines.append(f"  prompts of more than {limit:,} tokens: {source.overlong:,}")
+    lines.append(f"  different answers: {source.answers:,}")
+    rows = ", ".join(f"{row} = {earlier}" for row, earlier in source.repeated_rows)
+    detail = f", {source.contradicting:,} of them with another answer (rows {rows}{', ...' if source.repeated > _EXAMPLES else ''})"
+    lines.append(f"  prompts that repeat an earlier one: {source.repeated:,}{detail if source.repeated else ''}")
+    for fault in source.faults if shown is None else source.faults[:shown]:
+        place = ("file" if fault.row is None else f"row {fault.row}") + (f", field {fault.field!r}" if fault.field else "")
+        lines.append(f"  {place}: {fault.reason}")
+    if shown is not None and len(source.faults) > shown:
+        lines.append(f"  ... and {len(source.faults) - shown:,} more faults (--all shows them)")
+    return lines

@@ -1,0 +1,69 @@
+"""``vapo-mcore eval``: its options, and what is checked before torch is imported."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from vapo_mcore.errors import ConfigError, VapoError
+
+if TYPE_CHECKING:
+    from vapo_mcore.config.schema import Config
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command; ``file`` and ``overrides`` are the command line's."""
+    parser.add_argument("--checkpoint", required=True, metavar="FOLDER", help="Hugging Face folder or Megatron distributed checkpoint")
+    parser.add_argument(
+        "--output", metavar="FOLDER", help="for results and responses; one that was killed goes on (default: <run.dir>_eval/<checkpoint>)"
+    )
+    parser.add_argument("--clean", action="store_true", help="delete the evaluation that the output folder holds, then start")
+
+
+def run(options: argparse.Namespace, arguments: list[str], load: Callable[[argparse.Namespace, Sequence[str]], Config]) -> int:
+    """Check, start the processes that it needs unless they are there, and evaluate; returns the exit code.
+
+    ``load`` reads the configuration that the options name, with further settings.
+    """
+    from vapo_mcore.launch import local
+
+    checkpoint = options.checkpoint
+    megatron = os.path.isfile(os.path.join(checkpoint, ".metadata"))
+    # A Hugging Face folder brings architecture and tokenizer: it takes the place of the configuration's model.
+    config = load(options, () if megatron else (f"model.path={json.dumps(checkpoint)}",))
+    name = "-".join(part for part in os.path.abspath(checkpoint).split(os.sep)[-2:] if part)
+    output = options.output or os.path.join(f"{config.run.dir.rstrip('/')}_eval", name)
+    if not local.under_torchrun():
+        _check_evaluation(config, checkpoint)
+        if config.parallel.world_size > 1:
+            return local.launch("vapo_mcore.cli", arguments, config.parallel.world_size)
+        local.become_single_process()
+
+    from vapo_mcore.trainer.evaluate import run_evaluation
+
+    return run_evaluation(config, checkpoint, output, clean=options.clean)
+
+
+def _check_evaluation(config: Config, checkpoint: str) -> None:
+    """Check the rows of the evaluation sets and the headers of the weights. Raises one ConfigError for all that is wrong."""
+    from vapo_mcore.data.sources import check_files
+    from vapo_mcore.weights.views import open_view
+
+    if not config.data.eval:
+        raise ConfigError("data.eval is empty: there is nothing to evaluate on")
+    companions = None if os.path.isdir(os.path.join(checkpoint, "hf")) else config.model.path
+    faults = []
+    checks: list[Callable[[], object]] = [
+        lambda: check_files(config.data, splits=("eval",)),
+        lambda: open_view(checkpoint, role="policy", companions=companions).close(),
+    ]
+    for check in checks:
+        try:
+            check()
+        except VapoError as error:
+            faults.append(str(error))
+    if faults:
+        raise ConfigError("\n".join(faults))

@@ -1,0 +1,121 @@
+"""The responses of an evaluation on disk, so that one that was killed goes on where it stopped.
+
+<output>/responses.jsonl   one record a response, in the order of the evaluation
+<output>/progress.jsonl    first what is evaluated, then one line for each chunk that is complete
+
+A chunk's records are on disk before its line in ``progress.jsonl`` is. What a killed process left behind a complete chunk is cut
+off, and the chunk is made again from its beginning: batches, and with them the last bits of log-probs, are then those of a run
+that was never killed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vapo_mcore.errors import ConfigError
+from vapo_mcore.evaluation.statistics import Record
+
+RESPONSES, PROGRESS = "responses.jsonl", "progress.jsonl"
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A part of the evaluation that is on disk: where it ends in ``responses.jsonl``, and the seconds that it took by phase."""
+
+    end: int
+    seconds: dict[str, float]
+
+
+class ResponseStore:
+    """Appends chunks of records; one process has it."""
+
+    def __init__(self, folder: Path, chunks: list[Chunk]) -> None:
+        self.folder = folder
+        self.chunks = chunks
+
+    @classmethod
+    def open(cls, folder: str | Path, identity: dict[str, Any], *, clean: bool) -> ResponseStore:
+        """A new store, or the one that an evaluation of the same ``identity`` (plain JSON values) left.
+
+        Raises:
+            ConfigError: the folder holds something else, another evaluation (the message names what differs), damaged files, or
+                cannot be written.
+        """
+        folder = Path(folder)
+        try:
+            if clean and (folder / PROGRESS).is_file():
+                shutil.rmtree(folder)
+            if folder.is_dir() and any(folder.iterdir()):
+                return cls(folder, _continued(folder, identity))
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / RESPONSES).touch()
+            _append(folder / PROGRESS, json.dumps({"evaluation": identity}) + "\n")
+        except OSError as error:
+            raise ConfigError(f"--output {str(folder)!r} cannot be used: {error.strerror or error}") from error
+        return cls(folder, [])
+
+    def append(self, records: Sequence[Record], seconds: dict[str, float]) -> None:
+        """Add a complete chunk. Raises ConfigError if the disk does not take it."""
+        text = "".join(json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n" for record in records)
+        try:
+            end = _append(self.folder / RESPONSES, text)
+            _append(self.folder / PROGRESS, json.dumps({"chunk": len(self.chunks), "end": end, "seconds": seconds}) + "\n")
+        except OSError as error:
+            raise ConfigError(f"{self.folder / RESPONSES} cannot be written: {error.strerror or error}") from error
+        self.chunks.append(Chunk(end, seconds))
+
+    def records(self) -> list[dict[str, Any]]:
+        """All records of complete chunks, in order."""
+        with open(self.folder / RESPONSES, encoding="utf-8", errors="surrogatepass") as lines:
+            return [json.loads(line) for line in lines]
+
+
+def _append(path: Path, text: str) -> int:
+    """Append and see it to the disk; the file's new size. Lone surrogates, which a broken tokenizer may decode to, are kept."""
+    with open(path, "ab") as file:
+        file.write(text.encode("utf-8", "surrogatepass"))
+        file.flush()
+        os.fsync(file.fileno())
+        return file.tell()
+
+
+def _continued(folder: Path, identity: dict[str, Any]) -> list[Chunk]:
+    if not (folder / PROGRESS).is_file():
+        raise ConfigError(f"--output {str(folder)!r} holds files that are not an evaluation; nothing was touched, give another folder")
+    lines = (folder / PROGRESS).read_bytes().splitlines(keepends=True)
+    if lines and not lines[-1].endswith(b"\n"):  # cut off while it was written
+        lines.pop()
+    if not lines:  # killed before anything was evaluated
+        (folder / PROGRESS).write_text(json.dumps({"evaluation": identity}) + "\n", encoding="utf-8")
+        lines = (folder / PROGRESS).read_bytes().splitlines(keepends=True)
+    try:
+        before, *entries = [json.loads(line) for line in lines]
+        chunks = [Chunk(int(entry["end"]), entry["seconds"]) for entry in entries]
+        before = before["evaluation"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{folder / PROGRESS} is damaged ({error!r}); give another --output, or --clean to start again") from error
+    changed = [key for key in sorted(before.keys() | identity.keys()) if before.get(key) != identity.get(key)]
+    if changed:
+        shown = "; ".join(f"{key} was {_short(before.get(key))}, now it is {_short(identity.get(key))}" for key in changed)
+        raise ConfigError(f"--output {str(folder)!r} holds another evaluation: {shown}. Give another folder, or --clean to start again")
+    end = chunks[-1].end if chunks else 0
+    responses = folder / RESPONSES
+    size = responses.stat().st_size if responses.is_file() else -1
+    if size < end:
+        raise ConfigError(f"{responses} is shorter than {PROGRESS} says; give another --output, or --clean to start again")
+    if size < 0:
+        responses.touch()
+    os.truncate(responses, end)
+    (folder / PROGRESS).write_bytes(b"".join(lines))
+    return chunks
+
+
+def _short(value: object) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 80 else text[:77] + "..."

@@ -1,0 +1,140 @@
+"""``vapo-mcore eval``: a checkpoint into a rollout engine, the evaluation sets through it, the results into a folder."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from vapo_mcore.config.schema import Config
+from vapo_mcore.data.prompts import PromptDataset
+from vapo_mcore.data.tokenizer import load_tokenizer
+from vapo_mcore.errors import CheckpointError
+from vapo_mcore.evaluation.report import JSON_NAME, MARKDOWN_NAME, console_lines, write_report
+from vapo_mcore.evaluation.store import ResponseStore
+from vapo_mcore.megatron.model import DTYPES
+from vapo_mcore.megatron.parallel import ParallelContext, initialize_parallel
+from vapo_mcore.rewards import check_verifier_names
+from vapo_mcore.rollout.base import Replica, RolloutEngine
+from vapo_mcore.trainer.collectives import broadcast_object, fail_together
+from vapo_mcore.trainer.console import Console
+from vapo_mcore.trainer.evaluation import Evaluator, evaluation_settings
+from vapo_mcore.trainer.main import build_engine, configure_logging, ending_together, start_verifiers
+from vapo_mcore.trainer.sampling import ResponseSampler
+from vapo_mcore.weights.views import HfView, open_view
+
+_BUCKET_BYTES = 256 << 20
+
+
+def run_evaluation(config: Config, checkpoint: str, output: str, *, clean: bool) -> int:
+    """Evaluate ``checkpoint`` on ``data.eval`` in this process, one of ``parallel.world_size``. Returns the exit code 0.
+
+    ``checkpoint`` is a Hugging Face folder or a Megatron distributed checkpoint; ``config.model.path`` has its architecture and
+    tokenizer. Raises VapoError for everything that is for a person to solve.
+    """
+    configure_logging()
+    parallel = initialize_parallel(config.parallel)
+    with ending_together():
+        evaluate(config, parallel, checkpoint, output, clean=clean)
+    return 0
+
+
+def evaluate(config: Config, parallel: ParallelContext, checkpoint: str, output: str, *, clean: bool) -> None:
+    """The evaluation itself, in process groups that exist."""
+    console = Console(enabled=parallel.rank == 0)
+    with ExitStack() as stack:
+        with fail_together():
+            view = stack.enter_context(open_view(checkpoint, role="policy", companions=_companions(checkpoint, config)))
+            tokenizer = load_tokenizer(config.model.path)
+            dataset = PromptDataset(config.data, "eval", tokenizer, seed=config.seed)
+            verifiers = sorted({prompt.verifier for prompt in dataset.items})
+            check_verifier_names(verifiers)
+        console.print(f"vapo-mcore eval: {checkpoint} ({config.model.dtype}), rollout by {config.rollout.engine}; results in {output}")
+        console.print(dataset.summary)
+        evaluator = Evaluator(config, None, dataset.items)
+        chunks = evaluator.chunks(_replicas(config, parallel))
+        store = None
+        with fail_together():
+            if parallel.rank == 0:
+                store = ResponseStore.open(output, _identity(config, parallel, evaluator, view), clean=clean)
+        done = broadcast_object(0 if store is None else len(store.chunks))
+        if done:
+            console.print(f"{done} of {len(chunks)} chunks are there from before")
+        if done < len(chunks):
+            engine = build_engine(config, parallel)
+            pool = start_verifiers(config, engine, stack, verifiers)
+            _load(engine, view, DTYPES[config.model.dtype])
+            evaluator.sampler = ResponseSampler(engine, pool, tokenizer, config.seed)
+        evaluation = evaluator.run_stored(store, done, chunks, console.print)
+        if store is not None:
+            settings = {"checkpoint": checkpoint, **evaluation_settings(config)}
+            title = f"Evaluation of {checkpoint}"
+            write_report(store.folder, Path(JSON_NAME).stem, title, settings, evaluation.summaries, evaluation.seconds)
+    for line in console_lines(evaluation.summaries):
+        console.print(line)
+    console.print(f"written: {Path(output) / JSON_NAME}, {Path(output) / MARKDOWN_NAME}")
+
+
+def _companions(checkpoint: str, config: Config) -> str | None:
+    """Where the config of a Megatron checkpoint is: with it or, if it brings none, in ``model.path``."""
+    return None if Path(checkpoint, "hf").is_dir() else config.model.path
+
+
+def _replicas(config: Config, parallel: ParallelContext) -> int:
+    """Rollout replicas, before there is an engine to ask."""
+    size = config.rollout_tensor_parallel_size if config.rollout.engine == "vllm" else 1
+    return Replica.of_rank(parallel.rank, parallel.world_size, size).count
+
+
+def _identity(config: Config, parallel: ParallelContext, evaluator: Evaluator, view: HfView) -> dict[str, Any]:
+    """What must be the same for an evaluation to go on."""
+    return {
+        **evaluation_settings(config),
+        "weights": weights_fingerprint(view.folder),
+        "prompts": evaluator.fingerprint(),
+        "responses_per_chunk": config.eval.responses_per_chunk,
+        "replicas": _replicas(config, parallel),
+        "tensor_parallel_size": config.rollout_tensor_parallel_size,
+    }
+
+
+def weights_fingerprint(folder: Path) -> str:
+    """Digest of names, sizes and times of the weight files: reading the weights of a large model would take minutes."""
+    digest = hashlib.sha256()
+    for file in sorted(folder.iterdir()):
+        if file.suffix in (".safetensors", ".distcp") or file.name in (".metadata", "config.json"):
+            status = file.stat()
+            digest.update(f"{file.name} {status.st_size} {status.st_mtime_ns}\n".encode())
+    return digest.hexdigest()[:32]
+
+
+def _load(engine: RolloutEngine, view: HfView, dtype: torch.dtype) -> None:
+    """The checkpoint's tensors into the engine, as a weight sync of training brings the policy's."""
+    names = [name for entry in view.plan for name in entry.hf_names]
+    engine.wake_weights()
+    engine.update_weights(_buckets(view, dtype), names)
+    engine.wake_kv_cache()
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def _buckets(view: HfView, dtype: torch.dtype) -> Iterator[list[tuple[str, Tensor]]]:
+    bucket: list[tuple[str, Tensor]] = []
+    size = 0
+    for name, stored in view.all_tensors():
+        tensor = stored.to(dtype)
+        if not bool(torch.isfinite(tensor).all()):
+            raise CheckpointError(f"{view.folder}: {name} has values beyond the range of model.dtype = {str(dtype).removeprefix('torch.')}")
+        bucket.append((name, tensor))
+        size += tensor.nbytes
+        if size >= _BUCKET_BYTES:
+            yield bucket
+            bucket, size = [], 0
+    if bucket:
+        yield bucket
