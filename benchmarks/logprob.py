@@ -2,10 +2,10 @@
 
     python benchmarks/logprob.py [--tokens 8192]
 
-One JSON line a dtype. ``time_ratio``: over torch's cross-entropy (float32 logits, forward and backward) of the same tokens chunk by
-chunk, its gradient kept in a buffer of the logits' type, as a training step needs it. ``memory_ratio``: highest extra resident memory
-over the bytes of the logits shard in its own dtype, the returned gradient included; measured from the kernel's peak counter, which
-is reset before.
+One JSON line a dtype and use of the entropy: none, its value (what training records), its gradient too (the entropy bonus).
+``time_ratio``: over torch's cross-entropy (float32 logits, forward and backward) of the same tokens chunk by chunk, its gradient kept in
+a buffer of the logits' type, as a training step needs it. ``memory_ratio``: highest extra resident memory over the bytes of the logits
+shard in its own dtype, the returned gradient included; measured from the kernel's peak counter, which is reset before.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def peak_extra_bytes(function: Callable[[], object]) -> int:
     return (int(fields["VmHWM"].split()[0]) - before) * 1024
 
 
-def measure(dtype: torch.dtype, tokens: int, entropy: bool) -> dict[str, object]:
+def measure(dtype: torch.dtype, tokens: int, entropy: str) -> dict[str, object]:
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(tokens, LOCAL_VOCAB, generator=generator).to(dtype)
     labels = torch.randint(0, LOCAL_VOCAB, (tokens,), generator=generator)
@@ -50,8 +50,10 @@ def measure(dtype: torch.dtype, tokens: int, entropy: bool) -> dict[str, object]
 
     def ours() -> None:
         leaf = logits.detach().requires_grad_()
-        logprobs, entropies = vocab_parallel_logprobs(leaf, labels, vocab_size=LOCAL_VOCAB, entropy=entropy)
-        loss = (logprobs * weight).sum() if entropies is None else (logprobs * weight).sum() + (entropies * weight).sum()
+        logprobs, entropies = vocab_parallel_logprobs(leaf, labels, vocab_size=LOCAL_VOCAB, entropy=entropy != "none")
+        loss = (logprobs * weight).sum()
+        if entropies is not None and entropy == "gradient":
+            loss = loss + (entropies * weight).sum()
         loss.backward()
 
     def plain(step: int = 27) -> None:  # the chunk of vocab_parallel_logprobs on CPU
@@ -85,7 +87,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=8192)
     tokens = parser.parse_args().tokens
     for dtype in (torch.bfloat16, torch.float32):
-        for entropy in (False, True):
+        for entropy in ("none", "value", "gradient"):
             print(json.dumps(measure(dtype, tokens, entropy)), flush=True)
 
 

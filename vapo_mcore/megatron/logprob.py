@@ -1,8 +1,8 @@
 """Token log-probabilities and entropies over a vocabulary that is split across tensor-parallel ranks.
 
-One autograd function serves both. Forward keeps no copy of the logits beyond what the output layer made; it works in
-chunks of tokens in float32, so the full float32 [tokens, vocabulary] never exists. Backward writes one buffer in the
-logits' own dtype, chunk by chunk.
+One autograd function serves both. It works in chunks of tokens in float32, so the full float32 [tokens, vocabulary] never exists.
+Forward leaves one buffer in the logits' own dtype, the softmax of this rank's shard; backward turns it into the gradient in place.
+The label's entry, where 1 - p would suffer from a rounded p, is written from the float32 log-probability.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ def vocab_parallel_logprobs(
         (logprobs [tokens], entropies [tokens] or None), float32, the same on all ranks of ``group``.
     """
     chunk_elements = chunk_elements or CHUNK_ELEMENTS.get(logits.device.type, CHUNK_ELEMENTS["cuda"])
-    logprobs, entropies = _VocabParallelLogprobs.apply(logits, labels, vocab_size, group, temperature, entropy, chunk_elements)
+    keep = torch.is_grad_enabled() and logits.requires_grad
+    logprobs, entropies = _VocabParallelLogprobs.apply(logits, labels, vocab_size, group, temperature, entropy, keep, chunk_elements)
     return logprobs, entropies if entropy else None
 
 
@@ -59,7 +60,15 @@ class _VocabParallelLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, labels: Tensor, vocab_size: int, group: Any, temperature: float, entropy: bool, chunk_elements: int
+        ctx: Any,
+        logits: Tensor,
+        labels: Tensor,
+        vocab_size: int,
+        group: Any,
+        temperature: float,
+        entropy: bool,
+        keep: bool,
+        chunk_elements: int,
     ) -> tuple[Tensor, Tensor]:
         tokens, local_vocab = logits.shape
         world, rank = (group.size(), group.rank()) if group is not None else (1, 0)
@@ -69,6 +78,10 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         label = labels - first
         owned = (label >= 0) & (label < valid)
         label = torch.where(owned, label, 0)
+        softmax = None
+        if keep:
+            softmax = torch.empty_like(logits)
+            softmax[:, valid:] = 0
         # Of each token on this shard: largest logit; then, of logits minus that: log of the sum of exponentials, the label's, the mean.
         stats = torch.full((4, tokens), _NOTHING, dtype=torch.float32, device=logits.device)
         stats[3] = 0.0
@@ -83,6 +96,8 @@ class _VocabParallelLogprobs(torch.autograd.Function):
             stats[2, part] = torch.where(owned[part], shifted.gather(1, label[part, None])[:, 0], _NOTHING)
             if entropy:
                 stats[3, part] = torch.linalg.vecdot(probabilities, shifted)
+            if softmax is not None:
+                softmax[part, :valid] = probabilities
         everyone = stats[None]
         if world > 1:
             everyone = stats.new_empty((world * 4, tokens))
@@ -94,34 +109,47 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         logprobs = (above + everyone[:, 2]).amax(0) - log_sum
         shares = (masses - log_sum).exp()
         entropies = log_sum - (shares * (everyone[:, 3] + above)).sum(0) if entropy else logprobs.new_zeros(())
-        ctx.save_for_backward(logits, label, owned, shares[rank], stats[0] - above[rank] + log_sum, entropies)
-        ctx.valid, ctx.scale, ctx.step, ctx.entropy = valid, scale, step, entropy
+        if keep:
+            # The logits again for the entropy's gradient alone, which needs log p to more digits than the buffer has.
+            log_normalizer = stats[0] - above[rank] + log_sum
+            ctx.save_for_backward(softmax, label, owned, shares[rank], logprobs, entropies, *((logits, log_normalizer) if entropy else ()))
+        ctx.valid, ctx.scale, ctx.step, ctx.used = valid, scale, step, False
+        ctx.set_materialize_grads(False)
         if not entropy:
             ctx.mark_non_differentiable(entropies)
         return logprobs, entropies
 
     @staticmethod
-    def backward(ctx: Any, grad_logprobs: Tensor, grad_entropies: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        logits, label, owned, share, log_normalizer, entropies = ctx.saved_tensors
-        valid = ctx.valid
-        grad = torch.empty_like(logits)
-        grad[:, valid:] = 0
-        scaled = grad_logprobs * ctx.scale
-        for begin in range(0, logits.shape[0], ctx.step) if valid else ():
+    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropies: Tensor | None) -> tuple[Tensor | None, ...]:
+        if ctx.used:
+            raise RuntimeError("a second backward pass: the softmax buffer became the gradient in the first; run the forward pass again")
+        ctx.used = True
+        grad, label, owned, share, logprobs, entropies, *rest = ctx.saved_tensors
+        tokens, valid = grad.shape[0], ctx.valid
+        on_logprobs = torch.zeros_like(logprobs) if grad_logprobs is None else grad_logprobs * ctx.scale
+        factors = -on_logprobs * share
+        at_label = -on_logprobs * torch.expm1(logprobs)
+        if grad_entropies is not None:
+            # dH/dz_j = -p_j (log p_j + H) with log p_j + H = z_j - (log_normalizer - H): p_j times a line in z_j, one for each token
+            logits, log_normalizer = rest
+            on_entropies = grad_entropies * ctx.scale
+            at_label = at_label - on_entropies * logprobs.exp() * (logprobs + entropies)
+            slopes = -on_entropies * share
+            factors = factors - slopes * (log_normalizer - entropies)
+        for begin in range(0, tokens, ctx.step) if valid else ():
             part = slice(begin, begin + ctx.step)
-            chunk = _float_chunk(logits[part, :valid], ctx.scale)
-            work = torch.softmax(chunk, -1)
-            if ctx.entropy:
-                # dH/dz_j = -p_j (log p_j + H)
-                slope = chunk - (log_normalizer - entropies)[part, None]
-                slope.mul_((grad_entropies * ctx.scale)[part, None]).add_(scaled[part, None])
-                work.mul_(slope.mul_(-share[part, None]))
+            work = grad[part, :valid].float()  # a view where the buffer is float32
+            if grad_entropies is None:
+                work.mul_(factors[part, None])
             else:
-                work.mul_((-scaled * share)[part, None])
-            rows = torch.arange(work.shape[0], device=work.device)
-            work[rows, label[part]] += torch.where(owned[part], scaled[part], 0.0)
-            grad[part, :valid] = work
-        return grad, None, None, None, None, None, None
+                work.mul_(torch.addcmul(factors[part, None], _float_chunk(logits[part, :valid], ctx.scale), slopes[part, None]))
+            if grad.dtype != torch.float32:
+                grad[part, :valid] = work
+        if valid:
+            rows = torch.arange(tokens, device=grad.device)
+            grad[rows, label] = torch.where(owned, at_label.to(grad.dtype), grad[rows, label])
+        return grad, None, None, None, None, None, None, None
 
 
 _NOTHING = -1e30

@@ -63,3 +63,50 @@ def test_huge_logits_do_not_overflow() -> None:
     assert entropy is not None
     (got.sum() + entropy.sum()).backward()
     assert got.item() == 0.0 and torch.isfinite(logits.grad).all()
+
+
+@pytest.mark.parametrize("entropy", [False, True])
+def test_bfloat16_gradients_of_sure_and_unsure_tokens(entropy: bool) -> None:
+    """The label's p of 0.999, 0.99999 and 0.3: bfloat16 would round the first two to 1, and their gradients 1 - p to 0."""
+    logits = torch.zeros(3, 48, dtype=torch.float64)
+    logits[0, 5], logits[1, 6], logits[2, 7] = 10.75, 15.375, 3.0
+    logits = (logits + torch.randn(3, 48, generator=torch.Generator().manual_seed(2), dtype=torch.float64) * 0.1).bfloat16().double()
+    logits.requires_grad_()
+    labels = torch.tensor([5, 6, 7])
+    expected, expected_entropy = reference(logits, labels, 48, 1.0)
+    (expected.sum() + expected_entropy.sum() * entropy).backward()
+    single = logits.detach().bfloat16().requires_grad_()
+    got, got_entropy = vocab_parallel_logprobs(single, labels, vocab_size=48, entropy=entropy)
+    (got.sum() + (got_entropy.sum() if got_entropy is not None else 0.0)).backward()
+    assert single.grad is not None and single.grad.dtype == torch.bfloat16
+    # two roundings to 8 bits; where the entropy's two terms nearly cancel, of the larger one
+    torch.testing.assert_close(single.grad.double(), logits.grad, rtol=2**-7, atol=2e-7)
+    assert (single.grad[[0, 1, 2], labels] != 0).all()
+
+
+def test_the_value_of_the_entropy_costs_no_gradient() -> None:
+    logits = torch.randn(4, 16, generator=torch.Generator().manual_seed(3))
+    labels = torch.arange(4)
+    gradients = []
+    for entropy in (False, True):
+        leaf = logits.clone().requires_grad_()
+        got, found = vocab_parallel_logprobs(leaf, labels, vocab_size=16, entropy=entropy)
+        assert (found is not None) is entropy
+        got.sum().backward()
+        gradients.append(leaf.grad)
+    assert torch.equal(*gradients)
+
+
+def test_a_second_backward_pass_is_refused() -> None:
+    leaf = torch.randn(4, 16, generator=torch.Generator().manual_seed(3)).requires_grad_()
+    got, _ = vocab_parallel_logprobs(leaf, torch.arange(4), vocab_size=16)
+    got.sum().backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="second backward"):
+        got.sum().backward()
+
+
+def test_without_gradients_no_buffer_is_kept() -> None:
+    leaf = torch.randn(4, 16).requires_grad_()
+    with torch.no_grad():
+        got, _ = vocab_parallel_logprobs(leaf, torch.arange(4), vocab_size=16)
+    assert got.grad_fn is None
