@@ -131,6 +131,7 @@ def _check_files(config: Config, *, clean: bool) -> None:
     from vapo_mcore.config.architecture import read_architecture
     from vapo_mcore.data.sources import check_files
     from vapo_mcore.extensions.check import check_extensions
+    from vapo_mcore.planning.host_memory import check_host_memory
     from vapo_mcore.trainer.run_dir import check_run_directory
     from vapo_mcore.weights.loader import check_folder
 
@@ -140,6 +141,8 @@ def _check_files(config: Config, *, clean: bool) -> None:
         ("", lambda: check_files(config.data)),
         ("model.path: ", lambda: check_folder(config.model.path, read_architecture(config.model.path), role="policy")),
     ]
+    if config.model.offload:  # with null, which means "with CUDA", every node checks itself when its processes start
+        checks.append(("", lambda: check_host_memory(config, processes=config.parallel.world_size, cuda=False)))
     critic = config.critic.path if config.uses_critic else None
     if critic is not None:
         checks.append(("critic.path: ", lambda: check_folder(critic, read_architecture(critic), role="critic")))

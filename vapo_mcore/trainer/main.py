@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import random
 import time
 from collections.abc import Iterator
@@ -18,8 +19,10 @@ from vapo_mcore.data.prompts import PromptDataset, check_files, overlaps
 from vapo_mcore.data.tokenizer import load_tokenizer
 from vapo_mcore.errors import DataError, TrainingError
 from vapo_mcore.extensions.check import check_extensions
+from vapo_mcore.megatron.host import HAS_CUDA
 from vapo_mcore.megatron.model import DTYPES
 from vapo_mcore.megatron.parallel import ParallelContext, initialize_parallel
+from vapo_mcore.planning.host_memory import check_host_memory
 from vapo_mcore.rewards import VerifierPool, check_verifier_names
 from vapo_mcore.rollout.base import RolloutEngine
 from vapo_mcore.rollout.factory import build_rollout_engine
@@ -73,6 +76,8 @@ def train(config: Config, parallel: ParallelContext, *, clean: bool) -> None:
         with fail_together():
             if parallel.rank == 0:
                 check_run_directory(config.run.dir, clean=clean, tensorboard=config.run.tensorboard)
+            if os.environ.get("LOCAL_RANK", "0") == "0":
+                check_host_memory(config, processes=int(os.environ.get("LOCAL_WORLD_SIZE", "1")), cuda=HAS_CUDA)
         console.print(_headline(config))
         tokenizer, prompts, held_out = _load_data(config)
         for dataset in (prompts, held_out):
