@@ -20,6 +20,7 @@ from enum import IntEnum
 from multiprocessing.context import SpawnContext
 from typing import Any, Literal
 
+from vapo_mcore.errors import VapoError
 from vapo_mcore.rewards.registry import load_verifier
 from vapo_mcore.rewards.types import UngradableError
 
@@ -176,7 +177,8 @@ def grade_chunk(names: Sequence[str], items: Sequence[tuple[str, str, str, Mappi
         try:
             load_verifier(name)
         except BaseException as error:  # noqa: BLE001 - whatever a user's module does at import, the parent must hear of it
-            result.load_error = f"verifier {name!r} cannot be loaded: {type(error).__name__}: {error}"
+            kind = "" if isinstance(error, VapoError) else f"{type(error).__name__}: "
+            result.load_error = f"verifier {name!r} cannot be loaded: {kind}{error}"
             return result
     began = time.monotonic()
     worker_pid = os.getpid()

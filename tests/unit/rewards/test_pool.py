@@ -167,9 +167,9 @@ def test_a_user_verifier_is_never_answered_from_the_cache(tmp_path):
     [
         ("mth", "unknown verifier 'mth': did you mean 'math'?"),
         ("my verifier", "'package.module:name'"),
-        ("no_such_package.module:f", "cannot be loaded: ModuleNotFoundError"),
+        ("no_such_package.module:f", "cannot be loaded: no_such_package.module cannot be imported: ModuleNotFoundError"),
         (BAD + "no_such_function", "has no function 'no_such_function'"),
-        (BAD + "not_a_function", "has no function 'not_a_function'"),
+        (BAD + "not_a_function", "not_a_function is int, not a function"),
         ("tests.unit.rewards.broken_import:f", "this module is broken"),
         ("tests.unit.rewards.exits_at_import:f", "cannot be kept alive"),
     ],
