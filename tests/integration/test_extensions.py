@@ -1,4 +1,4 @@
-"""A task, a reward, an advantage estimator and a loss term from one file outside the package, through a whole run."""
+"""A task, a reward, an advantage estimator and a loss term from one file outside the package, and the diagnosis, through whole runs."""
 
 import sys
 from pathlib import Path
@@ -12,7 +12,7 @@ from tests.training_setup import read_metrics, read_samples, write_setup
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     folder = write_setup(tmp_path_factory.mktemp("extensions"))
-    result = run_bounded([sys.executable, str(Path(__file__).with_name("extensions_worker.py")), str(folder)], timeout=300)
+    result = run_bounded([sys.executable, str(Path(__file__).with_name("one_process_worker.py")), str(folder)], timeout=300)
     assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-4000:]
     return folder
 
@@ -37,3 +37,11 @@ def test_nothing_depends_on_the_packing(folder: Path) -> None:
     for one, other in zip(large[1:], small[1:], strict=True):
         for name in names:
             assert other[name] == pytest.approx(one[name], rel=2e-4, abs=1e-7), (one["step"], name)
+
+
+def test_a_sampler_with_stale_weights_is_named_and_ends_the_run(folder: Path) -> None:
+    rows = read_metrics(folder / "stale")
+    gaps = [row["mismatch/logprob_abs_mean"] for row in rows]
+    assert len(rows) == 3, "the first step is the baseline, two more must agree"
+    assert gaps[0] < 1e-6 and min(gaps[1:]) > 1e-4
+    assert [row.get("diagnosis/stale_weights", 0) for row in rows] == [0, 0, 1]

@@ -1,17 +1,27 @@
-"""The example's four extensions on a tiny model, in one process, with two ways of packing: extensions_worker.py FOLDER."""
+"""Runs in one process: one_process_worker.py FOLDER.
+
+The example's four extensions on a tiny model, with two ways of packing; a sampler that never gets new weights, which the diagnosis ends.
+"""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
+import pytest
 import yaml
 
 from tests.torchrun import ROOT
+from tests.training_setup import training_config
 from vapo_mcore.config import Config, load_config
+from vapo_mcore.errors import RunStopped
 from vapo_mcore.launch.local import become_single_process
 from vapo_mcore.megatron.parallel import initialize_parallel
 from vapo_mcore.trainer.main import train
+from vapo_mcore.weights.export import Exporter
 
 FOLDER = Path(sys.argv[1])
 EXAMPLE = ROOT / "examples" / "extensions" / "arithmetic.py"
@@ -34,8 +44,25 @@ def with_extensions(name: str, *overrides: str) -> Config:
     )
 
 
+def stale_sampler() -> None:
+    """The rollout engine gets the initial weights in every sync."""
+    original, first = Exporter.buckets, []
+
+    def buckets(self: Exporter) -> Iterator[list[tuple[str, Any]]]:
+        if not first:
+            first.extend([(name, tensor.clone()) for name, tensor in bucket] for bucket in original(self))
+        yield from first
+
+    settings = ("run.steps=8", "parallel.world_size=1", "critic.value_pretraining.steps=0", "eval.at_start=false", "export.at_end=false")
+    config = training_config(FOLDER, "stale", *settings, "diagnosis.halt_on=[stale_weights]")
+    with mock.patch.object(Exporter, "buckets", buckets), pytest.raises(RunStopped, match=r"diagnosis.halt_on: stale_weights") as stopped:
+        train(config, initialize_parallel(config.parallel), clean=False)
+    assert stopped.value.exit_code == 2
+
+
 if __name__ == "__main__":
     become_single_process()
+    stale_sampler()
     for name, cap in (("large_packs", 400), ("small_packs", 56)):
         config = with_extensions(name, f"batch.max_tokens_per_microbatch={cap}")
         train(config, initialize_parallel(config.parallel), clean=False)
