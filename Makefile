@@ -1,7 +1,8 @@
 # make setup       environment in .venv (Python 3.11, CPU)
 # make quickstart  setup, then train the tiny model with VAPO
 # make test        all tests but the slow ones; test-fast: unit tests; test-slow: the slow ones; test-mcore-next: a newer Megatron-Core
-# make lint        ruff and mypy
+# make test-slurm  jobs on a real Slurm of fake nodes (needs root; installs Debian's slurm-wlm and munge if they are missing)
+# make lint        ruff, mypy, shellcheck
 # make bench       benchmarks, one JSON object a line
 
 SHELL := bash
@@ -16,7 +17,7 @@ INSTALLED := $(VENV)/.installed
 TINY := models/tiny/.made
 BENCHMARKS := $(filter-out benchmarks/gpu_%,$(wildcard benchmarks/*.py))
 
-.PHONY: setup quickstart test test-fast test-slow test-mcore-next lint format bench clean
+.PHONY: setup quickstart test test-fast test-slow test-slurm test-mcore-next lint format bench clean
 
 setup: $(INSTALLED)
 
@@ -45,6 +46,9 @@ test-fast: $(INSTALLED)
 test-slow: $(INSTALLED)
 	$(BIN)/python -m pytest tests -m slow
 
+test-slurm: $(INSTALLED)
+	$(BIN)/python -m pytest tests/slurm
+
 # The layout matrix with a newer Megatron-Core: its wheel asks for Python 3.12 but, unpacked and first on the path, runs under 3.11.
 NEXT := $(VENV)/megatron_core_next
 test-mcore-next: $(INSTALLED)
@@ -55,6 +59,7 @@ test-mcore-next: $(INSTALLED)
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/shellcheck slurm/*.sbatch slurm/*.sh
 
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix .

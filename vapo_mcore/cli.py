@@ -41,6 +41,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             from vapo_mcore.evaluation import command as evaluation
 
             return evaluation.run(options, arguments, _load_on_every_rank)
+        if options.command == "doctor":
+            from vapo_mcore.doctor import command as doctor
+
+            return doctor.run(options)
         return _train(options, arguments)
     except VapoError as error:
         _report(str(error), error.exit_code)
@@ -81,6 +85,11 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
 
     launch = commands.add_parser("launch", help="start a run with nemo-run: on Slurm, or on this machine")
     launching.add_arguments(launch)
+
+    from vapo_mcore.doctor import command as examination
+
+    doctor = commands.add_parser("doctor", help="can this machine, or these nodes together, run a recipe?")
+    examination.add_arguments(doctor)
 
     for command in (config, train, evaluation, launch):
         command.add_argument("file", metavar="FILE", help="YAML configuration")

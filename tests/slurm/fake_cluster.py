@@ -6,6 +6,7 @@ tracked with cgroups where version 1's freezer is there, because that decides wh
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -38,7 +39,7 @@ class FakeCluster:
         self.folder = folder
         self.nodes = [f"n{index}" for index in range(nodes)]
         self.configuration = folder / "slurm.conf"
-        self._daemons: list[Path] = []  # files with their process ids
+        self._daemons: list[subprocess.Popen[bytes]] = []
 
     @property
     def environment(self) -> dict[str, str]:
@@ -74,22 +75,20 @@ class FakeCluster:
     def stop(self) -> None:
         """Cancel all jobs and end the daemons that this object started."""
         if len(self._daemons) > 1:
-            self.run("scancel", "--partition=batch", "--signal=KILL", "--full", check=False)
             self.run("scancel", "--partition=batch", check=False)
-            deadline = time.monotonic() + 20
+            deadline = time.monotonic() + 40
             while self.run("squeue", "--noheader", check=False).strip() and time.monotonic() < deadline:
                 time.sleep(0.25)
-        for file in reversed(self._daemons):
-            if file.is_file() and file.read_text().strip():
-                _end(int(file.read_text()))
+        for daemon in reversed(self._daemons):
+            daemon.terminate()
+            try:
+                daemon.wait(timeout=15)
+            except subprocess.TimeoutExpired:
+                daemon.kill()
+                daemon.wait()
         self._daemons = []
         for node in self.nodes:
-            group = _FREEZER / f"slurm_{node}"
-            for path in sorted(group.rglob("*"), reverse=True) if group.is_dir() else ():
-                if path.is_dir():
-                    path.rmdir()
-            if group.is_dir():
-                group.rmdir()
+            _remove_group(_FREEZER / f"slurm_{node}")
 
     def _start(self) -> None:
         for name in ("state", "munge", *(f"spool.{node}" for node in self.nodes)):
@@ -99,27 +98,24 @@ class FakeCluster:
         key.write_bytes(os.urandom(128))
         key.chmod(0o400)
         self._write_configuration()
-        munge = {name: self.folder / "munge" / f"munged.{name}" for name in ("pid", "log", "seed")}
-        options = [f"--{name}-file={path}" for name, path in munge.items()]
-        self._daemons.append(munge["pid"])
-        self._daemon("munged", f"--key-file={key}", f"--socket={self.folder}/munge/munge.socket", *options)
-        self._daemons.append(self.folder / "slurmctld.pid")
-        self._daemon("slurmctld", "-i")
+        options = [f"--{name}-file={self.folder}/munge/munged.{name}" for name in ("pid", "log", "seed")]
+        self._daemon("munged", "--foreground", f"--key-file={key}", f"--socket={self.folder}/munge/munge.socket", *options)
+        self.wait_for("munged", (self.folder / "munge" / "munge.socket").exists, 10)
+        self._daemon("slurmctld", "-D", "-i")
         self.wait_for("slurmctld", lambda: "is UP" in self.run("scontrol", "ping", check=False), 20)
         hosts = self.folder / "hosts"
         addresses = "".join(f"127.0.0.{index + 2} {node}\n" for index, node in enumerate(self.nodes))
         hosts.write_text(f"127.0.0.1 localhost {_host()}\n{addresses}")
         for node in self.nodes:
-            self._daemons.append(self.folder / f"slurmd.{node}.pid")
-            script = 'hostname "$1" && mount --bind "$2" /etc/hosts && exec slurmd -N "$1"'
+            script = 'hostname "$1" && mount --bind "$2" /etc/hosts && exec slurmd -D -N "$1"'
             self._daemon("unshare", "--mount", "--uts", "bash", "-c", script, "_", node, str(hosts))
         self.wait_for("nodes", lambda: self.run("sinfo", "-h", "-t", "idle", "-o", "%D").strip() == str(len(self.nodes)), 30)
 
     def _daemon(self, *command: str) -> None:
-        result = subprocess.run(
-            command, env=self.environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=30, check=False
-        )
-        assert result.returncode == 0, f"{command}: {result.stdout}{result.stderr}"
+        """Start a daemon in the foreground, which ends with this process, however that ends."""
+        bound = ["setpriv", "--pdeathsig", "TERM", *command]
+        with open(self.folder / "daemons.log", "ab") as log:
+            self._daemons.append(subprocess.Popen(bound, env=self.environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log))
 
     def _write_configuration(self) -> None:
         with_cgroups = "cgroup /sys/fs/cgroup/freezer " in Path("/proc/mounts").read_text()
@@ -139,23 +135,20 @@ class FakeCluster:
         )
 
 
+def _remove_group(group: Path) -> None:
+    """End what is left of a node's jobs, and remove their cgroups."""
+    for file in group.rglob("cgroup.procs"):
+        for process in file.read_text().split():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(process), signal.SIGKILL)
+    for path in sorted((group, *group.rglob("*")), reverse=True):
+        if path.is_dir():
+            with contextlib.suppress(OSError):  # a process of it is still ending: the next cluster's slurmd takes the group over
+                path.rmdir()
+
+
 def _host() -> str:
     return os.uname().nodename.split(".")[0]
-
-
-def _end(process: int) -> None:
-    """End a daemon and wait until it is gone."""
-    for number, seconds in ((signal.SIGTERM, 10.0), (signal.SIGKILL, 5.0)):
-        deadline = time.monotonic() + seconds
-        try:
-            os.kill(process, number)
-            while time.monotonic() < deadline:
-                if "\nState:\tZ" in Path(f"/proc/{process}/status").read_text():
-                    return
-                os.kill(process, 0)
-                time.sleep(0.05)
-        except (ProcessLookupError, FileNotFoundError):
-            return
 
 
 _CONFIGURATION = """\

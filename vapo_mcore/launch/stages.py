@@ -51,6 +51,8 @@ def stage_jobs(file: str | Path, overrides: Sequence[str], stages: Iterable[str]
             changes = ["critic.init=saved", f"critic.path={critic}", "critic.value_pretraining.steps=0"]
         config = load_config(file, [*overrides, *changes], check_paths=False) if changes else whole
         options: tuple[str, ...] = ("--resume",) if name in ("pretrain", "train") else ()
+        if name == "doctor":
+            options = ("--accept-warnings",)
         if name == "eval":
             options = ("--checkpoint", str(folder / "export" / "hf"))
         command = "train" if name in ("pretrain", "train") else name

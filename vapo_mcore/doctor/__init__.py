@@ -1,0 +1,1 @@
+"""``vapo-mcore doctor``: can this machine, or these nodes together, run a recipe?"""

