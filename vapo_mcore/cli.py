@@ -1,4 +1,4 @@
-"""The command line: ``vapo-mcore config | data | train | launch | eval | convert``. Checks come before torch is imported."""
+"""The command line: ``vapo-mcore config | data | train | plan | launch | eval | convert``. Checks come before torch is imported."""
 
 from __future__ import annotations
 
@@ -29,6 +29,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             from vapo_mcore.weights import command
 
             return command.run(options)
+        if options.command == "plan":
+            from vapo_mcore.planning import command as plan
+
+            return plan.run(options)
         if options.command == "launch":
             from vapo_mcore.launch import command as launch
 
@@ -91,7 +95,12 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     doctor = commands.add_parser("doctor", help="can this machine, or these nodes together, run a recipe?")
     examination.add_arguments(doctor)
 
-    for command in (config, train, evaluation, launch):
+    from vapo_mcore.planning import command as planning
+
+    plan = commands.add_parser("plan", help="memory of every rank by stage, time and GPU-hours of a run, and what would make it fit")
+    planning.add_arguments(plan)
+
+    for command in (config, train, evaluation, launch, plan):
         command.add_argument("file", metavar="FILE", help="YAML configuration")
         command.add_argument("overrides", metavar="KEY=VALUE", nargs="*", default=[], help=_OVERRIDES_HELP)
     options, rest = parser.parse_known_args(arguments)

@@ -124,13 +124,7 @@ class MegatronModel:
             self._make_trainable(optimizer, warmup_updates)
 
     def _make_trainable(self, settings: OptimizerConfig, warmup_updates: int) -> None:
-        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-
-        ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True, overlap_grad_reduce=HAS_CUDA)
-        with megatron_scope():
-            self.wrapped = [
-                DistributedDataParallel(self.config, ddp, chunk, disable_bucketing=number > 0) for number, chunk in enumerate(self.chunks)
-            ]
+        self.wrapped = wrap_chunks(self.chunks)
         self.optimizer = Optimizer(self.wrapped, settings, self.config, warmup_updates)
         self.config.finalize_model_grads_func = _ready_sum
         no_sync = [chunk.no_sync for chunk in self.wrapped]
@@ -310,6 +304,18 @@ class MegatronModel:
             entropy=entropy,
         )
         return {"logprobs": logprobs} if entropies is None else {"logprobs": logprobs, "entropy": entropies}
+
+
+def wrap_chunks(chunks: list[Any], *, overlap: bool = HAS_CUDA, device: torch.device | None = None) -> list[Any]:
+    """Megatron's DDP around each chunk: parameters move into flat buffers, with float32 gradient buffers beside them.
+
+    ``overlap``: the reduction of gradients overlaps the backward pass, bucket by bucket. ``device``: as of ``build_chunks``.
+    """
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+    ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True, overlap_grad_reduce=overlap)
+    with megatron_scope(device):
+        return [DistributedDataParallel(chunk.config, ddp, chunk, disable_bucketing=number > 0) for number, chunk in enumerate(chunks)]
 
 
 def _ready_sum(chunks: list[Any], num_tokens: Tensor | None = None, **kwargs: Any) -> None:

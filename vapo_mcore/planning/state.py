@@ -9,8 +9,8 @@ of every bucket. ``plan`` itself builds the real models; this is for checks that
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from vapo_mcore.config.architecture import ModelArchitecture, padded_vocab_size
@@ -59,6 +59,11 @@ class FlatBuffer:
     @property
     def numel(self) -> int:
         return self.buckets[-1][1]
+
+    @property
+    def optimizer_bytes(self) -> int:
+        """Optimizer state of an element: two moments in float32, and a float32 main copy where it is not float32 itself."""
+        return 8 if self.item_bytes == 4 else 12
 
     def shard_numels(self, ranks: int) -> list[int]:
         """Elements of parameters (no padding) that each rank's shards of all buckets hold: what optimizer state exists for."""
@@ -187,17 +192,23 @@ def model_state(
         for buffer in flat_buffers(parameters, ranks, max(_MIN_BUCKET, _BUCKET_PER_RANK * ranks) if bucketed else None):
             params += buffer.numel * buffer.item_bytes
             grads += buffer.numel * GRADIENT_BYTES
-            # Two moments in float32, and a float32 main copy of parameters that are not float32 themselves.
-            per_element = 8 if buffer.item_bytes == 4 else 12
-            optimizer = [held + per_element * shard for held, shard in zip(optimizer, buffer.shard_numels(ranks), strict=True)]
+            shards = buffer.shard_numels(ranks)
+            optimizer = [held + buffer.optimizer_bytes * shard for held, shard in zip(optimizer, shards, strict=True)]
     return [StateBytes(params, grads, held) for held in optimizer]
 
 
-def num_parameters(arch: ModelArchitecture) -> int:
-    """Parameters of the whole language model, without padding of the vocabulary, tied embeddings once."""
+def num_parameters(arch: ModelArchitecture, role: Role = "policy") -> int:
+    """Parameters of the whole model, without padding of the vocabulary: tied embeddings once, a critic's head for the vocabulary's."""
     layer = sum(parameter.numel for parameter in layer_parameters(arch, 1, 1))
-    tables = (1 if arch.tie_word_embeddings else 2) * arch.vocab_size * arch.hidden_size
-    return arch.num_layers * layer + tables + arch.hidden_size
+    table = arch.vocab_size * arch.hidden_size
+    head = arch.hidden_size + 1 if role == "critic" else 0 if arch.tie_word_embeddings else table
+    return arch.num_layers * layer + table + arch.hidden_size + head
+
+
+def mlp_parameters(arch: ModelArchitecture) -> int:
+    """Parameters of all feed-forward layers that a token passes through."""
+    dense = as_dense(arch)
+    return arch.num_layers * 3 * dense.ffn_hidden_size * dense.hidden_size
 
 
 def num_active_parameters(arch: ModelArchitecture) -> int:
@@ -207,6 +218,16 @@ def num_active_parameters(arch: ModelArchitecture) -> int:
         assert arch.num_experts_per_token is not None and arch.moe_ffn_hidden_size is not None
         layers += arch.num_experts_per_token * 3 * arch.moe_ffn_hidden_size * arch.hidden_size
     return arch.num_layers * layers + arch.vocab_size * arch.hidden_size
+
+
+def as_dense(arch: ModelArchitecture) -> ModelArchitecture:
+    """A mixture of experts as the dense model whose feed-forward layer has the size of a token's chosen experts."""
+    if not arch.is_moe:
+        return arch
+    assert arch.num_experts_per_token is not None and arch.moe_ffn_hidden_size is not None
+    return replace(
+        arch, num_experts=None, num_experts_per_token=None, ffn_hidden_size=arch.num_experts_per_token * arch.moe_ffn_hidden_size
+    )
 
 
 def offload_host_bytes(
@@ -223,17 +244,21 @@ def offload_host_bytes(
         roles.append(("critic", critic_architecture or architecture))
     by_stage: list[list[int]] = []
     for stage in range(parallel.pipeline_model_parallel_size):
-        totals = [0] * (parallel.data_parallel_size * parallel.context_parallel_size)
-        for role, arch in roles:
-            for index, state in enumerate(model_state(arch, role, config.model.dtype, parallel, stage=stage, overlap=True)):
-                copies = 2 if role == "policy" and config.uses_reference else 1
-                totals[index] += copies * state.params + state.optimizer
-        by_stage.append(totals)
-    return max(sum(node) for node in _nodes(by_stage, parallel.tensor_model_parallel_size, processes_per_node))
+        states = [model_state(arch, role, config.model.dtype, parallel, stage=stage, overlap=True) for role, arch in roles]
+        by_stage.append(host_bytes_by_data_rank(config, dict(zip((role for role, _ in roles), states, strict=True))))
+    return fullest_node(by_stage, parallel.tensor_model_parallel_size, processes_per_node)
 
 
-def _nodes(by_stage: Iterable[Sequence[int]], tp: int, processes_per_node: int) -> Iterator[list[int]]:
-    """Bytes of all ranks node by node; ranks count TP first, then context and data parallelism, then pipeline stages."""
+def host_bytes_by_data_rank(config: Config, states: Mapping[Role, Sequence[StateBytes]]) -> list[int]:
+    """Offloaded bytes of the ranks of one pipeline stage, from the states of its models by data-parallel rank."""
+    totals = [0] * len(states["policy"])
+    for role, by_rank in states.items():
+        copies = 2 if role == "policy" and config.uses_reference else 1
+        totals = [total + copies * state.params + state.optimizer for total, state in zip(totals, by_rank, strict=True)]
+    return totals
+
+
+def fullest_node(by_stage: Iterable[Sequence[int]], tp: int, processes_per_node: int) -> int:
+    """Largest sum of a node's ranks; ranks count TP first, then context and data parallelism, then pipeline stages."""
     ranks = [value for stage in by_stage for value in stage for _ in range(tp)]
-    for begin in range(0, len(ranks), processes_per_node):
-        yield ranks[begin : begin + processes_per_node]
+    return max(sum(ranks[begin : begin + processes_per_node]) for begin in range(0, len(ranks), processes_per_node))

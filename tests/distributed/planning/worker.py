@@ -1,0 +1,172 @@
+"""worker.py CASE... (test_planning.py): what four real processes hold, and what the plan says they would; one JSON line a case.
+
+State is read from the storages of the offloader. Activations are what torch's allocator hands out during a forward and backward
+pass, from the profiler's memory events: neither is counted by the code under test.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from vapo_mcore.config import config_from_dict
+from vapo_mcore.config.architecture import ModelArchitecture
+from vapo_mcore.config.schema import Config
+from vapo_mcore.data.microbatch import MicroBatch
+from vapo_mcore.data.thd import ThdLayout
+from vapo_mcore.megatron.engine import MegatronModel
+from vapo_mcore.megatron.offload import Residency
+from vapo_mcore.megatron.parallel import ParallelContext, initialize_distributed, initialize_parallel
+from vapo_mcore.planning.catalog import find_architecture
+from vapo_mcore.planning.devices import DEVICES
+from vapo_mcore.planning.measure import ActivationProbe, build_state, in_flight_bytes, pipeline_rank, run_chunks
+from vapo_mcore.planning.state import Role, model_state, offload_host_bytes
+from vapo_mcore.trainer.losses import CriticLoss, PolicyLoss
+
+TINY = replace(find_architecture("qwen2.5-0.5b"), num_layers=4, hidden_size=128, ffn_hidden_size=256, num_attention_heads=4)
+TINY = replace(TINY, num_key_value_heads=2, head_dim=32, vocab_size=1003, tie_word_embeddings=False)
+LAYOUT = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
+CASES: dict[str, tuple[ModelArchitecture, str, str, dict[str, Any], int]] = {
+    # name: architecture, dtype, recompute, layout, tokens of a micro-batch
+    "tiny": (TINY, "float32", "none", LAYOUT, 512),
+    "tiny_bfloat16_selective": (TINY, "bfloat16", "selective", LAYOUT, 512),
+    "tiny_tied_interleaved_full": (
+        replace(TINY, tie_word_embeddings=True),
+        "bfloat16",
+        "full",
+        {**LAYOUT, "virtual_pipeline_model_parallel_size": 2},
+        512,
+    ),
+    "tiny_data_parallel": (TINY, "bfloat16", "none", {"pipeline_model_parallel_size": 2}, 512),
+    # 9 heads and 3 key-value heads: nothing that tensor parallelism of 2 divides
+    "smollm2": (find_architecture("smollm2-135m"), "bfloat16", "none", {"pipeline_model_parallel_size": 2}, 256),
+}
+MICROBATCHES, SEQUENCES = 3, 4
+
+
+def make_config(dtype: str, recompute: str, layout: dict[str, Any], tokens: int) -> Config:
+    return config_from_dict(
+        {
+            "run": {"dir": "unused", "steps": 1},
+            "model": {"path": "unused", "dtype": dtype, "recompute": recompute},
+            "parallel": {"world_size": 4, **layout},
+            "batch": {"prompts_per_step": 16, "responses_per_prompt": 4, "mini_batch_size": 32, "max_tokens_per_microbatch": tokens},
+            "data": {"train": [{"kind": "reasoning_gym", "task": "chain_sum", "size": 1}], "max_prompt_length": 8},
+            "rollout": {"max_response_length": tokens // 4 - 8},
+        },
+        check_paths=False,
+    )
+
+
+def microbatches(config: Config, parallel: ParallelContext, names: tuple[str, ...]) -> list[MicroBatch]:
+    result = []
+    for _ in range(MICROBATCHES):
+        lengths = [config.batch.max_tokens_per_microbatch // SEQUENCES] * SEQUENCES
+        layout = ThdLayout(lengths, tensor_parallel_size=parallel.tensor_model_parallel_size)
+        count = sum(lengths)
+        tensors = {name: torch.rand(count) for name in names}
+        tensors |= {"tokens": torch.randint(0, 1000, (count,)), "response_mask": torch.ones(count, dtype=torch.bool)}
+        result.append(MicroBatch(layout, torch.arange(SEQUENCES), tensors))
+    return result
+
+
+def allocated_peak(function: Any) -> int:
+    """Largest sum of what was allocated and not freed since the call began, from the allocator's own events."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        function()
+    assert profile.profiler is not None
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    current = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        current += event.nbytes()
+        peak = max(peak, current)
+    return peak
+
+
+def measure(config: Config, arch: ModelArchitecture, parallel: ParallelContext) -> dict[str, Any]:
+    """This rank's bytes."""
+    residency = Residency(enabled=True)
+    losses: dict[str, Any] = {"policy": PolicyLoss(config), "critic": CriticLoss(None)}
+    facts: dict[str, Any] = {"stage": parallel.pipeline_model_parallel_rank, "data": parallel.data_parallel_rank}
+
+    @torch.no_grad()
+    def fill(chunks: list[Any]) -> None:
+        for chunk in chunks:
+            for parameter in chunk.parameters():
+                parameter.normal_(std=0.02)
+
+    for role, loss in losses.items():
+        optimizer = getattr(config, role).optimizer
+        model = MegatronModel(role, arch, config.model, parallel, load_weights=fill, optimizer=optimizer)  # type: ignore[arg-type]
+        residency.add(model)
+        batches = microbatches(config, parallel, loss.tensors)
+        residency.enter(f"{role}_update")  # type: ignore[arg-type]
+        assert not model.train_step(batches, loss).skipped
+        residency.mark_changed(role)
+        facts[role] = residency.offloaders[role].device_bytes()
+        facts[f"{role}_train"] = allocated_peak(lambda m=model, b=batches, loss=loss: m.accumulate(b, loss))
+        outputs = ("logprobs", "entropy") if role == "policy" else ("values",)
+        facts[f"{role}_forward"] = allocated_peak(lambda m=model, b=batches, o=outputs: m.forward(b, outputs=o))
+    residency.enter("generate")
+    facts["host"] = residency.host_bytes()
+    return facts
+
+
+def predict(config: Config, arch: ModelArchitecture) -> dict[str, Any]:
+    """The same of every pipeline stage, by data-parallel rank, without a world."""
+    parallel = config.parallel
+    stages, virtual = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size or 1
+    lengths = [config.batch.max_tokens_per_microbatch // SEQUENCES] * SEQUENCES
+    probe = ActivationProbe()
+    result: dict[str, Any] = {"host": offload_host_bytes(config, arch), "stages": []}
+    for stage in range(stages):
+        facts: dict[str, Any] = {}
+        for role in ("policy", "critic"):
+            with pipeline_rank(parallel, stage) as context:
+                built = build_state(config, role, arch, context, on_gpu=False)  # type: ignore[arg-type]
+                whole = run_chunks(config, role, arch, context, lengths, on_gpu=False)  # type: ignore[arg-type]
+            alone = model_state(arch, role, config.model.dtype, parallel, stage=stage, overlap=False)  # type: ignore[arg-type]
+            probed = [_probed(probe, config, role, arch, lengths, stage, number) for number in range(virtual)]  # type: ignore[arg-type]
+            waiting = in_flight_bytes([chunk.saved for chunk in whole], stage, stages, MICROBATCHES)
+            facts[role] = [{"params": s.params, "grads": s.grads, "optimizer": s.optimizer} for s in built.by_data_rank]
+            facts[f"{role}_same"] = [list(built.by_data_rank) == alone, probed == whole]
+            facts[f"{role}_train"] = waiting + max(chunk.peak for chunk in whole)
+            facts[f"{role}_forward"] = max(chunk.forward_peak for chunk in whole)
+        result["stages"].append(facts)
+    return result
+
+
+def _probed(
+    probe: ActivationProbe, config: Config, role: Role, arch: ModelArchitecture, lengths: list[int], stage: int, number: int
+) -> Any:
+    parallel = config.parallel
+    stages, virtual = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size or 1
+    first, last = stage == 0 and number == 0, stage == stages - 1 and number == virtual - 1
+    layers = arch.num_layers // (stages * virtual)
+    return probe.chunk(config, role, arch, lengths, first=first, last=last, layers=layers, on_gpu=DEVICES["cpu"].is_gpu)
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    initialize_distributed(5)
+    rank = dist.get_rank()
+    measured: dict[str, list[Any]] = {}
+    chosen = {name: CASES[name] for name in sys.argv[1:]}
+    for name, (arch, *settings) in chosen.items():
+        config = make_config(*settings)
+        ranks: list[Any] = [None] * 4
+        dist.all_gather_object(ranks, measure(config, arch, initialize_parallel(config.parallel)))
+        measured[name] = ranks
+    dist.destroy_process_group()
+    if rank == 0:
+        for name, (arch, *settings) in chosen.items():
+            print(json.dumps({"case": name, "ranks": measured[name], "plan": predict(make_config(*settings), arch)}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

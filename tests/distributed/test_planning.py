@@ -1,0 +1,68 @@
+"""What the plan says against what four processes hold: state exactly, activations from the allocator's own events."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.torchrun import run_torchrun
+
+WORKER = Path(__file__).parent / "planning" / "worker.py"
+QUICK = ("tiny", "tiny_tied_interleaved_full", "tiny_data_parallel")
+SLOW = ("tiny_bfloat16_selective", "smollm2")
+ROLES = ("policy", "critic")
+
+
+@pytest.fixture(scope="module", params=[QUICK, pytest.param(SLOW, marks=pytest.mark.slow)], ids=["quick", "slow"])
+def cases(request: pytest.FixtureRequest) -> dict[str, dict[str, Any]]:
+    result = run_torchrun(WORKER, 4, *request.param, timeout=400)
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-6000:]
+    lines = [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
+    assert tuple(line["case"] for line in lines) == request.param
+    return {line["case"]: line for line in lines}
+
+
+def _predicted(case: dict[str, Any], rank: dict[str, Any]) -> dict[str, Any]:
+    return case["plan"]["stages"][rank["stage"]]
+
+
+def test_weights_gradients_and_optimizer_are_exact_on_every_rank(cases: dict[str, dict[str, Any]]) -> None:
+    for name, case in cases.items():
+        for rank in case["ranks"]:
+            for role in ROLES:
+                assert rank[role] == _predicted(case, rank)[role][rank["data"]], (name, rank["stage"], rank["data"], role)
+
+
+def test_host_bytes_are_exact(cases: dict[str, dict[str, Any]]) -> None:
+    for name, case in cases.items():
+        assert max(rank["host"] for rank in case["ranks"]) == case["plan"]["host"], name
+
+
+def test_device_bytes_are_within_five_percent(cases: dict[str, dict[str, Any]]) -> None:
+    """State and activations of a stage together, in training and in the forward pass."""
+    for name, case in cases.items():
+        for rank in case["ranks"]:
+            for role in ROLES:
+                predicted, state = _predicted(case, rank), rank[role]
+                for kind, held in (("train", sum(state.values())), ("forward", state["params"])):
+                    measured, expected = held + rank[f"{role}_{kind}"], held + predicted[f"{role}_{kind}"]
+                    print(name, rank["stage"], role, kind, rank[f"{role}_{kind}"], predicted[f"{role}_{kind}"], expected / measured)
+                    assert expected == pytest.approx(measured, rel=0.05), (name, rank["stage"], role, kind)
+
+
+def test_activations_alone(cases: dict[str, dict[str, Any]]) -> None:
+    for name, case in cases.items():
+        for rank in case["ranks"]:
+            for role in ROLES:
+                measured, expected = rank[f"{role}_train"], _predicted(case, rank)[f"{role}_train"]
+                assert expected == pytest.approx(measured, rel=0.1), (name, rank["stage"], role)
+
+
+def test_short_ways_are_the_same(cases: dict[str, dict[str, Any]]) -> None:
+    """State without building a model, and activations from two and three layers, equal those of the whole models."""
+    for name, case in cases.items():
+        for facts in case["plan"]["stages"]:
+            assert facts["policy_same"] == facts["critic_same"] == [True, True], name

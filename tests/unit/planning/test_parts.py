@@ -1,0 +1,120 @@
+"""Parts of the plan by hand: what is in flight, live storages, vLLM's share, device tables, the step's size, time that cannot be less."""
+
+import pytest
+import torch
+
+from tests.torchrun import ROOT
+from vapo_mcore.config import Config, load_config
+from vapo_mcore.errors import ConfigError
+from vapo_mcore.megatron.offload import RESIDENCY
+from vapo_mcore.planning.catalog import find_architecture
+from vapo_mcore.planning.devices import DEVICES, GIB, choose_device
+from vapo_mcore.planning.live_bytes import LiveBytes
+from vapo_mcore.planning.measure import ChunkActivations, in_flight_bytes
+from vapo_mcore.planning.memory import STAGES, RankModel, rank_memory, vllm_memory
+from vapo_mcore.planning.state import StateBytes, num_parameters
+from vapo_mcore.planning.timing import StepTimer
+from vapo_mcore.planning.workload import packed_lengths, workload
+
+
+def _config(*overrides: str) -> Config:
+    return load_config(ROOT / "examples/configs/qwen2.5_32b_vapo.yaml", overrides, check_paths=False)
+
+
+def test_micro_batches_in_flight() -> None:
+    """1F1B: stage s of p holds p - s - 1 besides the one that runs, and never more than there are."""
+    assert [in_flight_bytes([10], stage, 4, 8) for stage in range(4)] == [30, 20, 10, 0]
+    assert in_flight_bytes([10], 0, 4, 2) == 10
+    # Interleaved, 2 stages of 2 chunks: 2 (p - s - 1) + (chunks - 1) p forward passes first: chunk 0 twice, chunk 1 twice, chunk 0, ...
+    assert [in_flight_bytes([10, 1], stage, 2, 4) for stage in range(2)] == [10 + 10 + 1 + 1, 10 + 10]
+
+
+def test_live_bytes_count_storages_once_until_they_are_freed() -> None:
+    weight = torch.empty(100, device="meta")
+    with LiveBytes("meta", [weight]) as live:
+        product = weight * 2
+        view = product[10:].view(9, 10)
+        assert live.current == 400
+        other = torch.empty(50, dtype=torch.bfloat16, device="meta")
+        del product
+        assert live.current == 500  # the view keeps the storage
+        del view, other
+        assert (live.current, live.peak) == (0, 500)
+        torch.empty(1000)  # another device
+        assert live.peak == 500
+
+
+def test_device_numbers_can_be_replaced() -> None:
+    assert choose_device("h100", ["train_efficiency=0.3", "node_rate=1e11"]).train_efficiency == 0.3
+    with pytest.raises(
+        ConfigError, match=r"network=1: unknown; known are memory, .*\n.*flops=-2: '-2' is not a positive number"
+    ):
+        choose_device("h200", ["network=1", "flops=-2"])
+
+
+def test_the_step_of_the_paper() -> None:
+    work = workload(_config(), 5000)
+    assert (work.responses, work.updates, work.tokens) == (8192, 16, 8192 * (1024 + 5000))
+    # 512 responses over 8 data-parallel ranks in packs of 22,528 tokens, 97 % full
+    assert work.microbatches_per_update == -(-512 * 6024 // 8 // int(0.97 * 22528))
+    lengths = packed_lengths(_config(), work)
+    assert sum(lengths) == 22528 and max(lengths) == 6024
+
+
+def test_vllm_shares_by_hand() -> None:
+    arch, device = find_architecture("qwen2.5-32b"), DEVICES["h100"]
+    whole, half, sixteen = (vllm_memory(_config(f"rollout.tensor_parallel_size={tp}"), arch, device) for tp in (1, 2, 16))
+    assert whole.weight_bytes == 2 * num_parameters(arch)
+    assert half.weight_bytes == pytest.approx(num_parameters(arch), rel=0.001)
+    assert whole.kv_bytes_per_token == 2 * 64 * 8 * 128 * 2
+    assert sixteen.kv_bytes_per_token == 2 * 64 * 1 * 128 * 2  # 8 heads: one on each rank, held twice
+    assert vllm_memory(_config("rollout.vllm.num_gpu_blocks=1000"), arch, device).kv_tokens == 16000
+    assert half.kv_bytes == pytest.approx(0.85 * device.memory - half.weight_bytes - half.workspace_bytes, abs=2 * GIB)
+
+
+def _model(scale: int) -> RankModel:
+    return RankModel(StateBytes(1 * scale, 2 * scale, 3 * scale), (ChunkActivations(saved=7, peak=11, forward_peak=5, logits=2),))
+
+
+def test_stages_hold_what_the_residency_table_says() -> None:
+    config, device = _config("model.offload=true"), DEVICES["h100"]
+    arch = find_architecture("qwen2.5-32b")
+    vllm, work = vllm_memory(config, arch, device), workload(config, None)
+    held = rank_memory(config, {"policy": _model(100), "critic": _model(10_000)}, vllm, work, device, 0)
+    for stage in STAGES:
+        for role in ("policy", "critic"):
+            names = {"params": f"{role} weights", "grads": f"{role} gradients", "optimizer": f"{role} optimizer"}
+            assert {part for part, name in names.items() if name in held[stage].parts} == RESIDENCY[stage].get(role, frozenset())
+    assert held["policy_update"].parts["policy optimizer"] == 300
+    assert held["critic_update"].parts["critic gradients"] == 20_000
+    # one more micro-batch in flight on the first of two stages; slack on all but the logits
+    assert held["critic_update"].parts["activations"] == pytest.approx((7 + 11 - 2) * 1.05)
+    assert held["values"].parts["activations"] == pytest.approx((5 - 2) * 1.05)
+    assert "KV cache" in held["generate"].parts and "KV cache" not in held["sync"].parts
+    everything = rank_memory(_config("model.offload=false"), {"policy": _model(100)}, vllm, work, device, 1)
+    assert all(everything[stage].parts["policy optimizer"] == 300 for stage in STAGES)
+
+
+def test_time_follows_the_work() -> None:
+    arch, device = find_architecture("qwen2.5-32b"), DEVICES["h100"]
+
+    def seconds(*overrides: str) -> dict[str, float]:
+        config = _config(*overrides)
+        work = workload(config, 4000)
+        models = {"policy": _model(10**9), "critic": _model(10**9)}
+        return StepTimer(config, arch, arch, work, device).estimate(models, vllm_memory(config, arch, device), 8).phases
+
+    base = seconds()
+    tokens = 8192 * (1024 + 4000)
+    least = 6 * (num_parameters(arch) - 152064 * 5120) * tokens / 128 / (989e12 * 0.45)
+    alone = ["model.recompute=none", "parallel.tensor_model_parallel_size=1", "parallel.pipeline_model_parallel_size=1"]
+    assert least < seconds(*alone)["policy_update"] < 1.3 * least  # attention and the reduction of gradients on top
+    assert base["policy_update"] > 1.3 * least  # exchanges of tensor parallelism and the pipeline
+    assert seconds("policy.epochs=2")["policy_update"] == pytest.approx(2 * base["policy_update"])
+    selective, full = (seconds(f"model.recompute={kind}")["policy_update"] for kind in ("selective", "full"))
+    assert 1.2 * base["policy_update"] < selective < full < 1.45 * base["policy_update"]
+    assert "logprobs" not in seconds("rollout.old_logprobs=rollout")
+    assert seconds("algorithm.kl={place: loss, coef: 0.1}")["logprobs"] == pytest.approx(2 * base["logprobs"])
+    # the longest response alone takes so many steps, each of which reads this rank's weights
+    assert base["generate"] > 20480 * 2 * 32.76e9 / 4 / 3.35e12
+    assert "offload" not in seconds("model.offload=false")

@@ -1,0 +1,167 @@
+"""``vapo-mcore plan``: arguments, the cluster, what is refused, and the exit code. torch is imported once all of that is known."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vapo_mcore.config.architecture import ModelArchitecture, read_architecture
+from vapo_mcore.errors import ConfigError
+from vapo_mcore.planning.catalog import find_architecture, known_models
+from vapo_mcore.planning.devices import DEVICES, choose_device
+
+if TYPE_CHECKING:
+    from vapo_mcore.config.schema import Config
+    from vapo_mcore.planning.planner import Cluster, Subject
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--nodes", type=_positive, help="nodes of the cluster; sets parallel.world_size to nodes x devices of a node")
+    parser.add_argument("--gpus-per-node", type=_positive, default=8, metavar="N", help="devices of a node (default: 8)")
+    parser.add_argument("--device", choices=sorted(DEVICES), default="h100", help="whose memory and rates (default: h100)")
+    parser.add_argument("--rate", action="append", default=[], metavar="KEY=NUMBER", help="replaces a number of the device's table")
+    parser.add_argument("--model-config", metavar="MODEL", help="a known model, a config.json or a folder, instead of model.path")
+    parser.add_argument("--response-length", type=_positive, metavar="TOKENS", help="assumed mean (default: 0.4 of the longest)")
+    parser.add_argument("--search", action="store_true", help="look for the cheapest layouts that fit on at most these nodes")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not a positive number")
+    return value
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the plan. Returns 0 where everything fits, 2 where it does not; raises ConfigError for what cannot be planned at all."""
+    notes: list[str] = []
+    loader = _Loader(options, notes)
+    subject = loader.subject([])
+    cluster = _cluster(options, subject.config)
+    notes += _warnings(subject, cluster)
+
+    from rich.console import Console
+
+    from vapo_mcore.planning import report
+    from vapo_mcore.planning.planner import Planner, single_changes
+    from vapo_mcore.planning.search import cheapest_layouts
+
+    planner = Planner()
+    plan = planner.plan(subject, cluster, build=True)
+    changes = [] if plan.fits else list(single_changes(plan, planner, loader.subject))
+    layouts = cheapest_layouts(plan, planner, loader.subject) if options.search else []
+    if options.json:
+        print(json.dumps(report.to_json(plan, notes, changes, layouts), indent=2))
+        return 0 if plan.fits else 2
+    console = Console(width=None if sys.stdout.isatty() else 160, highlight=False, soft_wrap=True)
+    report.print_plan(console, plan, notes)
+    report.print_verdict(console, plan, changes)
+    if options.search:
+        report.print_layouts(console, layouts)
+    return 0 if plan.fits else 2
+
+
+class _Loader:
+    """Loads the recipe with settings changed, checks it with the rules about its architecture, and remembers where that came from."""
+
+    def __init__(self, options: argparse.Namespace, notes: list[str]) -> None:
+        self.options = options
+        self.given = [f"parallel.world_size={options.nodes * options.gpus_per_node}"] if options.nodes else []
+        self._architectures: dict[str, ModelArchitecture] = {}
+        self.notes = notes
+
+    def subject(self, settings: list[str]) -> Subject:
+        from vapo_mcore.config import load_config
+        from vapo_mcore.planning.planner import Subject
+
+        overrides = [*self.options.overrides, *self.given, *settings]
+        config = load_config(self.options.file, overrides, check_paths=False)
+        policy = self._architecture("model.path", config.model.path)
+        critic = None
+        if config.uses_critic:
+            critic = policy if config.critic.path is None else self._architecture("critic.path", config.critic.path, policy)
+        _check_rules(config, policy, critic, self.options.file)
+        return Subject(config, policy, critic, self.options.response_length)
+
+    def _architecture(self, key: str, folder: str, otherwise: ModelArchitecture | None = None) -> ModelArchitecture:
+        """Of --model-config, else of the folder, else of the known model of the folder's name, else (a critic) the policy's."""
+        if key not in self._architectures:
+            self._architectures[key] = self._find(key, folder, otherwise)
+        return self._architectures[key]
+
+    def _find(self, key: str, folder: str, otherwise: ModelArchitecture | None) -> ModelArchitecture:
+        if key == "model.path" and self.options.model_config is not None:
+            return find_architecture(self.options.model_config)
+        if os.path.isdir(folder):
+            return read_architecture(folder)
+        name = Path(folder).name.lower().removesuffix("-instruct")  # tuned models are built like their bases
+        if name in known_models():
+            self.notes.append(f"{key}: {folder!r} does not exist; planned with the published architecture of {name}")
+            return find_architecture(name)
+        if otherwise is not None:
+            self.notes.append(f"{key}: {folder!r} does not exist; planned with the policy's architecture")
+            return otherwise
+        raise ConfigError(
+            f"{key}: {folder!r} does not exist, and {name!r} is no known model; give --model-config with a config.json or one of "
+            f"{', '.join(known_models())}"
+        )
+
+
+def _check_rules(config: Config, policy: ModelArchitecture, critic: ModelArchitecture | None, file: str) -> None:
+    """The rules that need the architecture, which loading without the model folder left out.
+
+    A mixture of experts, which training refuses, is planned all the same: its layout is checked as the dense model of its active size.
+    """
+    from vapo_mcore.config.rules import Subject as RuleSubject
+    from vapo_mcore.config.rules import broken_rules
+    from vapo_mcore.planning.state import as_dense
+
+    other = None if critic is policy or critic is None else as_dense(critic)
+    faults = list(broken_rules(RuleSubject(config, as_dense(policy), other, lambda name: True), set()))
+    if faults:
+        lines = "\n".join(f"  {fault.where}: {fault.message}" for fault in faults)
+        raise ConfigError(f"configuration {file}: {len(faults)} fault{'s' * (len(faults) > 1)}\n{lines}")
+
+
+def _cluster(options: argparse.Namespace, config: Config) -> Cluster:
+    from vapo_mcore.planning.planner import Cluster
+
+    world, per_node = config.parallel.world_size, options.gpus_per_node
+    if world > per_node and world % per_node:
+        raise ConfigError(
+            f"parallel.world_size = {world} does not fill nodes of {per_node}; use a multiple of {per_node}, or another --gpus-per-node"
+        )
+    tp = config.rollout_tensor_parallel_size
+    if config.rollout.engine == "vllm" and min(per_node, world) % tp:
+        raise ConfigError(
+            f"rollout.tensor_parallel_size = {tp} (null: parallel.tensor_model_parallel_size) does not divide the {min(per_node, world)} "
+            "processes of a node, so a vLLM replica would span nodes"
+        )
+    device = choose_device(options.device, options.rate)
+    return Cluster.of(world, per_node, device)
+
+
+def _warnings(subject: Subject, cluster: Cluster) -> Iterator[str]:
+    p = subject.config.parallel
+    if subject.is_moe:
+        yield (
+            f"{subject.policy.family} is a mixture of experts: `train` refuses it until expert-parallel layouts are shown to give the same "
+            "step as one process. Planned with all experts cut over tensor parallelism; activations are those of the dense model of a "
+            "token's active size, without routing buffers"
+        )
+    if p.tensor_model_parallel_size * p.context_parallel_size > cluster.processes_per_node:
+        yield (
+            f"tensor {p.tensor_model_parallel_size} x context {p.context_parallel_size} spans nodes of {cluster.processes_per_node}: "
+            "the time of its exchanges is underestimated"
+        )
+    if subject.config.rollout.dynamic_sampling.enabled:
+        yield "dynamic sampling draws further prompts for groups whose verdicts are all alike; the time of one round is reckoned"
+    if not cluster.device.is_gpu:
+        return
+    yield "no figure has been measured on a GPU: sizes of state are exact, activations follow the kernels' saved tensors, rates are stated"

@@ -1,0 +1,53 @@
+"""Bytes of live tensor storages while code runs, and their peak, on one type of device (``meta`` or a real one)."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class LiveBytes(TorchDispatchMode):
+    """While entered, every storage that an operator returns counts until it is freed, once however many tensors share it.
+
+    Storages of ``ignored`` tensors (parameters, gradient buffers) do not count. What operators allocate inside themselves and free
+    again is not seen. ``track`` counts a tensor that was made before.
+    """
+
+    def __init__(self, device_type: str, ignored: Iterable[Tensor] = ()) -> None:
+        super().__init__()
+        self.device_type = device_type
+        self.current = self.peak = 0
+        self._known: dict[int, Any] = {}
+        self._ignored = {tensor.untyped_storage()._cdata for tensor in ignored}
+
+    def reset_peak(self) -> None:
+        self.peak = self.current
+
+    def track(self, tensor: Tensor) -> Tensor:
+        if tensor.device.type == self.device_type:
+            storage = tensor.untyped_storage()
+            key, num_bytes = storage._cdata, storage.nbytes()
+            if key not in self._known and key not in self._ignored:
+                self._known[key] = weakref.ref(storage, self._forget(key, num_bytes))
+                self.current += num_bytes
+                self.peak = max(self.peak, self.current)
+        return tensor
+
+    def _forget(self, key: int, num_bytes: int) -> Callable[[Any], None]:
+        def gone(_: Any) -> None:
+            if self._known.pop(key, None) is not None:
+                self.current -= num_bytes
+
+        return gone
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self.track(leaf)
+        return result

@@ -1,0 +1,378 @@
+"""What one pipeline rank holds, from the real models on the ``meta`` device: no memory, no weights, any world size.
+
+A fake process group stands for the world. The models are built and wrapped by the code that training uses; one micro-batch runs
+forward and backward through them while the live storages are counted. Pipeline schedules are not run: how many micro-batches are
+in flight follows from Megatron's 1F1B order (:func:`in_flight_bytes`).
+
+On a GPU other kernels run than here. For such a device the modules whose saved tensors differ are replaced after the build by
+stand-ins that save what Transformer Engine's kernels save: flash attention (q, k, v, output, log-sum-exp) and fused norms (input
+and one number a token).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from vapo_mcore.config.architecture import ModelArchitecture
+from vapo_mcore.data.thd import ThdLayout
+from vapo_mcore.megatron.attention import RMSNorm, SegmentAttention
+from vapo_mcore.megatron.engine import wrap_chunks
+from vapo_mcore.megatron.host import import_megatron, megatron_scope
+from vapo_mcore.megatron.logprob import CHUNK_ELEMENTS, vocab_parallel_logprobs
+from vapo_mcore.megatron.model import build_chunks
+from vapo_mcore.megatron.parallel import ParallelContext, initialize_parallel
+from vapo_mcore.planning.live_bytes import LiveBytes
+from vapo_mcore.planning.state import FlatBuffer, Role, StateBytes
+
+if TYPE_CHECKING:
+    from vapo_mcore.config.schema import Config, ParallelConfig
+
+META = torch.device("meta")
+
+
+@dataclass(frozen=True)
+class ChunkActivations:
+    """Activation bytes of one model chunk with one micro-batch.
+
+    Attributes:
+        saved: kept from the forward pass for the backward pass, logits included.
+        peak: most that is alive in a forward and backward pass.
+        forward_peak: most that is alive in a forward pass without gradients.
+        logits: of all three, the output layer's result.
+    """
+
+    saved: int
+    peak: int
+    forward_peak: int
+    logits: int
+
+    def deeper(self, other: ChunkActivations, steps: int) -> ChunkActivations:
+        """From ``self`` and ``other``, which has one layer more: the same with ``steps`` layers more than ``self``."""
+        return ChunkActivations(
+            *(mine + steps * (theirs - mine) for mine, theirs in ((getattr(self, name), getattr(other, name)) for name in _FIELDS))
+        )
+
+
+_FIELDS = tuple(field.name for field in fields(ChunkActivations))
+
+
+@dataclass(frozen=True)
+class RankState:
+    """A model's state on one pipeline rank, by rank of the group that its optimizer is split over, and its parameters."""
+
+    by_data_rank: tuple[StateBytes, ...]
+    parameters: int
+
+    @property
+    def largest(self) -> StateBytes:
+        return max(self.by_data_rank, key=lambda state: state.optimizer)
+
+
+@contextmanager
+def pipeline_rank(parallel: ParallelConfig, stage: int) -> Iterator[ParallelContext]:
+    """This process as the first rank of pipeline stage ``stage`` of a world that does not exist."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    assert not dist.is_initialized(), "planning needs a process without a process group"
+    import_megatron()
+    rank = stage * (parallel.world_size // parallel.pipeline_model_parallel_size)
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=parallel.world_size)
+    try:
+        yield initialize_parallel(parallel)
+    finally:
+        from megatron.core import parallel_state
+
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+def build_state(config: Config, role: Role, architecture: ModelArchitecture, parallel: ParallelContext, *, on_gpu: bool) -> RankState:
+    """Build and wrap a model of this rank as training does, and count its buffers."""
+    wrapped = _build(config, role, architecture, parallel, on_gpu=on_gpu)
+    parameters = sum(parameter.numel() for chunk in wrapped for parameter in chunk.parameters())
+    return RankState(tuple(buffer_state(wrapped, parallel)), parameters)
+
+
+def _build(config: Config, role: Role, architecture: ModelArchitecture, parallel: ParallelContext, *, on_gpu: bool) -> list[Any]:
+    # The parameters are the same with every attention; what another one would save is the stand-ins' business.
+    chunks = build_chunks(role, architecture, config.model.model_copy(update={"attention": "sdpa"}), parallel, device=META)
+    return wrap_chunks(chunks, overlap=on_gpu, device=META)
+
+
+def run_chunks(
+    config: Config, role: Role, architecture: ModelArchitecture, parallel: ParallelContext, lengths: Sequence[int], *, on_gpu: bool
+) -> list[ChunkActivations]:
+    """Activations of each chunk of this rank, from one micro-batch of sequences of ``lengths`` tokens.
+
+    ``on_gpu``: what GPU kernels would keep, else what the CPU's do.
+    """
+    wrapped = _build(config, role, architecture, parallel, on_gpu=on_gpu)
+    if on_gpu:
+        _use_gpu_stand_ins([chunk.module for chunk in wrapped])
+    layout = ThdLayout(
+        lengths,
+        context_parallel_size=parallel.context_parallel_size,
+        context_parallel_rank=parallel.context_parallel_rank,
+        tensor_parallel_size=parallel.tensor_model_parallel_size,
+    )
+    return [_ChunkRun(config, role, architecture, parallel, layout, chunk, on_gpu=on_gpu).measure() for chunk in wrapped]
+
+
+class ActivationProbe:
+    """Activations of chunks of any depth from runs of two and three layers, each run made once.
+
+    All layers of a model are alike, so that bytes rise by the same amount with each (tested against runs of all layers).
+    """
+
+    def __init__(self) -> None:
+        self._runs: dict[tuple[Any, ...], ChunkActivations] = {}
+
+    def chunk(
+        self,
+        config: Config,
+        role: Role,
+        architecture: ModelArchitecture,
+        lengths: Sequence[int],
+        *,
+        first: bool,
+        last: bool,
+        layers: int,
+        on_gpu: bool,
+    ) -> ChunkActivations:
+        """Of a chunk with ``layers`` layers that holds the embedding (``first``) and the head (``last``)."""
+        two, three = (self._run(config, role, architecture, tuple(lengths), first, last, depth, on_gpu) for depth in (2, 3))
+        return two.deeper(three, layers - 2)
+
+    def _run(
+        self,
+        config: Config,
+        role: Role,
+        arch: ModelArchitecture,
+        lengths: tuple[int, ...],
+        first: bool,
+        last: bool,
+        depth: int,
+        on_gpu: bool,
+    ) -> ChunkActivations:
+        stages = 1 if first and last else 2 if first or last else 3
+        given, arch = config.parallel, replace(arch, rope_scaling=None)  # scaled frequencies are as many
+        role = role if last else "policy"  # below the head both models are the same, but for tied embeddings, which save nothing
+        key: tuple[Any, ...] = (role, arch, lengths, first, last, depth, on_gpu, config.model.dtype, config.model.recompute)
+        key += (given.tensor_model_parallel_size, given.context_parallel_size, given.sequence_parallel)
+        key += _terms_of_loss(config, role) if last else ()
+        if key not in self._runs:
+            model_parallel = given.tensor_model_parallel_size * given.context_parallel_size
+            parallel = given.model_copy(
+                update={
+                    "world_size": model_parallel * stages,
+                    "pipeline_model_parallel_size": stages,
+                    "virtual_pipeline_model_parallel_size": None,
+                    "data_parallel_size": 1,
+                }
+            )
+            stage = 0 if first else stages - 1 if last else 1
+            shallow = replace(arch, num_layers=depth * stages)
+            with pipeline_rank(parallel, stage) as context:
+                self._runs[key] = run_chunks(config, role, shallow, context, lengths, on_gpu=on_gpu)[0]
+        return self._runs[key]
+
+
+def buffer_state(wrapped: Sequence[Any], parallel: ParallelContext) -> list[StateBytes]:
+    """State bytes from the DDP buffers themselves, by rank of the group that the optimizer is split over."""
+    ranks = parallel.data_parallel_size * parallel.context_parallel_size
+    params = grads = 0
+    optimizer = [0] * ranks
+    for chunk in wrapped:
+        for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+            params += buffer.param_data.untyped_storage().nbytes()
+            grads += buffer.grad_data.untyped_storage().nbytes()
+            ranges = tuple((start, end) for start, end, _ in buffer.param_index_map.values())
+            flat = FlatBuffer(buffer.param_dtype.itemsize, ranges, tuple(buffer.bucket_indices))
+            shards = flat.shard_numels(ranks)
+            optimizer = [held + flat.optimizer_bytes * shard for held, shard in zip(optimizer, shards, strict=True)]
+    return [StateBytes(params, grads, held) for held in optimizer]
+
+
+class _ChunkRun:
+    """One chunk and what goes into it."""
+
+    def __init__(
+        self,
+        config: Config,
+        role: Role,
+        architecture: ModelArchitecture,
+        parallel: ParallelContext,
+        layout: ThdLayout,
+        chunk: Any,
+        *,
+        on_gpu: bool,
+    ) -> None:
+        from vapo_mcore.trainer.losses import CriticLoss, PolicyLoss
+
+        self.role, self.architecture, self.parallel, self.layout = role, architecture, parallel, layout
+        self.chunk, self.module = chunk, chunk.module
+        self.chunk_elements = CHUNK_ELEMENTS["cuda" if on_gpu else "cpu"]
+        self.temperature = config.rollout.temperature
+        self.loss = PolicyLoss(config) if role == "policy" else CriticLoss(config.algorithm.value_loss.clip)
+        buffers = (*chunk.buffers, *chunk.expert_parallel_buffers)
+        self.ignored = [tensor for buffer in buffers for tensor in (buffer.param_data, buffer.grad_data)]
+        self.ignored += [*self.module.parameters(), *self.module.buffers()]
+
+    def measure(self) -> ChunkActivations:
+        with megatron_scope(META), _CpuAttentionOnMeta():
+            with torch.no_grad(), LiveBytes("meta", self.ignored) as live:
+                output = self._forward(live)
+                logits = output.untyped_storage().nbytes() if self.module.post_process and self.role == "policy" else 0
+                if self.module.post_process:
+                    self._head(output, entropy=True)
+                forward_peak = live.peak
+                del output
+            with LiveBytes("meta", self.ignored) as live:
+                saved, peak = self._train(live)
+        return ChunkActivations(saved, peak, forward_peak, logits)
+
+    def _forward(self, live: LiveBytes) -> Tensor:
+        layout = self.layout
+        params = layout.packed_seq_params()
+        params.padded_lengths = layout.padded_lengths_list  # type: ignore[attr-defined]
+        tokens = torch.empty((1, layout.num_local_tokens), dtype=torch.int64, device=META)
+        if not self.module.pre_process:
+            rows = layout.num_local_tokens
+            if self.parallel.sequence_parallel:
+                rows //= self.parallel.tensor_model_parallel_size
+            shape = (rows, 1, self.architecture.hidden_size)
+            received = torch.empty(shape, dtype=self.module.config.params_dtype, device=META, requires_grad=torch.is_grad_enabled())
+            self.module.set_input_tensor(live.track(received))
+        return self.chunk(tokens, None, None, packed_seq_params=params)
+
+    def _head(self, output: Tensor, *, entropy: bool) -> dict[str, Tensor]:
+        if self.role == "critic":
+            return {"values": output[0, :, 0]}
+        labels = torch.empty(output.shape[1], dtype=torch.int64, device=META)
+        logprobs, entropies = vocab_parallel_logprobs(
+            output[0],
+            labels,
+            vocab_size=self.architecture.vocab_size,
+            group=self.parallel.tensor_model_parallel_group,
+            temperature=self.temperature,
+            entropy=entropy,
+            chunk_elements=self.chunk_elements,
+        )
+        return {"logprobs": logprobs} if entropies is None else {"logprobs": logprobs, "entropy": entropies}
+
+    def _train(self, live: LiveBytes) -> tuple[int, int]:
+        from megatron.core.pipeline_parallel.schedules import custom_backward, deallocate_output_tensor
+
+        output = self._forward(live)
+        if self.module.post_process:
+            outputs = self._head(output, entropy=self.loss.needs_entropy)
+            del output
+            rows = self.layout.num_local_tokens
+            batch = {name: torch.empty(rows, device=META) for name in self.loss.tensors}
+            total, _ = self.loss(outputs, {**batch, "mask": torch.empty(rows, dtype=torch.bool, device=META)})
+            saved = live.current
+            del outputs
+            total.backward()
+            return saved, live.peak
+        gradient_shape = output.shape
+        deallocate_output_tensor(output, True)
+        saved = live.current
+        gradient = torch.empty(gradient_shape, dtype=output.dtype, device=META)
+        custom_backward(output, gradient)
+        return saved, live.peak
+
+
+def _terms_of_loss(config: Config, role: Role) -> tuple[Any, ...]:
+    """What the memory of a loss depends on."""
+    algorithm = config.algorithm
+    if role == "critic":
+        return (algorithm.value_loss.clip is None,)
+    kl, clip = algorithm.kl, algorithm.policy_loss
+    terms = (algorithm.positive_lm.coef > 0, algorithm.entropy.coef > 0, kl.place == "loss", kl.kind, clip.dual_clip is None)
+    return (*terms, clip.importance_correction.kind != "off", config.rollout.old_logprobs, config.rollout.temperature == 1.0)
+
+
+def in_flight_bytes(saved: Sequence[int], stage: int, stages: int, microbatches: int) -> int:
+    """Saved activations of all micro-batches that wait for their backward pass while one more runs: Megatron's 1F1B order.
+
+    ``saved``: bytes of each model chunk of the rank (one, or one a virtual stage). A rank runs ``warm-up`` forward passes before
+    its first backward pass, and holds that many from then on.
+    """
+    chunks, total = len(saved), microbatches * len(saved)
+    if chunks == 1:
+        return min(stages - stage - 1, microbatches - 1) * saved[0]
+    warmup = min((stages - stage - 1) * 2 + (chunks - 1) * stages, total - 1)
+    # Groups of ``stages`` micro-batches go through chunk 0, then chunk 1, ...
+    return sum(saved[number // stages % chunks] for number in range(warmup))
+
+
+class _CpuAttentionOnMeta(TorchFunctionMode):
+    """Scaled-dot-product attention as the CPU's flash kernel, which torch does not choose by itself on ``meta``."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.nn.functional.scaled_dot_product_attention and args[0].is_meta:
+            query, key, value = args
+            causal, mask, scale = kwargs["is_causal"], kwargs["attn_mask"], kwargs["scale"]
+            if mask is not None and mask.dtype == torch.bool:
+                mask = torch.empty(mask.shape, dtype=query.dtype, device=META)  # torch makes a float mask of it
+            return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal, attn_mask=mask, scale=scale)[
+                0
+            ]
+        return func(*args, **kwargs)
+
+
+def _use_gpu_stand_ins(chunks: Sequence[Any]) -> None:
+    for chunk in chunks:
+        chunk.config.bias_activation_fusion = True
+        for module in chunk.modules():
+            if isinstance(module, SegmentAttention):
+                module.forward = _flash_attention  # type: ignore[method-assign]
+            elif isinstance(module, RMSNorm):
+                module.forward = _fused_norm_of(module)  # type: ignore[method-assign]
+
+
+def _flash_attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
+    output: Tensor = _FlashAttention.apply(query, key, value)
+    return output.flatten(1)
+
+
+def _fused_norm_of(module: RMSNorm) -> Any:
+    return lambda x: _FusedNorm.apply(x, module.weight)
+
+
+class _FlashAttention(torch.autograd.Function):
+    """Shapes and saved tensors of a variable-length flash attention kernel; [tokens, heads, head_dim] each."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        output = torch.empty_like(query)
+        ctx.save_for_backward(query, key, value, output, query.new_empty(query.shape[:2], dtype=torch.float32))
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+        query, key, value, _, _ = ctx.saved_tensors
+        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+
+
+class _FusedNorm(torch.autograd.Function):
+    """Shapes and saved tensors of a fused RMS norm."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight, x.new_empty(x.shape[:-1], dtype=torch.float32))
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x), torch.empty_like(weight)

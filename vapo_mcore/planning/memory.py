@@ -1,0 +1,199 @@
+"""Bytes on every rank in every stage of a step, in host memory, and on disk."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from vapo_mcore.config.architecture import ModelArchitecture
+from vapo_mcore.megatron.offload import RESIDENCY, Stage
+from vapo_mcore.planning.devices import Device
+from vapo_mcore.planning.measure import ChunkActivations, in_flight_bytes
+from vapo_mcore.planning.state import ITEM_BYTES, Role, StateBytes, num_parameters
+from vapo_mcore.planning.workload import Workload
+from vapo_mcore.weights.export import DEFAULT_BUCKET_BYTES
+
+if TYPE_CHECKING:
+    from vapo_mcore.config.schema import Config
+
+STAGES: tuple[Stage, ...] = ("generate", "values", "critic_update", "logprobs", "policy_update", "sync")
+"""In the order of a step."""
+VLLM_BLOCK = 16  # tokens of a KV block
+_BATCH_BYTES_A_TOKEN = 8 + 2 * 1 + 7 * 4  # ids, two masks, seven float32 columns
+_PACKED_BYTES_A_TOKEN = 8 + 1  # ids and mask again, micro-batch by micro-batch
+_VLLM_BATCHED_TOKENS = {True: 16384, False: 8192}  # vLLM's own limit of an engine step, on a large GPU and on CPU
+
+
+@dataclass(frozen=True)
+class RankModel:
+    """One model on one pipeline rank: its state on the fullest data-parallel rank, and each chunk's activations."""
+
+    state: StateBytes
+    chunks: tuple[ChunkActivations, ...]
+
+
+@dataclass
+class StageMemory:
+    """Bytes of one rank in one stage, by what they are for."""
+
+    parts: dict[str, float] = field(default_factory=dict)
+
+    def add(self, name: str, num_bytes: float) -> None:
+        if num_bytes:
+            self.parts[name] = self.parts.get(name, 0.0) + num_bytes
+
+    @property
+    def total(self) -> float:
+        return sum(self.parts.values())
+
+
+@dataclass(frozen=True)
+class Vllm:
+    """A rollout replica's share on one rank."""
+
+    weight_bytes: float
+    kv_bytes: float
+    kv_bytes_per_token: float
+    workspace_bytes: float
+
+    @property
+    def kv_tokens(self) -> int:
+        return int(self.kv_bytes // self.kv_bytes_per_token) // VLLM_BLOCK * VLLM_BLOCK
+
+
+def vllm_memory(config: Config, arch: ModelArchitecture, device: Device) -> Vllm:
+    """What vLLM takes on one rank, by its own rules: on GPUs what remains of ``gpu_memory_utilization`` is KV cache."""
+    tp, item = config.rollout_tensor_parallel_size, ITEM_BYTES[config.model.dtype]
+    weights = _vllm_parameters(arch, tp) * item
+    per_token = 2 * arch.num_layers * max(1.0, arch.num_key_value_heads / tp) * arch.head_dim * item
+    settings = config.rollout.vllm
+    if config.rollout.engine != "vllm":
+        # transformers: a replica is one rank with the whole model; its cache grows with the sequences that run together.
+        whole = num_parameters(arch) * item
+        per_token = 2 * arch.num_layers * arch.num_key_value_heads * arch.head_dim * item
+        return Vllm(whole, settings.max_num_seqs * config.max_sequence_length * per_token, per_token, 0.0)
+    tokens = settings.max_num_batched_tokens or _VLLM_BATCHED_TOKENS[device.is_gpu]
+    ffn = arch.ffn_hidden_size if not arch.is_moe else (arch.num_experts_per_token or 1) * (arch.moe_ffn_hidden_size or 0)
+    workspace = tokens * (4 * arch.hidden_size + 3 * ffn / tp) * item + settings.max_num_seqs * arch.vocab_size * 4 * 3
+    if settings.num_gpu_blocks is not None:
+        kv = settings.num_gpu_blocks * VLLM_BLOCK * per_token
+    elif device.is_gpu:
+        kv = settings.gpu_memory_utilization * device.memory - weights - workspace - _residual(config, device)
+    else:
+        kv = settings.kv_cache_gib * 2**30
+    return Vllm(weights, kv, per_token, workspace)
+
+
+def _vllm_parameters(arch: ModelArchitecture, tp: int) -> float:
+    """Elements of vLLM's shards: q heads, feed-forward and vocabulary cut over TP, key-value heads too while there are enough."""
+    hidden, head = arch.hidden_size, arch.head_dim
+    q, kv = arch.num_attention_heads * head / tp, max(1.0, arch.num_key_value_heads / tp) * head
+    layer = hidden * (2 * q + 2 * kv) + 2 * hidden + (q + 2 * kv if arch.qkv_bias else 0) + (2 * head if arch.qk_norm else 0)
+    if arch.is_moe:
+        assert arch.num_experts is not None and arch.moe_ffn_hidden_size is not None
+        layer += arch.num_experts * (hidden + 3 * hidden * arch.moe_ffn_hidden_size / tp)
+    else:
+        layer += 3 * hidden * arch.ffn_hidden_size / tp
+    vocabulary = -(-arch.vocab_size // 64) * 64 / tp
+    return arch.num_layers * layer + (1 if arch.tie_word_embeddings else 2) * vocabulary * hidden + hidden
+
+
+def _residual(config: Config, device: Device) -> float:
+    """Device memory of CUDA, its libraries and the communicators of this layout (world, TP, CP, PP, DP and rollout TP, where > 1)."""
+    p = config.parallel
+    degrees = (
+        p.world_size,
+        p.tensor_model_parallel_size,
+        p.context_parallel_size,
+        p.pipeline_model_parallel_size,
+        p.data_parallel_size,
+        config.rollout_tensor_parallel_size,
+    )
+    return device.context_bytes + device.nccl_bytes * sum(degree > 1 for degree in degrees)
+
+
+def offload_enabled(config: Config, device: Device) -> bool:
+    """Whether models leave the device between their stages (``model.offload``; by default on GPUs)."""
+    return device.is_gpu if config.model.offload is None else config.model.offload
+
+
+def rank_memory(
+    config: Config, models: dict[Role, RankModel], vllm: Vllm, workload: Workload, device: Device, stage_of_rank: int
+) -> dict[Stage, StageMemory]:
+    """Device bytes of a rank of one pipeline stage, in every stage of a step."""
+    return {stage: _stage_memory(config, models, vllm, workload, device, stage_of_rank, stage) for stage in STAGES}
+
+
+def _stage_memory(
+    config: Config, models: dict[Role, RankModel], vllm: Vllm, workload: Workload, device: Device, pp_rank: int, stage: Stage
+) -> StageMemory:
+    memory = StageMemory()
+    memory.add("CUDA, NCCL", _residual(config, device))
+    for role, model in models.items():
+        parts = RESIDENCY[stage].get(role, frozenset()) if offload_enabled(config, device) else ("params", "grads", "optimizer")
+        memory.add(f"{role} weights", model.state.params if "params" in parts else 0)
+        memory.add(f"{role} gradients", model.state.grads if "grads" in parts else 0)
+        memory.add(f"{role} optimizer", model.state.optimizer if "optimizer" in parts else 0)
+    _add_activations(memory, config, models, workload, device, pp_rank, stage)
+    if stage not in ("generate", "sync"):
+        memory.add("rollout batch", workload.tokens_per_data_rank * (_BATCH_BYTES_A_TOKEN + _PACKED_BYTES_A_TOKEN))
+    sleeps = device.is_gpu and config.rollout.engine == "vllm"  # vLLM's CPU backend cannot give its memory back
+    if stage in ("generate", "sync") or not sleeps:
+        memory.add("vLLM weights", vllm.weight_bytes)
+    if stage == "sync":
+        memory.add("sync bucket", DEFAULT_BUCKET_BYTES)
+    if stage == "generate" or not sleeps:
+        memory.add("KV cache", max(0.0, vllm.kv_bytes))
+        memory.add("vLLM workspace", vllm.workspace_bytes)
+    if not config.rollout.vllm.enforce_eager:
+        memory.add("CUDA graphs", device.cuda_graph_bytes)
+    return memory
+
+
+def _add_activations(
+    memory: StageMemory, config: Config, models: dict[Role, RankModel], workload: Workload, device: Device, pp_rank: int, stage: Stage
+) -> None:
+    role: Role | None = {"values": "critic", "critic_update": "critic", "logprobs": "policy", "policy_update": "policy"}.get(stage)  # type: ignore[assignment]
+    if role is None or role not in models:
+        return
+    chunks = models[role].chunks
+    if stage in ("values", "logprobs"):
+        fullest = max(chunks, key=lambda chunk: chunk.forward_peak)
+        total = fullest.forward_peak
+    else:
+        waiting = in_flight_bytes(
+            [chunk.saved for chunk in chunks], pp_rank, config.parallel.pipeline_model_parallel_size, workload.microbatches_per_update
+        )
+        fullest = max(chunks, key=lambda chunk: chunk.peak)
+        total = waiting + fullest.peak
+    memory.add("logits", fullest.logits)
+    memory.add("activations", (total - fullest.logits) * (1 + device.slack))
+
+
+@dataclass(frozen=True)
+class HostMemory:
+    """Bytes of the fullest node: offloaded state, and the processes themselves."""
+
+    offloaded: float
+    processes: float
+
+    @property
+    def total(self) -> float:
+        return self.offloaded + self.processes
+
+
+@dataclass(frozen=True)
+class DiskBytes:
+    """One export of the policy, one saved critic, and weights with optimizer state of both models."""
+
+    export: float
+    critic: float
+    checkpoint: float
+
+
+def disk_bytes(config: Config, policy: ModelArchitecture, critic: ModelArchitecture | None) -> DiskBytes:
+    item = ITEM_BYTES[config.model.dtype]
+    count = num_parameters(policy)
+    critic_count = 0 if critic is None else num_parameters(critic, "critic")
+    per_parameter = item + (12 if item == 2 else 8)
+    return DiskBytes(count * item, critic_count * item, (count + critic_count) * per_parameter)

@@ -1,0 +1,260 @@
+"""One configuration on one cluster: what every rank holds in every stage, whether it fits, what would make it fit, how long it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from vapo_mcore.config.architecture import ModelArchitecture
+from vapo_mcore.megatron.offload import Stage
+from vapo_mcore.planning.devices import DEVICES, GIB, Device
+from vapo_mcore.planning.measure import ActivationProbe, ChunkActivations, build_state, pipeline_rank
+from vapo_mcore.planning.memory import (
+    DiskBytes,
+    HostMemory,
+    RankModel,
+    StageMemory,
+    Vllm,
+    disk_bytes,
+    offload_enabled,
+    rank_memory,
+    vllm_memory,
+)
+from vapo_mcore.planning.state import Role, StateBytes, as_dense, fullest_node, host_bytes_by_data_rank, model_state
+from vapo_mcore.planning.timing import RunEstimate, StepEstimate, StepTimer
+from vapo_mcore.planning.workload import Workload, packed_lengths, workload
+
+if TYPE_CHECKING:
+    from vapo_mcore.config.schema import Config
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Nodes of ``devices_per_node`` devices; ``processes_per_node`` is lower on a single node that is not filled."""
+
+    nodes: int
+    devices_per_node: int
+    processes_per_node: int
+    device: Device
+
+    @classmethod
+    def of(cls, processes: int, devices_per_node: int, device: Device) -> Cluster:
+        """As many nodes as ``processes`` need."""
+        per_node = min(devices_per_node, processes)
+        return cls(-(-processes // per_node), devices_per_node, per_node, device)
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is planned. ``mean_response_length`` None: an assumed share of the longest."""
+
+    config: Config
+    policy: ModelArchitecture
+    critic: ModelArchitecture | None
+    mean_response_length: int | None = None
+
+    @property
+    def roles(self) -> dict[Role, ModelArchitecture]:
+        roles: dict[Role, ModelArchitecture] = {"policy": self.policy}
+        if self.critic is not None:
+            roles["critic"] = self.critic
+        return roles
+
+    @property
+    def is_moe(self) -> bool:
+        return self.policy.is_moe
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The whole answer. ``ranks[stage]`` is the fullest rank of a pipeline stage; ``misfits`` are sentences, empty where all fits."""
+
+    subject: Subject
+    cluster: Cluster
+    work: Workload
+    ranks: list[dict[Stage, StageMemory]]
+    parameters: list[dict[Role, int]]
+    capacity: float
+    vllm: Vllm
+    host: HostMemory
+    disk: DiskBytes
+    step: StepEstimate
+    run: RunEstimate
+    misfits: list[str]
+
+    @property
+    def fits(self) -> bool:
+        return not self.misfits
+
+    @property
+    def peak(self) -> float:
+        """Bytes of the fullest rank in its fullest stage."""
+        return max(memory.total for rank in self.ranks for memory in rank.values())
+
+
+class Planner:
+    """Plans configurations for one recipe; activations that several share are measured once."""
+
+    def __init__(self) -> None:
+        self.probe = ActivationProbe()
+
+    def plan(self, subject: Subject, cluster: Cluster, *, build: bool) -> Plan:
+        """``build``: state bytes from the real models of every pipeline rank, else from the configuration (tested to be the same)."""
+        config, device = subject.config, cluster.device
+        work = workload(config, subject.mean_response_length)
+        vllm = vllm_memory(config, subject.policy, device)
+        ranks, by_stage, parameters = [], [], []
+        fullest: dict[Role, RankModel] = {}
+        for stage in range(config.parallel.pipeline_model_parallel_size):
+            states = dict(self._states(subject, stage, device, build=build and not subject.is_moe))
+            models = {
+                role: RankModel(max(by_rank, key=lambda state: state.optimizer), self._chunks(subject, role, work, stage, device))
+                for role, (by_rank, _) in states.items()
+            }
+            fullest = {role: max((model, fullest.get(role, model)), key=lambda m: m.state.params) for role, model in models.items()}
+            ranks.append(rank_memory(config, models, vllm, work, device, stage))
+            by_stage.append(host_bytes_by_data_rank(config, {role: by_rank for role, (by_rank, _) in states.items()}))
+            parameters.append({role: count for role, (_, count) in states.items()})
+        offloaded = 0.0
+        if offload_enabled(config, device):
+            offloaded = fullest_node(by_stage, config.parallel.tensor_model_parallel_size, cluster.processes_per_node)
+        host = HostMemory(offloaded, device.process_host_bytes * cluster.processes_per_node)
+        timer = StepTimer(config, subject.policy, subject.critic, work, device)
+        step = timer.estimate(fullest, vllm, cluster.processes_per_node)
+        capacity = device.memory if device.is_gpu else (device.node_memory - host.total) / cluster.processes_per_node
+        disk = disk_bytes(config, subject.policy, subject.critic)
+        misfits = list(_misfits(config, ranks, vllm, host, capacity, cluster))
+        return Plan(subject, cluster, work, ranks, parameters, capacity, vllm, host, disk, step, timer.run(step), misfits)
+
+    def _states(
+        self, subject: Subject, stage: int, device: Device, *, build: bool
+    ) -> Iterator[tuple[Role, tuple[Sequence[StateBytes], int]]]:
+        config = subject.config
+        if not build:
+            for role, arch in subject.roles.items():
+                states = model_state(arch, role, config.model.dtype, config.parallel, stage=stage, overlap=device.is_gpu)
+                yield role, (states, 0)
+            return
+        with pipeline_rank(config.parallel, stage) as parallel:
+            for role, arch in subject.roles.items():
+                built = build_state(config, role, arch, parallel, on_gpu=device.is_gpu)
+                yield role, (built.by_data_rank, built.parameters)
+
+    def _chunks(self, subject: Subject, role: Role, work: Workload, stage: int, device: Device) -> tuple[ChunkActivations, ...]:
+        config, arch = subject.config, as_dense(subject.roles[role])
+        pp, virtual = config.parallel.pipeline_model_parallel_size, config.parallel.virtual_pipeline_model_parallel_size or 1
+        return tuple(
+            self.probe.chunk(
+                config,
+                role,
+                arch,
+                packed_lengths(config, work),
+                first=stage == 0 and number == 0,
+                last=stage == pp - 1 and number == virtual - 1,
+                layers=arch.num_layers // (pp * virtual),
+                on_gpu=device.is_gpu,
+            )
+            for number in range(virtual)
+        )
+
+
+def _misfits(
+    config: Config, ranks: list[dict[Stage, StageMemory]], vllm: Vllm, host: HostMemory, capacity: float, cluster: Cluster
+) -> Iterator[str]:
+    device = cluster.device
+    for stage in ranks[0]:
+        number = max(range(len(ranks)), key=lambda rank: ranks[rank][stage].total)
+        memory = ranks[number][stage]
+        if memory.total > capacity:
+            largest = sorted(memory.parts.items(), key=lambda part: -part[1])[:3]
+            named = ", ".join(f"{name} {value / GIB:.1f}" for name, value in largest)
+            yield (
+                f"{stage}: {memory.total / GIB:.1f} GiB on a rank of pipeline stage {number}, {capacity / GIB:.1f} GiB are there "
+                f"(most: {named})"
+            )
+    longest = config.max_sequence_length
+    if config.rollout.engine == "vllm" and vllm.kv_bytes < longest * vllm.kv_bytes_per_token:
+        held = max(0.0, vllm.kv_bytes) / vllm.kv_bytes_per_token
+        yield f"generate: the KV cache holds {held:,.0f} tokens, and one longest sequence has {longest:,}; vLLM would not start"
+    if device.is_gpu and host.total > device.node_memory:
+        yield (
+            f"host: {host.offloaded / GIB:.0f} GiB of offloaded state and {host.processes / GIB:.0f} GiB of processes on a node, "
+            f"{device.node_memory / GIB:.0f} GiB are there"
+        )
+
+
+Reload = Callable[[list[str]], Subject]
+"""A subject with settings changed, checked by the same rules; raises ConfigError."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """One change that makes a plan fit, as it is written on the command line."""
+
+    setting: str
+    plan: Plan
+
+
+def single_changes(plan: Plan, planner: Planner, reload: Reload) -> Iterator[Change]:
+    """The single changes that make everything fit, cheapest in GPU-hours first."""
+    found = []
+    for settings in _candidate_changes(plan):
+        changed = try_plan(planner, reload, plan.cluster, settings)
+        if changed is not None and changed.fits:
+            found.append(Change(" ".join(settings), changed))
+    if plan.cluster.device.name == "h100":
+        device = replace(DEVICES["h200"], node_memory=plan.cluster.device.node_memory)
+        other = planner.plan(plan.subject, replace(plan.cluster, device=device), build=False)
+        if other.fits:
+            found.append(Change("--device h200", other))
+    yield from sorted(found, key=lambda change: change.plan.run.gpu_hours)
+
+
+def try_plan(planner: Planner, reload: Reload, cluster: Cluster, settings: list[str]) -> Plan | None:
+    """The plan with changed settings, None where the rules forbid them or no device could hold the state."""
+    from vapo_mcore.errors import VapoError
+
+    try:
+        subject = reload(settings)
+    except VapoError:
+        return None
+    resized = Cluster.of(subject.config.parallel.world_size, cluster.devices_per_node, cluster.device)
+    return planner.plan(subject, resized, build=False) if _state_fits(subject, cluster.device) else None
+
+
+def _state_fits(subject: Subject, device: Device) -> bool:
+    """Whether the largest model's own state fits a device: what no other setting than the layout changes."""
+    config = subject.config
+    capacity = device.memory if device.is_gpu else device.node_memory
+    for role, arch in subject.roles.items():
+        state = model_state(arch, role, config.model.dtype, config.parallel, stage=0, overlap=device.is_gpu)[0]
+        if state.params + state.grads + state.optimizer > capacity:
+            return False
+    return True
+
+
+def _candidate_changes(plan: Plan) -> Iterator[list[str]]:
+    config = plan.subject.config
+    p, kinds = config.parallel, ("none", "selective", "full")
+    for recompute in kinds[kinds.index(config.model.recompute) + 1 :]:
+        yield [f"model.recompute={recompute}"]
+    if not offload_enabled(config, plan.cluster.device):
+        yield ["model.offload=true"]
+    multiple = p.microbatch_multiple
+    shortest = -(-config.max_sequence_length // multiple) * multiple
+    if shortest < config.batch.max_tokens_per_microbatch:
+        yield [f"batch.max_tokens_per_microbatch={shortest}"]
+    for name in ("tensor", "pipeline", "context"):
+        key = f"{name}_model_parallel_size" if name != "context" else "context_parallel_size"
+        for factor in (2, 4, 8):
+            yield [f"parallel.{key}={getattr(p, key) * factor}"]
+    for factor in (2, 4):
+        yield [f"parallel.world_size={p.world_size * factor}"]
+    for degree in (2, 4, 8):
+        if degree > config.rollout_tensor_parallel_size:
+            yield [f"rollout.tensor_parallel_size={degree}"]
+    if plan.cluster.device.is_gpu:
+        for share in (0.9, 0.85, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3):
+            if share != config.rollout.vllm.gpu_memory_utilization:
+                yield [f"rollout.vllm.gpu_memory_utilization={share}"]

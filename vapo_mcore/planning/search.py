@@ -1,0 +1,71 @@
+"""``plan --search``: the cheapest layouts in which a recipe fits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from vapo_mcore.planning.planner import Change, Cluster, Plan, Planner, Reload, try_plan
+from vapo_mcore.planning.state import GRADIENT_BYTES, ITEM_BYTES, num_parameters
+
+_LONG_SEQUENCE = 16384
+"""Tokens of the longest sequence from which context parallelism is tried."""
+
+
+def cheapest_layouts(plan: Plan, planner: Planner, reload: Reload, count: int = 5) -> list[Change]:
+    """Layouts that fit on at most the nodes of ``plan``, by estimated GPU-hours of the recipe, each with the recipe's own batch.
+
+    Tried are all degrees of tensor parallelism inside a node, of pipeline and of data parallelism on 1, 2, 4, ... nodes, with the least
+    recomputation that fits; context parallelism for long sequences, where a layout does not fit without it.
+    """
+    config, cluster = plan.subject.config, plan.cluster
+    long = config.max_sequence_length >= _LONG_SEQUENCE
+    found: list[Change] = []
+    for processes in _world_sizes(cluster):
+        for tp in _powers(min(8, cluster.devices_per_node, processes)):
+            for pp in _powers(processes // tp):
+                if not _is_possible(plan, tp, pp):
+                    continue
+                for cp in _powers(processes // (tp * pp) if long else 1):
+                    fitting = _least_recomputation(planner, reload, cluster, processes, tp, pp, cp)
+                    if fitting is not None:
+                        found.append(fitting)
+                        break
+    return sorted(found, key=lambda change: change.plan.run.gpu_hours)[:count]
+
+
+def _is_possible(plan: Plan, tp: int, pp: int) -> bool:
+    """Whether the layers can be split, and weights and gradients of one model, which nothing else splits, can be held."""
+    policy = plan.subject.policy
+    bytes_each = ITEM_BYTES[plan.subject.config.model.dtype] + GRADIENT_BYTES
+    return policy.num_layers % pp == 0 and num_parameters(policy) * bytes_each / (tp * pp) < plan.capacity
+
+
+def _least_recomputation(planner: Planner, reload: Reload, cluster: Cluster, processes: int, tp: int, pp: int, cp: int) -> Change | None:
+    degrees = {"world": processes, "tensor_model_parallel": tp, "pipeline_model_parallel": pp, "context_parallel": cp}
+    settings = [f"parallel.{name}_size={degree}" for name, degree in degrees.items()]
+    settings += [
+        "parallel.virtual_pipeline_model_parallel_size=null",
+        "parallel.data_parallel_size=null",
+        "parallel.sequence_parallel=null",
+    ]
+    for recompute in ("none", "selective", "full"):
+        chosen = [*settings, f"model.recompute={recompute}"]
+        changed = try_plan(planner, reload, cluster, chosen)
+        if changed is None:
+            return None
+        if changed.fits:
+            return Change(" ".join(setting for setting in chosen if not setting.endswith("=null")), changed)
+    return None
+
+
+def _world_sizes(cluster: Cluster) -> Iterator[int]:
+    yield from (processes for processes in _powers(cluster.devices_per_node) if processes < cluster.devices_per_node)
+    for nodes in sorted({*_powers(cluster.nodes), cluster.nodes}):
+        yield nodes * cluster.devices_per_node
+
+
+def _powers(limit: int) -> Iterator[int]:
+    value = 1
+    while value <= limit:
+        yield value
+        value *= 2

@@ -1,0 +1,235 @@
+"""Estimated seconds of each phase of a step, bytes that ranks exchange, and GPU-hours of a recipe, from a device's stated rates.
+
+The model is plain on purpose; docs/planning.md states every formula:
+
+- matrix products: 2 operations a parameter and token forward, 6 in training (8 with full recomputation), and attention's own, over
+  all ranks, at the stated share of the peak; a pipeline stands still for (stages - 1) / micro-batches of that;
+- exchanges: bytes over the rate of the link they use, never overlapped with computation;
+- decoding: each engine step reads the rank's weights and the KV cache of its running sequences once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from vapo_mcore.config.architecture import ModelArchitecture
+from vapo_mcore.planning.devices import Device
+from vapo_mcore.planning.memory import RankModel, Vllm, offload_enabled
+from vapo_mcore.planning.state import ITEM_BYTES, Role, mlp_parameters, num_active_parameters
+from vapo_mcore.planning.workload import Workload
+
+if TYPE_CHECKING:
+    from vapo_mcore.config.schema import Config
+
+PHASES = ("generate", "values", "critic_update", "logprobs", "policy_update", "weight_sync", "offload")
+
+
+@dataclass(frozen=True)
+class Communication:
+    """Bytes that one rank sends in one step, by what for."""
+
+    tensor_parallel: float
+    pipeline: float
+    context_parallel: float
+    data_parallel: float
+    weight_sync: float
+    host: float
+
+    @property
+    def total(self) -> float:
+        return self.tensor_parallel + self.pipeline + self.context_parallel + self.data_parallel + self.weight_sync
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """A pass over the tokens of a step through one model: forward alone, or training."""
+
+    seconds: float
+    tensor_parallel: float
+    pipeline: float
+    context_parallel: float
+
+
+@dataclass(frozen=True)
+class StepEstimate:
+    """One RL step, one value-pretraining step, one evaluation; seconds, and the bytes that a rank sends in an RL step."""
+
+    phases: dict[str, float]
+    pretraining_phases: dict[str, float]
+    evaluation: float | None
+    communication: Communication
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.phases.values())
+
+    @property
+    def pretraining_seconds(self) -> float:
+        return sum(self.pretraining_phases.values())
+
+
+@dataclass(frozen=True)
+class RunEstimate:
+    """The whole recipe."""
+
+    steps: int
+    updates: int
+    pretraining_steps: int
+    evaluations: int
+    seconds: float
+    gpu_hours: float
+
+
+class StepTimer:
+    """Estimates for one configuration on one kind of device."""
+
+    def __init__(self, config: Config, arch: ModelArchitecture, critic: ModelArchitecture | None, work: Workload, device: Device) -> None:
+        self.config, self.work, self.device = config, work, device
+        self.architectures: dict[Role, ModelArchitecture] = {"policy": arch}
+        if critic is not None:
+            self.architectures["critic"] = critic
+        self.item = ITEM_BYTES[config.model.dtype]
+        self.peak = device.flops if self.item == 2 else device.flops_float32
+
+    def estimate(self, models: dict[Role, RankModel], vllm: Vllm, processes_per_node: int) -> StepEstimate:
+        config, device = self.config, self.device
+        recompute = config.rollout.old_logprobs == "recompute"
+        forwards = (1 if recompute else 0) + (1 if config.uses_reference else 0)
+        passes: dict[str, _Pass] = {
+            "logprobs": self._pass("policy", training=False, times=forwards),
+            "policy_update": self._pass("policy", training=True, times=config.policy.epochs),
+        }
+        if "critic" in models:
+            passes["values"] = self._pass("critic", training=False, times=1)
+            passes["critic_update"] = self._pass("critic", training=True, times=config.critic.epochs)
+        data_parallel = {role: self._data_parallel_bytes(role, model) for role, model in models.items()}
+        network = device.node_rate if config.parallel.world_size <= processes_per_node else device.network_rate
+        phases = {name: entry.seconds for name, entry in passes.items() if entry.seconds}
+        for role, num_bytes in data_parallel.items():
+            phases[f"{role}_update"] += num_bytes / network
+        sync_bytes = self._sync_bytes(models["policy"])
+        phases["weight_sync"] = sync_bytes / device.node_rate + vllm.weight_bytes / (device.memory_rate * device.memory_efficiency)
+        host = {role: 2.0 * (model.state.params + model.state.optimizer) for role, model in models.items()}
+        if not offload_enabled(config, device):
+            host = dict.fromkeys(host, 0.0)
+        phases["offload"] = sum(host.values()) / device.host_rate
+        phases["generate"] = self.generation_seconds(vllm, self.work.responses, self.work.response_length)
+        pretraining: dict[str, float] = {
+            name: phases[name] for name in ("generate", "values", "critic_update", "weight_sync") if name in phases
+        }
+        pretraining["offload"] = host.get("critic", 0.0) / device.host_rate
+        evaluation = self._evaluation_prompts()
+        return StepEstimate(
+            phases={name: phases[name] for name in PHASES if phases.get(name)},
+            pretraining_phases={name: pretraining[name] for name in PHASES if pretraining.get(name)},
+            evaluation=None if evaluation is None else self.generation_seconds(vllm, evaluation, self.work.response_length),
+            communication=Communication(
+                tensor_parallel=sum(entry.tensor_parallel for entry in passes.values()),
+                pipeline=sum(entry.pipeline for entry in passes.values()),
+                context_parallel=sum(entry.context_parallel for entry in passes.values()),
+                data_parallel=sum(data_parallel.values()),
+                weight_sync=sync_bytes,
+                host=sum(host.values()),
+            ),
+        )
+
+    def _pass(self, role: Role, *, training: bool, times: int) -> _Pass:
+        """``times`` passes over all tokens of a step."""
+        config, device, work, arch = self.config, self.device, self.work, self.architectures[role]
+        p = config.parallel
+        tp, pp, cp = p.tensor_model_parallel_size, p.pipeline_model_parallel_size, p.context_parallel_size
+        parameters = num_active_parameters(arch) - (arch.vocab_size * arch.hidden_size if role == "critic" else 0)
+        # Causal attention: two products of q_dim x length, over half of the positions.
+        attention = 2 * arch.num_layers * arch.num_attention_heads * arch.head_dim * work.sequence_length
+        once = 2 * parameters + attention
+        again = {"none": 0, "selective": 2 * mlp_parameters(arch) + attention, "full": once}[config.model.recompute]
+        operations = times * work.tokens * (3 * once + again if training else once)
+        efficiency = device.train_efficiency if training else device.forward_efficiency
+        virtual = p.virtual_pipeline_model_parallel_size or 1
+        bubble = 1 + (pp - 1) / (work.microbatches_per_update * virtual if training else work.microbatches_per_update * work.updates)
+        seconds = operations / p.world_size / (self.peak * efficiency) * bubble
+        local = times * work.tokens_per_data_rank / cp  # tokens that go through this rank
+        layers = arch.num_layers / pp
+        hidden = local * arch.hidden_size * self.item
+        # Sequence parallelism: two gathers and two scatters a layer forward, as many backward and two gathers more for the gradients of
+        # the weights; without it two all-reduces each way, each worth two of these.
+        exchanges = 4 + (0 if not training else 6 if p.sequence_parallel else 4)
+        exchanges += {"none": 0, "selective": 2, "full": 4}[config.model.recompute] if training else 0
+        tensor = exchanges * layers * hidden * (tp - 1) / tp
+        pipeline = (2 if training else 1) * hidden / (tp if p.sequence_parallel else 1) * virtual if pp > 1 else 0.0
+        kv = 2 * arch.num_key_value_heads * arch.head_dim * self.item / min(tp, arch.num_key_value_heads)
+        context = (2 if training else 1) * layers * local * kv * (cp - 1)
+        seconds += tensor / device.node_rate + (pipeline + context) / device.network_rate
+        return _Pass(seconds if times else 0.0, tensor, pipeline, context)
+
+    def _data_parallel_bytes(self, role: Role, model: RankModel) -> float:
+        """Reduce-scatter of float32 gradients and all-gather of parameters, in every update."""
+        ranks = self.config.parallel.data_parallel_size * self.config.parallel.context_parallel_size
+        epochs = self.config.policy.epochs if role == "policy" else self.config.critic.epochs
+        return self.work.updates * epochs * (model.state.grads + model.state.params) * (ranks - 1) / ranks
+
+    def _sync_bytes(self, policy: RankModel) -> float:
+        """Broadcast of each stage's shard over the pipeline, then a gather of all shards over TP, on every rank."""
+        p = self.config.parallel
+        tp, pp = p.tensor_model_parallel_size, p.pipeline_model_parallel_size
+        shard = policy.state.params * pp
+        return shard * (1 if pp > 1 else 0) + shard * (tp - 1)
+
+    def generation_seconds(self, vllm: Vllm, responses: int, length: int) -> float:
+        """Of ``responses`` responses of mean ``length``, over all replicas; at least as many steps as the longest has tokens."""
+        config, device, work, arch = self.config, self.device, self.work, self.architectures["policy"]
+        tp = config.rollout_tensor_parallel_size if config.rollout.engine == "vllm" else 1
+        replicas = max(1, config.parallel.world_size // tp)
+        mine = -(-responses // replicas)
+        sequence = work.prompt_length + length / 2  # held on average while it grows
+        running = max(1.0, min(config.rollout.vllm.max_num_seqs, mine, vllm.kv_bytes / (sequence * vllm.kv_bytes_per_token)))
+        steps = max(mine * length / running, config.rollout.max_response_length)
+        mean_running = mine * length / steps
+        read = vllm.weight_bytes * self._read_share(mean_running) + mean_running * sequence * vllm.kv_bytes_per_token
+        operations = 2 * num_active_parameters(arch) / tp
+        decode = max(
+            read / (device.memory_rate * device.memory_efficiency), mean_running * operations / (self.peak * device.forward_efficiency)
+        )
+        latency = device.decode_overhead + (2 * arch.num_layers * device.layer_latency if tp > 1 else 0.0)
+        prefill = mine * work.prompt_length * operations / (self.peak * device.forward_efficiency)
+        return steps * (decode + latency) + prefill
+
+    def _read_share(self, running: float) -> float:
+        """Share of the weights that a decoding step reads: of a mixture, the experts that its tokens choose."""
+        arch = self.architectures["policy"]
+        if not arch.is_moe:
+            return 1.0
+        assert arch.num_experts is not None and arch.num_experts_per_token is not None
+        return 1 - (1 - arch.num_experts_per_token / arch.num_experts) ** running
+
+    def _evaluation_prompts(self) -> int | None:
+        """Responses of one evaluation; None where the size of a file is not known."""
+        config = self.config
+        if not config.data.eval:
+            return None
+        sizes = [source.size if source.kind == "reasoning_gym" else config.eval.max_prompts for source in config.data.eval]
+        if any(size is None for size in sizes):
+            return None
+        limit = config.eval.max_prompts
+        return sum(min(size, limit or size) for size in sizes if size) * config.eval.samples_per_prompt
+
+    def run(self, step: StepEstimate) -> RunEstimate:
+        """The whole recipe; an evaluation of unknown size counts nothing."""
+        config = self.config
+        pretraining = config.critic.value_pretraining.max_steps if config.uses_critic else 0
+        evaluation = config.eval
+        evaluations = 0
+        if config.data.eval:
+            between = config.run.steps // evaluation.every_steps if evaluation.every_steps else 0
+            on_last = bool(evaluation.every_steps) and config.run.steps % evaluation.every_steps == 0
+            evaluations = int(evaluation.at_start) + between + int(evaluation.at_end and not on_last)
+        seconds = pretraining * step.pretraining_seconds + config.run.steps * step.seconds + evaluations * (step.evaluation or 0.0)
+        return RunEstimate(
+            steps=config.run.steps,
+            updates=config.run.steps * self.work.updates * config.policy.epochs,
+            pretraining_steps=pretraining,
+            evaluations=evaluations,
+            seconds=seconds,
+            gpu_hours=seconds * config.parallel.world_size / 3600,
+        )

@@ -1,0 +1,69 @@
+"""How much a step computes: tokens, micro-batches and responses, from the recipe and an assumed mean response length."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vapo_mcore.config.schema import Config
+
+_MEAN_OF_LONGEST = 0.4
+"""Mean response length assumed where none is given, as a share of the longest."""
+_PACKING = 0.97
+"""Share of a micro-batch's tokens that are not padding or left free."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Of one step.
+
+    Attributes:
+        response_length, sequence_length: assumed means, in tokens; the prompt at half of its limit.
+        tokens: of all sequences. tokens_per_data_rank: of one data-parallel rank.
+        microbatches_per_update: of one rank in one optimizer step. updates: optimizer steps an epoch.
+    """
+
+    responses: int
+    response_length: int
+    prompt_length: int
+    tokens: int
+    tokens_per_data_rank: int
+    microbatches_per_update: int
+    updates: int
+
+    @property
+    def sequence_length(self) -> int:
+        return self.prompt_length + self.response_length
+
+
+def workload(config: Config, mean_response_length: int | None) -> Workload:
+    """The step of a recipe. ``mean_response_length`` None: two fifths of the longest."""
+    batch, parallel = config.batch, config.parallel
+    longest = config.rollout.max_response_length
+    response = max(1, min(longest, mean_response_length or round(_MEAN_OF_LONGEST * longest)))
+    prompt = max(1, config.data.max_prompt_length // 2)
+    tokens = batch.responses_per_step * (prompt + response)
+    ranks = parallel.data_parallel_size
+    update_tokens = min(batch.mini_batch_size, batch.responses_per_step) * (prompt + response) / ranks
+    microbatches = max(1, -(-int(update_tokens) // int(_PACKING * batch.max_tokens_per_microbatch)))
+    if parallel.virtual_pipeline_model_parallel_size:
+        stages = parallel.pipeline_model_parallel_size
+        microbatches = -(-microbatches // stages) * stages
+    return Workload(
+        responses=batch.responses_per_step,
+        response_length=response,
+        prompt_length=prompt,
+        tokens=tokens,
+        tokens_per_data_rank=-(-tokens // ranks),
+        microbatches_per_update=microbatches,
+        updates=batch.updates_per_step,
+    )
+
+
+def packed_lengths(config: Config, work: Workload) -> list[int]:
+    """Sequences of mean length that fill a micro-batch up to its cap."""
+    cap, multiple = config.batch.max_tokens_per_microbatch, config.parallel.sequence_multiple
+    length = max(multiple, work.sequence_length // multiple * multiple)
+    count, rest = divmod(cap // multiple * multiple, length)
+    return [length] * count + ([rest] if rest else [])
