@@ -8,6 +8,10 @@ EXIT_REQUEUE = 75
 """Exit code of a run that was told to stop (SIGTERM, SIGUSR1) and saved: start it again with ``--resume`` (EX_TEMPFAIL of sysexits.h)."""
 
 
+EXIT_HANG = 76
+"""Exit code of a run that the watchdog ended because no rank showed a sign of life (``faults.hang_minutes``)."""
+
+
 class VapoError(Exception):
     """Base of all errors whose message is meant for the user; the CLI exits with ``exit_code`` and no traceback."""
 
@@ -28,6 +32,10 @@ class CheckpointError(VapoError):
 
 class RolloutError(VapoError):
     """Generation or weight synchronisation cannot do what was asked (engine missing, wrong state, wrong names)."""
+
+
+class EngineFailure(RolloutError):
+    """The rollout engine broke down while generating; a new one may well do it."""
 
 
 class RewardError(VapoError):

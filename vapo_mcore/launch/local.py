@@ -18,8 +18,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from vapo_mcore.errors import EXIT_HANG, EXIT_REQUEUE
+
 ERRORS_VARIABLE = "VAPO_MCORE_ERRORS"  # folder for the workers' error messages, set by the launcher
 _WAIT_FOR_OTHERS_SECONDS = 2.0
+_SECONDS_BEFORE_KILL = 30  # that the agent leaves the other workers after SIGTERM, once one has failed; torch's default
 
 
 def under_torchrun() -> bool:
@@ -62,7 +65,9 @@ def launch(module: str, arguments: list[str], processes: int) -> int:
         try:
             elastic_launch(config, sys.executable)("-u", "-m", module, *arguments)
         except ChildFailedError as error:
-            return _report(Path(folder), {rank: failure.exitcode for rank, failure in error.failures.items()}, processes)
+            first = min(failure.timestamp for failure in error.failures.values())
+            exits = {rank: (failure.exitcode, failure.timestamp - first) for rank, failure in error.failures.items()}
+            return _report(Path(folder), exits, processes)
         except SignalException as stopped:
             return 128 + int(stopped.sigval)
         finally:
@@ -70,17 +75,24 @@ def launch(module: str, arguments: list[str], processes: int) -> int:
     return 0
 
 
-def _report(folder: Path, exit_codes: dict[int, int], processes: int) -> int:
+def _report(folder: Path, exits: dict[int, tuple[int, int]], processes: int) -> int:
     """Print the workers' messages and return the run's exit code.
 
-    A worker that was ended because another failed has exit code -SIGTERM: it is named only when nothing else failed.
+    ``exits``: exit code of each failed worker, and how many seconds after the first one it ended. One that was ended because another
+    failed has -SIGTERM, or -SIGKILL if it did not listen: it is named only when nothing else failed. That the run hung outweighs the
+    codes of the ranks that were ended with it, and whatever went wrong outweighs a stop in good order.
     """
     print_errors({rank: error.message for rank, error in read_errors(folder).items()}, processes)
-    failed = {rank: code for rank, code in exit_codes.items() if code != -signal.SIGTERM} or exit_codes
-    for rank, code in sorted(failed.items()):
+    collateral = {
+        rank
+        for rank, (code, later) in exits.items()
+        if code == -signal.SIGTERM or (code == -signal.SIGKILL and later >= _SECONDS_BEFORE_KILL / 2)
+    }
+    failed = {rank: code for rank, (code, _) in sorted(exits.items()) if rank not in collateral or len(collateral) == len(exits)}
+    for rank, code in failed.items():
         if code < 0:
             print(f"error: the process of rank {rank} was ended by signal {signal.Signals(-code).name}", file=sys.stderr)
-    return exit_code_of(code for _, code in sorted(failed.items()))
+    return exit_code_of(failed.values())
 
 
 @dataclass(frozen=True)
@@ -101,10 +113,18 @@ def read_errors(folder: Path) -> dict[int, WorkerError]:
 
 
 def exit_code_of(codes: Iterable[int]) -> int:
-    """One exit code for those of several ranks (-N: ended by signal N): the first above 2, else the first above 0, else the first."""
-    codes = list(codes)
-    code = next((code for code in codes if code > 2), next((code for code in codes if code > 0), codes[0]))
+    """One exit code for those of several ranks (-N: ended by signal N): the gravest."""
+    code = max(codes, key=_weight)
     return code if code > 0 else 128 - code
+
+
+def _weight(code: int) -> tuple[int, int]:
+    """Order of exit codes of ranks: a hang, then signals, other codes, an error that was explained, a crash, a stop in good order."""
+    if code == EXIT_HANG:
+        return 5, 0
+    if code == EXIT_REQUEUE:
+        return 0, 0
+    return 4 if code < 0 else min(code, 3), abs(code)
 
 
 def print_errors(messages: dict[int, str], processes: int) -> None:
