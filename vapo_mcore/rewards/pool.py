@@ -26,6 +26,7 @@ from types import TracebackType
 
 from pebble import ProcessExpired, ProcessPool
 
+from vapo_mcore import heartbeat
 from vapo_mcore.errors import RewardError
 from vapo_mcore.rewards.light_spawn import LightSpawnContext
 from vapo_mcore.rewards.registry import answer_key, check_verifier_names
@@ -50,6 +51,17 @@ _MAX_FAILED_STARTS = 3
 _CLOSE_SECONDS = 10.0
 _TICK_SECONDS = 0.05
 _ROUNDING = 1e-9
+_PAUSE_SECONDS = 1.0
+_MAX_PAUSE_SECONDS = 30.0
+"""Before workers that could not be kept alive are replaced, doubled each time in a row."""
+
+
+class _WorkersLostError(RewardError):
+    """No worker process stays alive; ``chunk`` is what the last one had been given."""
+
+    def __init__(self, message: str, chunk: list[int]) -> None:
+        super().__init__(message)
+        self.chunk = chunk
 
 
 class _Slot:
@@ -131,6 +143,8 @@ class VerifierPool:
         cache_size: number of remembered verdicts (least recently used go first).
         memory_gib: limit on a worker's private memory, so that a huge number ends in an error verdict and not in the
             kernel's killing the trainer; None = no limit.
+        restarts: how often in a row, without any verdict in between, ``grade`` replaces all workers because none can be kept alive. The
+            responses that they had been given then have no verdict.
 
     Raises:
         RewardError: unknown verifier names, a verifier that cannot be imported, workers that cannot be kept alive.
@@ -145,6 +159,7 @@ class VerifierPool:
         score_range: tuple[float, float] = (0.0, 1.0),
         cache_size: int = 100_000,
         memory_gib: float | None = 4.0,
+        restarts: int = 3,
     ) -> None:
         if workers < 1:
             raise RewardError(f"reward.workers is {workers}, must be at least 1")
@@ -159,6 +174,9 @@ class VerifierPool:
         self._settings = WorkerSettings(self._timeout, score_range, memory)
         self._lock = threading.Lock()
         self._failed_starts = 0
+        self._max_restarts = restarts
+        self._restarts_in_a_row = 0
+        self._restarts_untaken = 0
         self._closed = False
         self._endings: list[threading.Thread] = []
         self._slots: list[_Slot] = [_Slot(self._settings) for _ in range(workers)]
@@ -222,9 +240,37 @@ class VerifierPool:
                 else:
                     firsts.setdefault(key, index)
             graded: dict[int, Graded] = {}
+            queue = deque(firsts.values())
             with self._clean_after_failure():
-                self._drain(deque(firsts.values()), items, graded)
+                while True:
+                    try:
+                        self._drain(queue, items, graded)
+                        break
+                    except _WorkersLostError as lost:
+                        self._restart(str(lost), lost.chunk, graded)
             return self._collect(keys, firsts, known, graded)
+
+    def take_restarts(self) -> int:
+        """How often all workers had to be replaced since this was last asked."""
+        taken, self._restarts_untaken = self._restarts_untaken, 0
+        return taken
+
+    def _restart(self, reason: str, chunk: list[int], graded: dict[int, Graded]) -> None:
+        """All workers anew; what they had been given gets no verdict. Raises RewardError when that has been tried too often."""
+        tried = self._restarts_in_a_row
+        if tried >= self._max_restarts:
+            before = f" All of them were replaced {tried} times before this (faults.grader_restarts)." if tried else ""
+            raise RewardError(reason + before)
+        self._restarts_in_a_row += 1
+        self._restarts_untaken += 1
+        self._failed_starts = 0
+        logger.warning("%s All of them are replaced now; what they were grading has no verdict.", reason)
+        time.sleep(min(_MAX_PAUSE_SECONDS, _PAUSE_SECONDS * 2**tried))  # memory may be short for a moment only
+        self._check_open()
+        for index in [*chunk, *(index for slot in self._slots for index in slot.release())]:
+            graded[index] = Graded(0.0, "the grading processes could not be kept alive", 0.0, "crash")
+        for slot in self._slots:
+            self._replace(slot)
 
     def _collect(
         self,
@@ -298,8 +344,9 @@ class VerifierPool:
                 slot.submit(names, chunk, items)
                 return
             except (RuntimeError, OSError) as error:
+                slot.release()
                 self._replace(slot)
-                self._count_failed_start(f"{type(error).__name__}: {error}")
+                self._count_failed_start(f"{type(error).__name__}: {error}", chunk)
 
     def _attend(self, slot: _Slot, queue: deque[int], results: dict[int, Graded], items: Sequence[GradeItem]) -> None:
         """Takes the results of a worker, or finds out what has become of it."""
@@ -328,7 +375,10 @@ class VerifierPool:
         if outcome.load_error is not None:
             queue.clear()
             raise RewardError(outcome.load_error)
+        heartbeat.alive()
         self._failed_starts = 0
+        if outcome.graded:
+            self._restarts_in_a_row = 0
         results.update(zip(chunk, outcome.graded, strict=False))
         queue.extendleft(reversed(chunk[len(outcome.graded) :]))
 
@@ -363,19 +413,20 @@ class VerifierPool:
         """The process ended outside any verifier: nobody is to blame, the same work goes to a new one."""
         names, chunk = slot.names, slot.release()
         self._replace(slot)
+        self._count_failed_start(how, chunk)
         queue.extendleft(reversed(chunk))
-        self._count_failed_start(how)
         if not chunk:
             self._submit(slot, names, [], items)
 
-    def _count_failed_start(self, how: str) -> None:
+    def _count_failed_start(self, how: str, chunk: list[int]) -> None:
         self._failed_starts += 1
         logger.warning("a verifier process ended before it graded anything (%s)", how)
         if self._failed_starts >= _MAX_FAILED_STARTS:
-            raise RewardError(
+            raise _WorkersLostError(
                 f"verifier processes cannot be kept alive: {self._failed_starts} in a row ended outside any verifier, "
                 f"the last one with {how}; its own message, if any, is above. Look for too little memory "
-                "(reward.workers processes run beside the trainer), or for a verifier whose import ends the process."
+                "(reward.workers processes run beside the trainer), or for a verifier whose import ends the process.",
+                chunk,
             )
 
     def _replace(self, slot: _Slot) -> None:

@@ -2,6 +2,7 @@
 
 import os
 import random
+import signal
 import subprocess
 import sys
 import threading
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.unit.rewards import misbehaving
 from vapo_mcore.errors import RewardError
 from vapo_mcore.rewards import GradeItem, Verdict, VerifierPool
 
@@ -287,12 +289,52 @@ def test_processes_that_cannot_be_started_end_the_call(monkeypatch):
     def no_process(*args, **kwargs):
         raise OSError("Cannot allocate memory")
 
-    with VerifierPool(2, 1.0) as pool:
+    with VerifierPool(2, 1.0, restarts=0) as pool:
         with monkeypatch.context() as patch:
             patch.setattr("vapo_mcore.rewards.pool.ProcessPool.schedule", no_process)
             with pytest.raises(RewardError, match=r"cannot be kept alive: 3 in a row .* OSError: Cannot allocate memory"):
                 pool.grade([item("right")])
         assert pool.grade([item("right")])[0].correct
+
+
+@pytest.fixture
+def deaths(tmp_path, monkeypatch):
+    """A file that holds how many of the next worker processes end as soon as they have started."""
+    file = tmp_path / "deaths"
+    monkeypatch.setenv("TEST_POOL_DEATHS", str(file))
+    monkeypatch.setattr("vapo_mcore.rewards.pool.initialize_worker", misbehaving.start_or_die)
+    monkeypatch.setattr("vapo_mcore.rewards.pool._PAUSE_SECONDS", 0.05)
+    return file
+
+
+def test_a_pool_that_breaks_down_is_replaced_and_what_it_held_has_no_verdict(deaths):
+    deaths.write_text("3")
+    with VerifierPool(1, 5.0) as pool:
+        verdicts = pool.grade([GradeItem("exact", str(n), str(n)) for n in range(8)])  # in chunks of two
+        lost = [verdict for verdict in verdicts if verdict.error is not None]
+        assert [verdict.error for verdict in lost] == ["the grading processes could not be kept alive"] * 2
+        assert all(verdict.correct for verdict in verdicts if verdict.error is None)
+        assert (pool.stats.graded, pool.stats.errors, pool.stats.crashes) == (6, 2, 2)
+        assert (pool.take_restarts(), pool.take_restarts()) == (1, 0)
+        assert all(verdict.correct for verdict in pool.grade([GradeItem("exact", str(n), str(n)) for n in range(8)]))  # not remembered
+
+
+def test_a_pool_is_not_replaced_for_ever(deaths):
+    deaths.write_text("1000")
+    with VerifierPool(1, 5.0, restarts=1) as pool:
+        with pytest.raises(RewardError, match=r"cannot be kept alive: 3 in a row .* All of them were replaced 1 times before this"):
+            pool.grade([GradeItem("exact", str(n), str(n)) for n in range(8)])
+        deaths.write_text("0")
+        assert pool.grade([GradeItem("exact", "1", "1")])[0].correct
+        deaths.write_text("3")  # a verdict in between: the count begins anew
+        end_workers(pool)
+        verdicts = pool.grade([GradeItem("exact", str(n), str(n)) for n in range(10, 18)])
+        assert sum(verdict.error is not None for verdict in verdicts) == 2
+
+
+def end_workers(pool: VerifierPool) -> None:
+    for slot in pool._slots:
+        os.kill(slot.progress()[3], signal.SIGKILL)
 
 
 def test_metadata_that_cannot_be_sent_is_an_error(pool):
