@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import signal
 import subprocess
 import sys
 import time
@@ -13,6 +15,7 @@ from safetensors.torch import load_file
 from tests.rollout_models import greedy_of, load_model
 from tests.torchrun import run_bounded
 from tests.training_setup import read_metrics, read_samples, write_setup
+from vapo_mcore.errors import EXIT_HANG
 
 CLI = [sys.executable, "-m", "vapo_mcore.cli", "train"]
 FAILING = "import sys; from vapo_mcore.launch.local import launch; sys.exit(launch('tests.integration.failing_worker', sys.argv[1:], 2))"
@@ -95,8 +98,44 @@ def test_a_run_directory_in_use_is_refused(folder: Path) -> None:
 
 def test_one_failing_rank_ends_the_run(folder: Path) -> None:
     start = time.monotonic()
-    result = run_bounded([sys.executable, "-c", FAILING, str(folder)], timeout=240)
+    result = run_bounded([sys.executable, "-c", FAILING, str(folder), "raise"], timeout=240)
     assert result.returncode == 2, result.stderr[-4000:]
     assert result.stderr == "error (rank 1): the second update went wrong here\n"
-    assert [row["step"] for row in read_metrics(folder / "failing")] == [0, 1]
+    assert [row["step"] for row in read_metrics(folder / "failing_raise")] == [0, 1]
     assert time.monotonic() - start < 200
+
+
+def test_a_rank_that_is_killed_ends_the_run(folder: Path) -> None:
+    ended, killed = _seconds_after_the_last_sign_of_life([sys.executable, "-c", FAILING, str(folder), "die"], folder / "failing_die")
+    assert ended.returncode == 128 + signal.SIGKILL, ended.stderr[-4000:]
+    assert ended.stderr == "error: the process of rank 1 was ended by signal SIGKILL\n"
+    assert killed < 60
+
+
+def test_a_rank_that_is_killed_ends_the_run_under_plain_torchrun(folder: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d"]
+    command += ["--rdzv-endpoint", "localhost:0", "--local-addr", "127.0.0.1", "-m", "tests.integration.failing_worker"]
+    run = folder / "failing_die"
+    ended, killed = _seconds_after_the_last_sign_of_life([*command, str(folder), "die", "run.dir=" + str(run) + "_torchrun"], run)
+    assert ended.returncode == 1, ended.stderr[-4000:]
+    assert "exitcode: -9" in ended.stderr.replace(" ", "").replace("exitcode:", "exitcode: ")
+    assert killed < 60
+
+
+def _seconds_after_the_last_sign_of_life(command: list[str], run: Path) -> tuple[subprocess.CompletedProcess[str], float]:
+    result = run_bounded(command, timeout=240)
+    last = max(json.loads(path.read_text())["written"] for path in (run / "heartbeats").glob("*.json"))
+    return result, time.time() - last
+
+
+def test_a_rank_that_hangs_in_a_collective_is_found_and_told(folder: Path) -> None:
+    result = run_bounded([sys.executable, "-c", FAILING, str(folder), "hang", "faults.hang_minutes=0.25"], timeout=240)
+    assert result.returncode == EXIT_HANG, result.stderr[-4000:]
+    told = [line for line in result.stderr.splitlines() if line.startswith("error")]
+    assert told
+    assert all("no sign of life for" in line and "in phase critic_update of rl 2" in line for line in told)
+    stacks = [(folder / "failing_hang" / "heartbeats" / f"rank_{rank:04d}.stacks").read_text() for rank in (0, 1)]
+    assert "in goes_wrong_on_rank_1" in stacks[1]
+    assert "in barrier" in stacks[1]
+    assert "in goes_wrong_on_rank_1" in stacks[0]  # it waits in the update that rank 1 never came to
+    assert "in train_step" in stacks[0]

@@ -68,13 +68,13 @@ def one_update_by_hand() -> None:
     """One mini-batch, one update: what went in is kept, so that the test can redo it with plain torch."""
     original = step_module.update_policy
 
-    def kept(config: Any, model: Any, experience: Any, metrics: Any) -> None:
+    def kept(config: Any, model: Any, experience: Any, *more: Any) -> Any:
         batch = experience.batch
         names = ("tokens", "response_mask", "rollout_logprobs", "old_logprobs", "values", "returns", "advantages")
         found: dict[str, Any] = {name: batch[name].clone() for name in names}
         found |= {"cu_seqlens": batch.cu_seqlens, "row_ids": batch.row_ids, "reward": batch.rows.reward, "verdict": batch.rows.verdict}
         torch.save(found, FOLDER / f"batch_rank{dist.get_rank()}.pt")
-        original(config, model, experience, metrics)
+        return original(config, model, experience, *more)
 
     with mock.patch.object(step_module, "update_policy", kept):
         run("one_update", "run.steps=1", "batch.mini_batch_size=16", "critic.head_init=zero", NO_PRETRAINING)

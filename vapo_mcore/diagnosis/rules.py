@@ -332,7 +332,7 @@ RULES: tuple[Rule, ...] = (
         "skipped_updates",
         lambda d: d.skipped_updates,
         skipped_updates,
-        "a gradient was not finite",
+        "the loss or a gradient was not finite on some rank, or the loss was a spike (faults.loss_spike)",
         "a lower learning rate, model.dtype: float32 to find the source; look for outliers in advantages/max and policy/ratio_mean",
         pretraining=True,
     ),

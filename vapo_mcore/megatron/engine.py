@@ -11,6 +11,7 @@ Everything runs through Megatron-Core's pipeline schedules. Two conventions meet
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
@@ -19,12 +20,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from vapo_mcore import heartbeat
 from vapo_mcore.config.architecture import ModelArchitecture
 from vapo_mcore.data.microbatch import MicroBatch
 from vapo_mcore.megatron.host import HAS_CUDA, megatron_scope
 from vapo_mcore.megatron.logprob import vocab_parallel_logprobs
 from vapo_mcore.megatron.model import Role, WeightLoader, build_chunks, trunk_parameters
-from vapo_mcore.megatron.optimizer import Optimizer
+from vapo_mcore.megatron.optimizer import Optimizer, Skipped
 from vapo_mcore.megatron.parallel import ParallelContext
 
 if TYPE_CHECKING:
@@ -61,13 +63,13 @@ class LossFunction(Protocol):
 class StepResult:
     """One optimizer step: statistics summed (``_max``: maximised) over the mini-batch, the same on all ranks.
 
-    ``grad_norm`` is the norm before clipping. ``skipped``: a gradient was not finite, and no rank changed anything.
+    ``grad_norm`` is the norm before clipping. ``skipped``: why no rank changed anything, None after an update.
     """
 
     metrics: dict[str, float]
     grad_norm: float
     learning_rate: float
-    skipped: bool
+    skipped: Skipped | None
 
 
 @dataclass
@@ -182,15 +184,23 @@ class MegatronModel:
 
     # ----------------------------------------------------------------- training
 
-    def train_step(self, microbatches: Sequence[MicroBatch], loss: LossFunction) -> StepResult:
-        """Forward and backward over a mini-batch's share of this rank, then one optimizer step.
+    def train_step(
+        self, microbatches: Sequence[MicroBatch], loss: LossFunction, *, is_spike: Callable[[float], bool] = lambda _: False
+    ) -> StepResult:
+        """Forward and backward over a mini-batch's share of this rank, then one optimizer step, or on no rank any.
 
-        All data-parallel ranks call it with the same number of micro-batches (dummies included). Raises AssertionError on a
-        model built without an optimizer.
+        All data-parallel ranks call it with the same number of micro-batches (dummies included). The update is skipped where the loss or
+        a gradient is not finite on any rank, or ``is_spike`` (of the mini-batch's loss) says so on any. Raises AssertionError on a model
+        built without an optimizer.
         """
         assert self.optimizer is not None, f"the {self.role} was built without an optimizer"
         metrics = self.accumulate(microbatches, loss)
-        grad_norm, skipped = self.optimizer.step()
+        fault = None
+        if not math.isfinite(metrics["loss"]):
+            fault = Skipped.LOSS
+        elif is_spike(metrics["loss"]):
+            fault = Skipped.SPIKE
+        grad_norm, skipped = self.optimizer.step(fault)
         return StepResult(metrics, grad_norm, self.optimizer.learning_rate, skipped)
 
     def accumulate(self, microbatches: Sequence[MicroBatch], loss: LossFunction) -> dict[str, float]:
@@ -250,6 +260,7 @@ class MegatronModel:
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
         def forward_step(iterator: Iterator[int], chunk: Any) -> tuple[Tensor, Callable[..., Any]]:
+            heartbeat.alive()
             number = next(iterator)
             output = self._call_chunk(chunk, feed, number)
             return output, lambda tensor, non_loss_data=False: finish(tensor, number)

@@ -3,12 +3,27 @@
 from __future__ import annotations
 
 import math
+from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
-from vapo_mcore.megatron.host import megatron_scope
+import torch
+import torch.distributed as dist
+
+from vapo_mcore.megatron.host import compute_device, megatron_scope
 
 if TYPE_CHECKING:
     from vapo_mcore.config.schema import OptimizerConfig
+
+
+class Skipped(IntEnum):
+    """Why an update was not made; where ranks found different reasons, the largest counts."""
+
+    SPIKE = 1
+    GRADIENT = 2
+    LOSS = 3
+
+    def __str__(self) -> str:
+        return {1: "the loss is a spike", 2: "a gradient is not finite", 3: "the loss is not finite"}[self]
 
 
 class Optimizer:
@@ -24,6 +39,7 @@ class Optimizer:
         from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
         self.settings = settings
+        self._device = compute_device()
         config = MegatronOptimizerConfig(
             optimizer="adam",
             lr=settings.lr,
@@ -67,22 +83,48 @@ class Optimizer:
     def zero_grad(self) -> None:
         self.megatron.zero_grad()
 
-    def step(self) -> tuple[float, bool]:
-        """One update from the gradients in the buffers.
+    def step(self, fault: Skipped | None = None) -> tuple[float, Skipped | None]:
+        """One update from the gradients in the buffers, unless this or any other rank finds a fault.
+
+        Args:
+            fault: what this rank already knows to be wrong (with the loss).
 
         Returns:
-            (gradient norm before clipping, skipped). The norm is reduced over all ranks, so all of them decide alike: where it
-            is not finite, weights, moments and schedule stay untouched.
+            (gradient norm before clipping, why the update was not made). One decision of the whole world: where it is skipped, weights,
+            moments and schedule of all ranks stay as they are, bit by bit.
         """
         with megatron_scope():
             self.megatron.prepare_grads()
             norm = float(self.megatron.get_grad_norm())
-            if not math.isfinite(norm):
-                return norm, True
+            if fault is None and not (math.isfinite(norm) and self._gradients_are_finite()):
+                fault = Skipped.GRADIENT
+            agreed = self._agree(fault)
+            if agreed is not None:
+                return norm, agreed
             self.scheduler.step(1)
             self._clip(norm)
             self.megatron.step_with_ready_grads()
-        return norm, False
+        return norm, None
+
+    def _gradients_are_finite(self) -> bool:
+        """Whether all gradients that this rank's update would read are finite.
+
+        The norm does not tell: it counts what tensor-parallel ranks hold in common (norms, biases) once, on the first of them.
+        """
+        gradients = [
+            parameter.grad for one in self.megatron.chained_optimizers for parameter in one.get_parameters() if parameter.grad is not None
+        ]
+        if not gradients:
+            return True
+        largest = torch.stack(list(torch._foreach_norm(gradients, math.inf)))
+        return bool(largest.isfinite().all())
+
+    def _agree(self, fault: Skipped | None) -> Skipped | None:
+        """The gravest fault of any rank; a collective over the world."""
+        worst = torch.tensor(int(fault or 0), dtype=torch.int32, device=self._device)
+        dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+        code = int(worst)
+        return Skipped(code) if code else None
 
     def _clip(self, norm: float) -> None:
         from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32

@@ -113,7 +113,7 @@ class EngineState(Enum):
     WEIGHTS_AWAKE = "weights awake: room for weights, but their values are not valid"
     WEIGHTS_LOADED = "weights loaded: no KV cache"
     READY = "ready: weights loaded, KV cache awake"
-    BROKEN = "broken: a weight sync was interrupted"
+    BROKEN = "broken: a weight sync or a generation was interrupted"
 
 
 WeightBuckets = Iterable[list[tuple[str, "Tensor"]]]
@@ -144,7 +144,15 @@ class RolloutEngine(Protocol):
     def last_sync(self) -> SyncReport | None: ...
 
     def generate(self, requests: Sequence[GenerationRequest], sampling: SamplingConfig) -> list[Generation]:
-        """The responses to this replica's requests, in their order."""
+        """The responses to this replica's requests, in their order.
+
+        Raises RolloutError for requests that cannot be met, and EngineFailure, which leaves the engine ``BROKEN``, for everything else
+        that goes wrong, on this rank alone maybe.
+        """
+        ...
+
+    def rebuild(self) -> None:
+        """Replace a broken engine by a new one, which is asleep and gets its weights as usual. All ranks of all replicas together."""
         ...
 
     def update_weights(

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from torch import Tensor
 
-from vapo_mcore.errors import RolloutError
+from vapo_mcore.errors import EngineFailure, RolloutError
 from vapo_mcore.rollout.base import EngineState, Generation, GenerationRequest, Replica, SamplingConfig, SyncReport, WeightBuckets
 from vapo_mcore.rollout.weight_stream import WeightStream, require_same_names
 
 _SHOWN = 5
+logger = logging.getLogger(__name__)
 
 
 class StatefulEngine(ABC):
@@ -56,7 +58,21 @@ class StatefulEngine(ABC):
     def generate(self, requests: Sequence[GenerationRequest], sampling: SamplingConfig) -> list[Generation]:
         self._require("generate", EngineState.READY)
         self._check_requests(requests, sampling)
-        return self._generate(requests, sampling) if requests else []
+        if not requests:
+            return []
+        self._state = EngineState.BROKEN
+        try:
+            generations = self._generate(requests, sampling)
+        except Exception as error:  # whatever a library raises: the engine can no longer be relied on
+            logger.warning("generation failed", exc_info=error)
+            raise EngineFailure(f"{type(error).__name__}: {error}") from error
+        self._state = EngineState.READY
+        return generations
+
+    def rebuild(self) -> None:
+        self._state = EngineState.BROKEN
+        self._rebuild()
+        self._state = EngineState.ASLEEP
 
     def update_weights(
         self, buckets: WeightBuckets, expected_names: Collection[str], *, checksum: Callable[[Tensor], str] | None = None
@@ -92,6 +108,9 @@ class StatefulEngine(ABC):
 
     @abstractmethod
     def _generate(self, requests: Sequence[GenerationRequest], sampling: SamplingConfig) -> list[Generation]: ...
+
+    @abstractmethod
+    def _rebuild(self) -> None: ...
 
     @abstractmethod
     def _load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None: ...

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vapo_mcore import heartbeat
 from vapo_mcore.rollout.base import Generation, GenerationRequest, Replica, SamplingConfig
 from vapo_mcore.rollout.hf_folder import require_supported, stop_token_ids
 from vapo_mcore.rollout.stateful import StatefulEngine
@@ -39,6 +40,9 @@ class TransformersEngine(StatefulEngine):
         values_per_token = 2 * architecture.num_layers * architecture.num_key_value_heads * architecture.head_dim
         self._cached_tokens = CACHE_BYTES // (values_per_token * dtype.itemsize)
         self._sleep()
+
+    def _rebuild(self) -> None:
+        self._sleep()  # nothing but the weights outlives a generation
 
     def _sleep(self) -> None:
         for parameter in self._parameters.values():
@@ -77,6 +81,7 @@ class TransformersEngine(StatefulEngine):
         rows, live = torch.arange(n, device=self.device), torch.ones(n, dtype=torch.bool, device=self.device)
         batch = _LeftPaddedBatch(self.model, [request.prompt_token_ids for request in requests], self.device)
         for step in range(steps):
+            heartbeat.alive()
             sampled, drawn_logprobs = draw(batch.logits, uniforms[rows, step], sampling)
             tokens[rows[live], step], logprobs[rows[live], step] = sampled[live], drawn_logprobs[live]
             ended = live & torch.isin(sampled, self.stop_ids)

@@ -31,6 +31,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from vapo_mcore import heartbeat
 from vapo_mcore.config.schema import VllmConfig
 from vapo_mcore.errors import ConfigError, RolloutError
 from vapo_mcore.rollout.base import Generation, GenerationRequest, Replica, SamplingConfig
@@ -39,6 +40,7 @@ from vapo_mcore.rollout.stateful import StatefulEngine
 from vapo_mcore.rollout.weight_stream import listed
 
 RUN_KEY = "vapo_mcore_run"  # in vLLM's additional_config: the name of this run, for RunScopedCPUWorker
+logger = logging.getLogger(__name__)
 _HAS_CUDA = torch.cuda.is_available()
 
 
@@ -57,12 +59,31 @@ class VllmEngine(StatefulEngine):
         self._stop_ids = list(stop_token_ids(folder))
         shapes = parameter_shapes(folder)
         _prepare_environment(rank)
+        super().__init__(replica, shapes, vocab_size=architecture.vocab_size, max_model_len=max_model_len)
+        self._arguments = _engine_arguments(folder, dtype, config, replica, max_model_len=max_model_len, seed=seed)
+        self._llm: Any = None
+        self._build()
+        _require_parameters_of(self._llm, shapes)
+
+    def _build(self) -> None:
+        """Start vLLM, with a name of its own for this start, and put it to sleep. A collective over all ranks."""
         with _random_state_kept(), warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # vLLM's own use of deprecated torch names
-            self._llm = _start(_engine_arguments(folder, dtype, config, replica, max_model_len=max_model_len, seed=seed))
-        super().__init__(replica, shapes, vocab_size=architecture.vocab_size, max_model_len=max_model_len)
-        _require_parameters_of(self._llm, shapes)
+            named = {} if _HAS_CUDA else {"additional_config": {RUN_KEY: _run_key()}}
+            self._llm = _start(self._arguments | named)
+        _report_steps(self._llm)
         self._sleep()
+
+    def _rebuild(self) -> None:
+        with _random_state_kept():
+            old, self._llm = self._llm, None
+            if old is not None:
+                _shut_down(old)
+            del old
+            gc.collect()
+            if _HAS_CUDA:
+                torch.cuda.empty_cache()
+        self._build()
 
     def _sleep(self) -> None:
         if _HAS_CUDA:
@@ -167,7 +188,6 @@ def _engine_arguments(
         "max_num_batched_tokens": max(config.max_num_batched_tokens or _CPU_BATCHED_TOKENS, max_model_len),
         "kv_cache_memory_bytes": int(config.kv_cache_gib * 2**30),
         "worker_cls": "vapo_mcore.rollout.vllm_worker.RunScopedCPUWorker",
-        "additional_config": {RUN_KEY: _run_key()},
     }
 
 
@@ -192,6 +212,33 @@ def _start(arguments: dict[str, Any]) -> Any:
     llm.llm_engine.engine_core._finalizer.detach()
     atexit.register(_release)
     return llm
+
+
+def _report_steps(llm: Any) -> None:
+    """Every step of the engine is a sign of life: a generation may take long, and not show any result for long."""
+    step = llm.llm_engine.step
+
+    def reported() -> Any:
+        heartbeat.alive()
+        return step()
+
+    llm.llm_engine.step = reported
+
+
+def _shut_down(llm: Any) -> None:
+    """vLLM's own shutdown of an engine in this process, but for the process group, which is not its own.
+
+    An engine that failed may fail in this too; that must not keep the next one from being tried.
+    """
+    from vllm.distributed.parallel_state import destroy_model_parallel
+
+    core = llm.llm_engine.engine_core.engine_core
+    for end in (core.model_executor.shutdown, core.scheduler.shutdown, destroy_model_parallel):
+        try:
+            end()
+        except Exception as error:  # noqa: BLE001 (whatever state the failure left it in)
+            logger.warning("a part of the old rollout engine did not shut down: %s: %s", type(error).__name__, error)
+    gc.unfreeze()
 
 
 def _release() -> None:

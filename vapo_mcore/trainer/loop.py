@@ -6,6 +6,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from vapo_mcore import heartbeat
 from vapo_mcore.config.schema import Config
 from vapo_mcore.errors import RunStopped
 from vapo_mcore.evaluation.report import console_lines, describe, write_report
@@ -89,7 +90,8 @@ class Run:
 
     def _evaluate(self, step: int) -> Evaluation:
         assert self.evaluator is not None
-        evaluation = self.evaluator.run()
+        with heartbeat.entering("evaluation"):
+            evaluation = self.evaluator.run()
         self.evaluations.append((step, evaluation))
         for line in console_lines(evaluation.summaries):
             self.console.print(f"evaluation after step {step}: {line}")
@@ -120,14 +122,16 @@ class Run:
         folder = critic_folder(self.config.run.dir)
         source = self.config.model.path if self.config.critic.path is None else self.config.critic.path
         self.trainer.models.residency.enter("values")
-        save_hf(Exporter(critic.chunks, critic.architecture, critic.parallel, role="critic"), source, folder)
+        with heartbeat.entering("export"):
+            save_hf(Exporter(critic.chunks, critic.architecture, critic.parallel, role="critic"), source, folder)
         self.console.print(f"pretrained critic saved: {folder} (a later run takes it with critic.init=saved critic.path={folder})")
 
     def _export(self) -> None:
         folder: Path = export_folder(self.config.run.dir)
         self.trainer.sync.put_to_sleep()
         self.trainer.models.residency.enter("sync")
-        save_hf(self.trainer.sync.exporter, self.config.model.path, folder)
+        with heartbeat.entering("export"):
+            save_hf(self.trainer.sync.exporter, self.config.model.path, folder)
         self.console.print(f"policy exported: {folder}")
 
     def _summarise(self) -> None:

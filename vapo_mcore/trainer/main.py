@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import random
+import signal
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -19,6 +20,7 @@ from vapo_mcore.data.prompts import PromptDataset, check_files, overlaps
 from vapo_mcore.data.tokenizer import load_tokenizer
 from vapo_mcore.errors import DataError, TrainingError
 from vapo_mcore.extensions.check import check_extensions
+from vapo_mcore.launch.watchdog import Watchdog
 from vapo_mcore.megatron.host import HAS_CUDA
 from vapo_mcore.megatron.model import DTYPES
 from vapo_mcore.megatron.parallel import ParallelContext, initialize_parallel
@@ -36,7 +38,7 @@ from vapo_mcore.trainer.sampling import ResponseSampler
 from vapo_mcore.trainer.step import Trainer
 from vapo_mcore.trainer.weight_sync import WeightSync
 
-_SECONDS_UNTIL_ENDED = 60.0
+_SECONDS_UNTIL_ENDED = 30.0
 
 
 def run_training(config: Config, *, clean: bool) -> int:
@@ -61,7 +63,8 @@ def ending_together() -> Iterator[None]:
     except RuntimeError as error:
         if not lost_a_peer(error):
             raise
-        # The rank that failed has the message; torchrun is about to end this one, which has nothing to add.
+        # The rank that failed has the message; torchrun is about to end this one, which has nothing to add and nothing to save.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(_SECONDS_UNTIL_ENDED)
         raise TrainingError(f"the connection to another rank is lost, and nothing has ended this one since: {error}") from error
     dist.destroy_process_group()
@@ -70,7 +73,9 @@ def ending_together() -> Iterator[None]:
 def train(config: Config, parallel: ParallelContext, *, clean: bool) -> None:
     """The run itself, in process groups that exist. Everything that it opened is closed when it returns or raises."""
     _seed(config.seed)
+    limit = None if config.faults.hang_minutes is None else 60 * config.faults.hang_minutes
     with ExitStack() as stack:
+        watchdog = stack.enter_context(Watchdog(limit, rank=parallel.rank, world_size=parallel.world_size))
         console = Console(enabled=parallel.rank == 0)
         stack.callback(console.stop_progress)
         with fail_together():
@@ -88,7 +93,7 @@ def train(config: Config, parallel: ParallelContext, *, clean: bool) -> None:
         engine = build_engine(config, parallel)
         verifiers = start_verifiers(config, engine, stack, _verifiers(prompts, held_out))
         models = build_models(config, parallel, console.print)
-        run_dir = _make_run_directory(config, parallel, clean, stack)
+        run_dir = _make_run_directory(config, parallel, clean, stack, watchdog)
         sampler = ResponseSampler(engine, verifiers, tokenizer, config.seed)
         sync = WeightSync(models.policy, engine, verify=config.rollout.verify_weights)
         trainer = Trainer(config, parallel, models, sampler, sync, prompts.next_batch)
@@ -109,13 +114,18 @@ def _seed(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def _make_run_directory(config: Config, parallel: ParallelContext, clean: bool, stack: ExitStack) -> RunDirectory | None:
+def _make_run_directory(
+    config: Config, parallel: ParallelContext, clean: bool, stack: ExitStack, watchdog: Watchdog
+) -> RunDirectory | None:
     """Made by rank 0, which alone gets the writers, once everything is there: a start that failed leaves no run behind."""
     run_dir = None
     with fail_together():
         if parallel.rank == 0:
             run_dir = RunDirectory.create(config.run.dir, clean=clean, config_yaml=config.to_yaml(), tensorboard=config.run.tensorboard)
             stack.callback(run_dir.close)
+            watchdog.clear(config.run.dir)
+    with fail_together():
+        watchdog.attach(config.run.dir)
     return run_dir
 
 
@@ -162,7 +172,8 @@ def start_verifiers(config: Config, engine: RolloutEngine, stack: ExitStack, ver
     pool = None
     with fail_together():
         if engine.is_replica_leader:
-            pool = stack.enter_context(VerifierPool(config.reward.workers, config.reward.timeout_seconds))
+            restarts = config.faults.grader_restarts
+            pool = stack.enter_context(VerifierPool(config.reward.workers, config.reward.timeout_seconds, restarts=restarts))
             pool.load(verifiers)
     return pool
 

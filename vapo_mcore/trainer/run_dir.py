@@ -6,6 +6,7 @@
 <run.dir>/evaluations/step_NNNN.json, .md   results on the evaluation sets
 <run.dir>/tensorboard/           if TensorBoard is installed or required
 <run.dir>/export/hf              the trained policy
+<run.dir>/faults/                batches of bad updates, stacks of ranks that hung
 """
 
 from __future__ import annotations
@@ -34,6 +35,11 @@ def export_folder(run_dir: str | Path) -> Path:
 def critic_folder(run_dir: str | Path) -> Path:
     """Where the critic goes after value pretraining."""
     return Path(run_dir) / "critic_pretrained" / "hf"
+
+
+def faults_folder(run_dir: str | Path) -> Path:
+    """What a run that went wrong leaves for a person to look at."""
+    return Path(run_dir) / "faults"
 
 
 class RunDirectory:

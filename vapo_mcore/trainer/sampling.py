@@ -5,7 +5,7 @@ Rows (one a response) become known to all ranks; token tensors stay on the rank 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,9 +14,11 @@ from torch import Tensor
 
 from vapo_mcore.data.prompts import Prompt, split_evenly
 from vapo_mcore.data.rollout_batch import RolloutBatch, Rows, gather_rows
+from vapo_mcore.errors import EngineFailure, RewardError, StepAbandoned
 from vapo_mcore.rewards.pool import GradeItem, Verdict, VerifierPool
 from vapo_mcore.rollout.base import Generation, GenerationRequest, RolloutEngine, SamplingConfig
 from vapo_mcore.rollout.seeds import sampling_seed
+from vapo_mcore.trainer.collectives import all_gather_objects
 from vapo_mcore.trainer.timing import PhaseTimer
 
 
@@ -41,7 +43,10 @@ class ResponseSampler:
     """Draws graded responses from the rollout engine; used by training, value pretraining and evaluation alike."""
 
     def __init__(self, engine: RolloutEngine, verifiers: VerifierPool | None, tokenizer: Any, run_seed: int) -> None:
-        """``verifiers`` is None on ranks that do not lead a replica."""
+        """``verifiers`` is None on ranks that do not lead a replica. ``recover_engine`` is the trainer's, which has the weights: it is
+        called on all ranks with what went wrong on which of them, and returns with an engine that can generate, or raises."""
+        self.recover_engine: Callable[[dict[int, str], PhaseTimer], None] = _no_recovery
+        self.grader_restarts = 0  # of all replicas, since it was last set to 0
         self.engine = engine
         self.verifiers = verifiers
         self.tokenizer = tokenizer
@@ -60,6 +65,8 @@ class ResponseSampler:
         """Sample and grade ``samples_per_prompt`` responses to each prompt. A collective over all ranks.
 
         ``seed_step`` enters the sampling seeds; ``show``: numbers of rows whose texts are kept for the samples file.
+
+        Raises StepAbandoned on all ranks when an engine or the graders of a replica are gone for good.
         """
         with timer.phase("generate"):
             requests = [
@@ -74,12 +81,41 @@ class ResponseSampler:
             ]
             # Contiguous parts: the responses to one prompt mostly meet in one replica's prefix cache.
             mine = split_evenly(len(requests), self.engine.num_replicas)[self.engine.replica_index]
-            generations = self.engine.generate([requests[number] for number in mine], sampling) if mine else []
-        with timer.phase("reward"):
-            numbers, responses = (list(mine), generations) if self.engine.is_replica_leader else ([], [])
-            local, shown = self._grade(prompts, samples_per_prompt, numbers, responses, show)
-            rows, holder = gather_rows(local)
-        return Round(rows, holder, local, shown)
+        while True:
+            with timer.phase("generate"):
+                generations, broken = self._generate([requests[number] for number in mine], sampling)
+            with timer.phase("reward"):
+                numbers, responses = (list(mine), generations) if self.engine.is_replica_leader and broken is None else ([], [])
+                local, shown, ungradable = self._try_to_grade(prompts, samples_per_prompt, numbers, responses, show)
+                # Told only now: a replica that is ready first grades while the others still generate.
+                failures = self._tell(broken, ungradable)
+                if not failures:
+                    rows, holder = gather_rows(local)
+                    return Round(rows, holder, local, shown)
+            self.recover_engine(failures, timer)  # the same requests with the same seeds again, on every rank
+
+    def _generate(self, requests: list[GenerationRequest], sampling: SamplingConfig) -> tuple[list[Generation], str | None]:
+        """This replica's responses, or what went wrong on this rank."""
+        try:
+            return (self.engine.generate(requests, sampling) if requests else []), None
+        except EngineFailure as error:
+            return [], str(error)
+
+    def _tell(self, broken: str | None, ungradable: str | None) -> dict[int, str]:
+        """What went wrong with the engine on which rank; a collective. Raises StepAbandoned on all ranks if one cannot grade any more."""
+        restarts = self.verifiers.take_restarts() if self.verifiers is not None else 0
+        told = all_gather_objects((broken, ungradable, restarts))
+        self.grader_restarts += sum(restarts for _, _, restarts in told)
+        without_graders = {rank: text for rank, (_, text, _) in enumerate(told) if text is not None}
+        if without_graders:
+            raise StepAbandoned("; ".join(f"rank {rank}: {text}" for rank, text in without_graders.items()))
+        return {rank: text for rank, (text, _, _) in enumerate(told) if text is not None}
+
+    def _try_to_grade(self, *arguments: Any) -> tuple[RolloutBatch, dict[int, dict[str, Any]], str | None]:
+        try:
+            return *self._grade(*arguments), None
+        except RewardError as error:
+            return _no_rows(), {}, str(error)
 
     def _grade(
         self, prompts: Sequence[Prompt], samples_per_prompt: int, numbers: list[int], responses: list[Generation], show: Collection[int]
@@ -109,6 +145,14 @@ class ResponseSampler:
             if number in show
         }
         return local, shown
+
+
+def _no_recovery(failures: dict[int, str], timer: PhaseTimer) -> None:
+    raise StepAbandoned("the rollout engine failed: " + "; ".join(f"rank {rank}: {text}" for rank, text in failures.items()))
+
+
+def _no_rows() -> RolloutBatch:
+    return RolloutBatch.from_responses(Rows.empty(), [], [], [])
 
 
 def _rows(prompts: list[Prompt], groups: list[int], responses: list[Generation], verdicts: list[Verdict]) -> Rows:

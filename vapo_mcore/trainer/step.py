@@ -5,16 +5,21 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from vapo_mcore import heartbeat
 from vapo_mcore.config.schema import Config
 from vapo_mcore.data.prompts import Prompt
 from vapo_mcore.diagnosis.monitor import Monitor
+from vapo_mcore.errors import StepAbandoned, TrainingError, VapoError
 from vapo_mcore.megatron.parallel import ParallelContext
 from vapo_mcore.rollout.base import SyncReport
 from vapo_mcore.trainer.advantages import AdvantageEstimator, check_experience, shaped_rewards, trainable_rows
+from vapo_mcore.trainer.bad_batch import BadUpdate, save_bad_batch
+from vapo_mcore.trainer.bad_updates import UpdateGuard
 from vapo_mcore.trainer.collecting import collect
 from vapo_mcore.trainer.collectives import all_gather_objects
 from vapo_mcore.trainer.experience import Experience, distribute, plan_minibatches
@@ -28,13 +33,15 @@ from vapo_mcore.trainer.records import (
     record_time_and_memory,
     record_values,
 )
+from vapo_mcore.trainer.run_dir import faults_folder
 from vapo_mcore.trainer.sampling import ResponseSampler
 from vapo_mcore.trainer.stopping import StopRequests
 from vapo_mcore.trainer.timing import PhaseTimer
-from vapo_mcore.trainer.updates import update_critic, update_policy
+from vapo_mcore.trainer.updates import StoppedUpdate, update_critic, update_policy
 from vapo_mcore.trainer.weight_sync import WeightSync
 
 Row = dict[str, Any]
+logger = logging.getLogger(__name__)
 
 HALTED = 2
 """Exit code of a run that ``diagnosis.halt_on`` ended."""
@@ -58,6 +65,7 @@ class _Step:
     metrics: StepMetrics
     timer: PhaseTimer = field(default_factory=PhaseTimer)
     samples: list[dict[str, Any]] = field(default_factory=list)
+    cut_short: bool = False  # too many updates in a row were skipped: no more in this step
 
 
 class Trainer:
@@ -82,6 +90,10 @@ class Trainer:
         self.stop_requests = StopRequests()
         self.diagnosis = Monitor(config)
         self._table = metrics_of(term.name for term in config.algorithm.loss_terms)
+        self.engine_rebuilds = 0  # of this process, of at most faults.engine_rebuilds
+        self._rebuilds_recorded = 0
+        sampler.recover_engine = self.recover_engine
+        self.guards = {role: UpdateGuard(config.faults) for role in ("policy", "critic")}
         self.rollouts = 0  # of both stages: enters the sampling seeds and the mini-batch shuffle
         self._dp_rank_of_rank = all_gather_objects(parallel.data_parallel_rank)
 
@@ -101,26 +113,56 @@ class Trainer:
             if self.models.critic is not None:
                 self._values(step, experience)
             self._advantages_and_critic(step, experience)
-            if not penalised:
+            if not penalised and not step.cut_short:
                 self._log_probs(step, experience)
-            self._update_policy(step, experience)
+            if not step.cut_short:
+                self._update_policy(step, experience)
         self._sync(step)
         return self._finish(step)
+
+    def _begin(self, stage: str, number: int) -> _Step:
+        heartbeat.at_step(f"{stage} {number}")
+        return _Step(stage, number, StepMetrics(self._table))
 
     def _update_policy(self, step: _Step, experience: Experience) -> None:
         self.models.residency.enter("policy_update")
         with step.timer.phase("policy_update"):
             self.estimator.correct_importance(experience)
             check_experience(experience)
-            update_policy(self.config, self.models.policy, experience, step.metrics)
+            stopped = update_policy(self.config, self.models.policy, experience, step.metrics, self.guards["policy"])
             self.models.residency.mark_changed("policy")
+            self._cut_short(step, experience, "policy", stopped)
 
     def _update_critic(self, step: _Step, experience: Experience) -> None:
         assert self.models.critic is not None
         self.models.residency.enter("critic_update")
         with step.timer.phase("critic_update"):
-            update_critic(self.config, self.models.critic, experience, step.metrics)
+            stopped = update_critic(self.config, self.models.critic, experience, step.metrics, self.guards["critic"])
             self.models.residency.mark_changed("critic")
+            self._cut_short(step, experience, "critic", stopped)
+
+    def _cut_short(self, step: _Step, experience: Experience, role: str, stopped: StoppedUpdate | None) -> None:
+        """After too many skipped updates in a row: keep the batch, and end the run after this step, which changes no model any more."""
+        if stopped is None:
+            return
+        step.cut_short = True
+        result, guard = stopped.result, self.guards[role]
+        why, loss, norm = str(result.skipped), result.metrics["loss"], result.grad_norm
+        update = BadUpdate(step.stage, step.number, role, stopped.epoch, stopped.minibatch, why, loss, norm)
+        folder, failure = faults_folder(self.config.run.dir), None
+        try:
+            save_bad_batch(folder, update, experience.rows, experience.batch.row_ids, stopped.microbatches, self.parallel)
+        except OSError as error:
+            failure = str(error)
+        failures = [text for text in all_gather_objects(failure) if text is not None]
+        kept = f"the batch could not be written ({failures[0]})" if failures else f"the batch is in {folder / update.folder_name}"
+        self.stop_requests.request(
+            f"{guard.in_a_row} updates of the {role} in a row were skipped (faults.bad_updates_in_a_row = {guard.limit}), the last one "
+            f"because {why} (loss {loss:.4g}, gradient norm {norm:.4g}); models and optimizers are as the last good update left them; "
+            f"{kept}",
+            exit_code=TrainingError.exit_code,
+        )
+        guard.in_a_row = 0  # who resumes the run has decided to try again
 
     def value_pretraining_step(self, number: int) -> StepOutcome:
         """One rollout of the fixed policy; the critic learns its Monte-Carlo returns. No log-prob pass, no policy update."""
@@ -153,6 +195,10 @@ class Trainer:
             shown = {row: record for part in all_gather_objects(sampled.shown) for row, record in part.items()}
         step.samples = [record | {"reward": float(rows.reward[row])} for row, record in sorted(shown.items())]
         record_rows(step.metrics, rows, trainable, counts)
+        step.metrics.put("sampling/engine_rebuilds", self.engine_rebuilds - self._rebuilds_recorded)
+        self._rebuilds_recorded = self.engine_rebuilds
+        step.metrics.put("grading/restarts", self.sampler.grader_restarts)
+        self.sampler.grader_restarts = 0
         ranks, cap = self.parallel.data_parallel_size, config.batch.max_tokens_per_microbatch
         record_packing(step.metrics, experience, plan.owner, ranks, cap)
         return experience
@@ -204,7 +250,7 @@ class Trainer:
         if critic is None:
             return
         self._update_critic(step, experience)
-        if late:
+        if late and not step.cut_short:
             self._values(step, experience)
             with step.timer.phase("advantages"):
                 estimator.advantages(experience, step.metrics)
@@ -220,6 +266,31 @@ class Trainer:
         """The policy's weights into the sleeping rollout engine, which can generate afterwards; a collective."""
         self.models.residency.enter("sync")
         return self.sync.make_ready(after_loading=lambda: self.models.residency.enter("generate"))
+
+    def recover_engine(self, failures: dict[int, str], timer: PhaseTimer) -> None:
+        """A new rollout engine in place of one that failed, with the policy's present weights; a collective over all ranks.
+
+        ``failures``: what went wrong, by rank, the same on all. Raises StepAbandoned when that has happened too often, or the new engine
+        cannot be had.
+        """
+        limit = self.config.faults.engine_rebuilds
+        text = "; ".join(f"rank {rank}: {reason}" for rank, reason in failures.items())
+        if self.engine_rebuilds >= limit:
+            again = f" again, after {self.engine_rebuilds} rebuilds (faults.engine_rebuilds = {limit})" if limit else ""
+            raise StepAbandoned(f"the rollout engine failed{again}: {text}")
+        self.engine_rebuilds += 1
+        if self.parallel.rank == 0:
+            logger.warning("the rollout engine failed and is rebuilt from the present weights (%s)", text)
+        with timer.phase("engine_rebuild"):
+            failure = None
+            try:
+                self.sampler.engine.rebuild()
+            except VapoError as error:
+                failure = str(error)
+            told = [reason for reason in all_gather_objects(failure) if reason is not None]
+            if told:
+                raise StepAbandoned(f"the rollout engine failed ({text}) and cannot be rebuilt: {told[0]}")
+            self.sync_weights()
 
     def _finish(self, step: _Step) -> StepOutcome:
         """Reduce the metrics; the only place where a step's numbers meet."""

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 
 import torch
 
+from vapo_mcore import heartbeat
+
 
 class PhaseTimer:
     """Adds up wall-clock seconds by phase name. On a GPU a phase ends when its kernels have ended."""
@@ -20,7 +22,8 @@ class PhaseTimer:
     def phase(self, name: str) -> Iterator[None]:
         start = time.perf_counter()
         try:
-            yield
+            with heartbeat.entering(name):
+                yield
         finally:
             if torch.cuda.is_available():
                 torch.cuda.synchronize()

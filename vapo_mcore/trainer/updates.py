@@ -7,11 +7,14 @@ them, with one change of the model on the device instead of one per epoch.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from vapo_mcore.algorithm.weights import positive_token_weights, token_weights
 from vapo_mcore.config.schema import Config
 from vapo_mcore.data.microbatch import MicroBatch
 from vapo_mcore.megatron.engine import LossFunction, MegatronModel, StepResult
+from vapo_mcore.megatron.optimizer import Skipped
+from vapo_mcore.trainer.bad_updates import UpdateGuard
 from vapo_mcore.trainer.experience import Experience, MiniBatch
 from vapo_mcore.trainer.losses import TERM_STATISTIC, CriticLoss, PolicyLoss
 from vapo_mcore.trainer.metrics import StepMetrics
@@ -19,8 +22,23 @@ from vapo_mcore.trainer.metrics import StepMetrics
 _WEIGHTS = ("policy_weights", "positive_weights", "value_weights")
 
 
-def update_critic(config: Config, model: MegatronModel, experience: Experience, metrics: StepMetrics) -> None:
-    """All critic updates of the rollout, recorded in ``metrics``. A collective over all ranks."""
+@dataclass(frozen=True)
+class StoppedUpdate:
+    """The skipped update after which no more are tried, and this rank's micro-batches as the loss read them."""
+
+    epoch: int
+    minibatch: int
+    result: StepResult
+    microbatches: list[MicroBatch]
+
+
+def update_critic(
+    config: Config, model: MegatronModel, experience: Experience, metrics: StepMetrics, guard: UpdateGuard
+) -> StoppedUpdate | None:
+    """All critic updates of the rollout, recorded in ``metrics``. A collective over all ranks.
+
+    Returns where it ended before their time, because as many updates in a row were skipped as ``guard`` bears; None if it did not.
+    """
     loss = CriticLoss(config.algorithm.value_loss.clip)
 
     def weigh(microbatch: MicroBatch, minibatch: MiniBatch) -> MicroBatch:
@@ -32,11 +50,13 @@ def update_critic(config: Config, model: MegatronModel, experience: Experience, 
         metrics.add("critic/grad_norm", result.grad_norm, 1)
         metrics.add("critic/clip_frac", result.metrics["clip"], result.metrics["tokens"])
 
-    _update("critic", model, experience, loss, config.critic.epochs, weigh, record, metrics)
+    return _update("critic", model, experience, loss, config.critic.epochs, weigh, record, metrics, guard)
 
 
-def update_policy(config: Config, model: MegatronModel, experience: Experience, metrics: StepMetrics) -> None:
-    """All policy updates of the rollout, recorded in ``metrics``. A collective over all ranks."""
+def update_policy(
+    config: Config, model: MegatronModel, experience: Experience, metrics: StepMetrics, guard: UpdateGuard
+) -> StoppedUpdate | None:
+    """All policy updates of the rollout, like ``update_critic``."""
     loss = PolicyLoss(config)
     settings = config.algorithm.policy_loss
     first = True
@@ -62,7 +82,7 @@ def update_policy(config: Config, model: MegatronModel, experience: Experience, 
 
     positive = sum(minibatch.denominators.positive_tokens for minibatch in experience.minibatches)
     metrics.put("policy/positive_tokens", positive)
-    _update("policy", model, experience, loss, config.policy.epochs, weigh, record, metrics, extra=("positive_mask",))
+    return _update("policy", model, experience, loss, config.policy.epochs, weigh, record, metrics, guard, extra=("positive_mask",))
 
 
 def _update(
@@ -74,27 +94,37 @@ def _update(
     weigh: Callable[[MicroBatch, MiniBatch], MicroBatch],
     record: Callable[[StepResult], None],
     metrics: StepMetrics,
+    guard: UpdateGuard,
     extra: tuple[str, ...] = (),
-) -> None:
+) -> StoppedUpdate | None:
     """Epochs over the mini-batches. One without a trainable token is skipped on all ranks, since its counts are replicated."""
     names = [name for name in (*loss.tensors, *extra) if name not in _WEIGHTS]
-    masked = skipped = 0
+    masked = 0
+    skipped: list[Skipped] = []
     rate: float | None = None
-    for _ in range(epochs):
-        for minibatch in experience.minibatches:
-            if minibatch.is_masked:
-                masked += 1
-                continue
-            microbatches = [weigh(experience.with_tensors(part, names), minibatch) for part in minibatch.microbatches]
-            result = model.train_step(microbatches, loss)
-            if result.skipped:
-                skipped += 1
-                continue
+    stopped: StoppedUpdate | None = None
+    numbered = [(epoch, *entry) for epoch in range(epochs) for entry in enumerate(experience.minibatches)]
+    for epoch, number, minibatch in numbered:
+        if minibatch.is_masked:
+            masked += 1
+            continue
+        microbatches = [weigh(experience.with_tensors(part, names), minibatch) for part in minibatch.microbatches]
+        result = model.train_step(microbatches, loss, is_spike=guard.is_spike)
+        guard.note(result.metrics["loss"], result.skipped)
+        if result.skipped is None:
             rate = result.learning_rate
             record(result)
+            continue
+        skipped.append(result.skipped)
+        if guard.must_stop:
+            stopped = StoppedUpdate(epoch, number, result, microbatches)
+            break
     metrics.put(f"{role}/lr", rate)
-    metrics.put(f"{role}/updates_skipped", skipped)
+    metrics.put(f"{role}/updates_skipped", len(skipped))
+    if guard.spike is not None:
+        metrics.put(f"{role}/loss_spikes", skipped.count(Skipped.SPIKE))
     metrics.put(f"{role}/minibatches_masked", masked)
+    return stopped
 
 
 def _record_policy(result: StepResult, metrics: StepMetrics) -> None:

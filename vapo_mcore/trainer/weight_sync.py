@@ -41,7 +41,7 @@ class WeightSync:
 
     def put_to_sleep(self) -> None:
         """Free the engine's memory for training; its weights are about to be replaced."""
-        if self.engine.state is not EngineState.ASLEEP:
+        if self.engine.state not in (EngineState.ASLEEP, EngineState.BROKEN):
             self.engine.sleep()
 
     @staticmethod

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from vapo_mcore import heartbeat
 from vapo_mcore.config.architecture import ModelArchitecture
 from vapo_mcore.errors import CheckpointError
 from vapo_mcore.weights.loader import ParallelLayout
@@ -96,6 +97,7 @@ class Exporter:
             del bucket
 
     def _export(self, items: Sequence[_Item]) -> list[tuple[str, Tensor]]:
+        heartbeat.alive()
         tp = self.parallel.tensor_model_parallel_size
         shards = self._on_all_stages(items)
         gathered = self._gather_shards([shard for item, shard in zip(items, shards, strict=True) if item.entry.functions.sharded])

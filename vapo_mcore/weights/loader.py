@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from vapo_mcore import heartbeat
 from vapo_mcore.config.architecture import ModelArchitecture
 from vapo_mcore.errors import CheckpointError
 from vapo_mcore.weights.plan import (
@@ -150,6 +151,7 @@ def _fill_head(
 
 
 def _copy(parameter: Tensor, value: Tensor, entry: MappedTensor) -> None:
+    heartbeat.alive()
     assert parameter.shape == value.shape, f"{entry.mcore_name} is {tuple(parameter.shape)}, its rule gives {tuple(value.shape)}"
     parameter.copy_(value)
 

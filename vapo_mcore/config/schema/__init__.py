@@ -28,6 +28,7 @@ from vapo_mcore.config.schema.algorithm import (
 from vapo_mcore.config.schema.base import GROUP_ESTIMATORS, Estimator, Section, Seed
 from vapo_mcore.config.schema.data import CustomSource, DataConfig, EvalConfig, FieldsConfig, FileSource, ReasoningGymSource, Source
 from vapo_mcore.config.schema.diagnosis import DiagnosisConfig
+from vapo_mcore.config.schema.faults import FaultsConfig, LossSpikeConfig
 from vapo_mcore.config.schema.rollout import (
     DynamicSamplingConfig,
     OverlongConfig,
@@ -63,11 +64,13 @@ __all__ = [
     "Estimator",
     "EvalConfig",
     "ExportConfig",
+    "FaultsConfig",
     "FieldsConfig",
     "FileSource",
     "ImportanceCorrectionConfig",
     "KlConfig",
     "LambdaConfig",
+    "LossSpikeConfig",
     "LossTermConfig",
     "ModelConfig",
     "OptimizerConfig",
@@ -107,6 +110,7 @@ class Config(Section):
     eval: EvalConfig = EvalConfig()
     export: ExportConfig = ExportConfig()
     diagnosis: DiagnosisConfig = DiagnosisConfig()
+    faults: FaultsConfig = FaultsConfig()
 
     @property
     def uses_critic(self) -> bool:

@@ -1,0 +1,100 @@
+"""Faults in whole runs of two processes: what is counted, what stops the run, what it leaves."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.torchrun import run_torchrun
+from tests.training_setup import read_metrics, write_setup
+
+Facts = dict[str, list[dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_setup(tmp_path_factory.mktemp("faults"))
+
+
+@pytest.fixture(scope="module")
+def facts(folder: Path) -> Facts:
+    return launch(folder)
+
+
+@pytest.fixture(scope="module")
+def vllm_facts(folder: Path) -> Facts:
+    pytest.importorskip("vllm", reason="vLLM is not installed")
+    return launch(folder, "vllm")
+
+
+def launch(folder: Path, *arguments: str) -> Facts:
+    result = run_torchrun("tests/integration/faults_worker.py", 2, str(folder), *arguments, timeout=240)
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-6000:]
+    lines = [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
+    return {line["case"]: line["ranks"] for line in lines}
+
+
+def rows_of(folder: Path, name: str) -> list[dict[str, Any]]:
+    return [row for row in read_metrics(folder / name) if row["step"] > 0]
+
+
+def test_a_bad_update_is_counted_and_the_run_goes_on(facts: Facts, folder: Path) -> None:
+    first, second = rows_of(folder, "skipped")
+    assert (first["policy/updates_skipped"], first["policy/updates"]) == (1, 1)
+    assert (second["policy/updates_skipped"], second["policy/updates"]) == (0, 3)
+    assert first["warnings"] == 1
+    assert second["warnings"] == 0
+    assert "policy/loss_spikes" not in first  # no such setting
+    assert not (folder / "skipped" / "faults").exists()
+
+
+def test_bad_updates_in_a_row_stop_the_run_after_their_step(facts: Facts, folder: Path) -> None:
+    first, second = rows_of(folder, "stopped")
+    assert (first["policy/updates"], second["policy/updates"], second["policy/updates_skipped"]) == (2, 2, 2)
+    assert second["critic/updates"] == 4
+    for rank in facts["bad_updates_in_a_row_stop_the_run"]:
+        assert rank["code"] == 2
+        assert "2 updates of the policy in a row were skipped (faults.bad_updates_in_a_row = 2)" in rank["message"]
+        assert "the loss is not finite" in rank["message"]
+        assert "stopped after step 2 (rl)" in rank["message"]
+
+
+def test_the_batch_that_a_run_stopped_at_gives_its_update_again(facts: Facts, folder: Path) -> None:
+    ranks = facts["bad_updates_in_a_row_stop_the_run"]
+    assert [rank["reason"] for rank in ranks] == ["the loss is not finite"] * 2
+    mine = [set(rank["mine"]) for rank in ranks]
+    assert not mine[0] & mine[1]
+    assert len(mine[0] | mine[1]) == 8  # the mini-batch, over both data-parallel ranks
+    assert ranks[0]["again"] == ranks[1]["again"]
+    assert ranks[0]["again"]["tokens"] == sum(rank["tokens"] for rank in ranks)
+    assert abs(ranks[0]["again"]["approx_kl"]) < 1e-6 * ranks[0]["tokens"]  # the weights still are those of the log-prob pass
+    assert all(rank["made"] for rank in ranks)
+
+
+def test_graders_that_are_gone_on_one_rank_end_the_step_on_all(facts: Facts) -> None:
+    for rank in facts["graders_gone_for_good"]:
+        assert rank["message"] == "rank 1: no process stays alive"
+
+
+def test_a_rebuilt_engine_generates_the_same_again(vllm_facts: Facts, folder: Path) -> None:
+    """The second step failed on rank 1, after rank 0 had its responses: all numbers are those of the run without the fault."""
+    undisturbed, disturbed = (rows_of(folder, name) for name in ("engine_undisturbed", "engine_twice"))
+    assert [row["sampling/engine_rebuilds"] for row in undisturbed] == [0, 0]
+    assert [row["sampling/engine_rebuilds"] for row in disturbed] == [0, 1]
+    assert disturbed[1]["time/engine_rebuild"] > 0
+
+    for expected, found in zip(undisturbed, disturbed, strict=True):
+        for name, value in expected.items():
+            if not name.startswith(("time/", "memory/", "tokens/per_second", "warnings", "sampling/engine_rebuilds")):
+                assert found[name] == value, name
+
+
+def test_a_second_failure_of_the_engine_ends_the_step_on_all_ranks(vllm_facts: Facts) -> None:
+    for rank in vllm_facts["engine_fails_twice"]:
+        assert rank["message"] == (
+            "the rollout engine failed again, after 1 rebuilds (faults.engine_rebuilds = 1): rank 1: RuntimeError: the device is lost"
+        )
+        assert rank["shared_memory_left"] <= 0

@@ -1,0 +1,134 @@
+"""The mini-batch that a run stopped at, on disk: enough to make its update again, read without executing code.
+
+<run.dir>/faults/bad_batch_<stage>_step_0012_policy/
+    batch.json                  what was wrong, where, the rows, the numbers of ranks and micro-batches
+    data_rank_0000.safetensors  the micro-batches of a data-parallel rank, as the loss read them
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from vapo_mcore import __version__
+from vapo_mcore.data.microbatch import MicroBatch
+from vapo_mcore.data.rollout_batch import Rows
+from vapo_mcore.data.thd import ThdLayout
+from vapo_mcore.errors import CheckpointError
+from vapo_mcore.megatron.parallel import ParallelContext
+
+FORMAT = 1
+_INFO = "batch.json"
+
+
+@dataclass(frozen=True)
+class BadUpdate:
+    """Which update was not made and why: its place in the run, its model, its loss and gradient norm."""
+
+    stage: str
+    step: int
+    role: str
+    epoch: int
+    minibatch: int
+    reason: str
+    loss: float
+    grad_norm: float
+
+    @property
+    def folder_name(self) -> str:
+        return f"bad_batch_{self.stage}_step_{self.step:04d}_{self.role}"
+
+
+def save_bad_batch(
+    faults: Path, update: BadUpdate, rows: Rows, row_ids: Tensor, microbatches: Sequence[MicroBatch], parallel: ParallelContext
+) -> Path:
+    """Write this rank's part; returns the folder. Every rank calls it, one of each data-parallel index writes. Raises OSError.
+
+    Args:
+        faults: folder for the folder.
+        rows: all responses of the rollout, replicated.
+        row_ids: int64, replicated number of each row of this rank's batch, which ``microbatches[...].rows`` count in.
+    """
+    folder = faults / update.folder_name
+    firsts = (parallel.tensor_model_parallel_rank, parallel.pipeline_model_parallel_rank, parallel.context_parallel_rank)
+    if any(firsts):
+        return folder
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors: dict[str, Tensor] = {}
+    for number, microbatch in enumerate(microbatches):
+        parts = {name: tensor.detach().cpu().clone() for name, tensor in microbatch.tensors.items()}
+        parts |= {"rows": row_ids[microbatch.rows], "lengths": microbatch.layout.lengths.cpu().clone()}
+        tensors |= {f"{number:04d}.{name}": tensor.contiguous() for name, tensor in parts.items()}
+    _publish(folder / f"data_rank_{parallel.data_parallel_rank:04d}.safetensors", tensors)
+    if parallel.rank == 0:
+        info = {
+            "format": FORMAT,
+            "vapo_mcore": __version__,
+            **{name: _number(value) for name, value in vars(update).items()},
+            "data_parallel_size": parallel.data_parallel_size,
+            "microbatches": len(microbatches),
+            "tensors": sorted(microbatches[0].tensors),
+            "rows": _row_records(rows),
+        }
+        unfinished = folder / f".{_INFO}"
+        unfinished.write_text(json.dumps(info, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        unfinished.rename(folder / _INFO)
+    return folder
+
+
+def load_bad_batch(folder: str | Path, data_parallel_rank: int, parallel: ParallelContext) -> tuple[dict[str, Any], list[MicroBatch]]:
+    """What ``batch.json`` says, and the micro-batches that a data-parallel rank had, laid out for ``parallel``.
+
+    The layout may differ from the run's in everything but data parallelism: TP, PP and CP split what is stored whole. Raises
+    CheckpointError for a folder that is missing, unfinished or of another format.
+    """
+    folder = Path(folder)
+    path = folder / f"data_rank_{data_parallel_rank:04d}.safetensors"
+    try:
+        info: dict[str, Any] = json.loads((folder / _INFO).read_text(encoding="utf-8"))
+        if info["format"] != FORMAT:
+            raise CheckpointError(f"{folder}: written in format {info['format']}, this version reads {FORMAT}")
+        with safe_open(path, framework="pt") as file:
+            stored = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (a safetensors handle is no dictionary)
+    except CheckpointError:
+        raise
+    except Exception as error:  # safetensors raises its own kind, json and the file system theirs
+        raise CheckpointError(f"{folder}: no bad batch can be read: {type(error).__name__}: {error}") from error
+    return info, [_microbatch(stored, f"{number:04d}.", parallel) for number in range(info["microbatches"])]
+
+
+def _microbatch(stored: dict[str, Tensor], prefix: str, parallel: ParallelContext) -> MicroBatch:
+    parts = {name.removeprefix(prefix): tensor for name, tensor in stored.items() if name.startswith(prefix)}
+    layout = ThdLayout(
+        parts.pop("lengths").tolist(),
+        context_parallel_size=parallel.context_parallel_size,
+        context_parallel_rank=parallel.context_parallel_rank,
+        tensor_parallel_size=parallel.tensor_model_parallel_size,
+        device=parallel.device,
+    )
+    rows = parts.pop("rows")
+    return MicroBatch(layout, rows, {name: tensor.to(parallel.device) for name, tensor in parts.items()})
+
+
+def _publish(path: Path, tensors: dict[str, Tensor]) -> None:
+    unfinished = path.with_name(f".{path.name}")
+    save_file(tensors, unfinished)
+    unfinished.rename(path)
+
+
+def _number(value: Any) -> Any:
+    """JSON has no NaN and no infinity: their names instead."""
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _row_records(rows: Rows) -> list[dict[str, Any]]:
+    columns = {name: value.tolist() if isinstance(value, Tensor) else value for name, value in vars(rows).items()}
+    return [{name: _number(column[row]) for name, column in columns.items()} for row in range(len(rows))]
