@@ -15,6 +15,7 @@ import argparse
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 import time
@@ -117,9 +118,14 @@ def launch_workers(arguments: argparse.Namespace, folder: Path) -> None:
     for name in ("output", "seed", "steps", "slips", "processes"):
         command += [f"--{name}", str(getattr(arguments, name))]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    finished = subprocess.run([*command, "--worker", str(folder)], env=environment, check=False)
-    if finished.returncode != 0:
-        sys.exit(finished.returncode)
+    with subprocess.Popen([*command, "--worker", str(folder)], env=environment) as launcher:
+        try:
+            launcher.wait()
+        except BaseException:
+            launcher.terminate()  # it ends the workers, which write into a folder that is about to go
+            raise
+    if launcher.returncode != 0:
+        sys.exit(launcher.returncode)
 
 
 def train(arguments: argparse.Namespace) -> None:
@@ -135,6 +141,7 @@ def train(arguments: argparse.Namespace) -> None:
     from vapo_mcore.weights.export import Exporter, save_hf
     from vapo_mcore.weights.loader import load_hf_into
 
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a worker has nothing to clean up, and may be in a collective
     torch.set_num_threads(1)
     source = arguments.worker / "untrained"
     parallel = initialize_parallel(ParallelConfig(world_size=arguments.processes))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -16,8 +17,10 @@ from vapo_mcore.errors import VapoError
 def run(main: Callable[[], None]) -> None:
     """Call ``main``; a VapoError is printed alone and ends the process with its exit code.
 
-    Any other exception is a bug and keeps its traceback.
+    Any other exception is a bug and keeps its traceback. SIGTERM ends the process as an exception does, so that what is unfinished is
+    cleaned up.
     """
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         main()
     except VapoError as error:

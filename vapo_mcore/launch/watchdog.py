@@ -57,7 +57,7 @@ class Watchdog:
 
     def __enter__(self) -> Watchdog:
         if self.limit is not None:
-            heartbeat.alive()
+            heartbeat.at_step("")
             self._arm()
             self._thread.start()
         return self
@@ -191,8 +191,10 @@ class Watchdog:
     def _comparison(self) -> str:
         """What the other ranks are doing, for telling which one was the first to stop."""
         others = self._others()
+        if not others:
+            return ""
         last = {rank: float(record["last"]) for rank, record in others.items()} | {self.rank: time.time() - heartbeat.CURRENT.idle}
         stopped_first = min(last, key=lambda rank: last[rank])
         parts = [f"rank {rank}: {r['phase']}{' of ' + r['step'] if r['step'] else ''}" for rank, r in sorted(others.items())]
         more = f" and {len(parts) - _SHOWN} more" if len(parts) > _SHOWN else ""
-        return f"; the first to stop was rank {stopped_first}" + (f"; {', '.join(parts[:_SHOWN])}{more}" if parts else "")
+        return f"; the first to stop was rank {stopped_first}; {', '.join(parts[:_SHOWN])}{more}"

@@ -1,5 +1,11 @@
 """Folders appear whole or not at all; errors for people carry no traceback."""
 
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
 import pytest
 import toolkit
 
@@ -57,3 +63,29 @@ def test_bugs_keep_their_traceback():
 
     with pytest.raises(KeyError):
         toolkit.run(main)
+
+
+UNFINISHED = """
+import sys, time
+from pathlib import Path
+from toolkit import folder_written_atomically, run
+
+def main():
+    with folder_written_atomically(Path(sys.argv[1])) as folder:
+        (folder / "file").touch()
+        time.sleep(60)
+
+run(main)
+"""
+
+
+def test_sigterm_leaves_nothing_behind(tmp_path):
+    process = subprocess.Popen([sys.executable, "-c", UNFINISHED, str(tmp_path / "model")], cwd=Path(toolkit.__file__).parent)
+    deadline = time.monotonic() + 30
+    while not list(tmp_path.glob("*/file")):
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(30) == 128 + signal.SIGTERM
+    assert list(tmp_path.iterdir()) == []
