@@ -342,6 +342,7 @@ WITHOUT_EFFECT = [
     ([CRITIC_FREE, "algorithm.advantage.gamma=0.9"], "algorithm.advantage.gamma"),
     ([CRITIC_FREE, "algorithm.advantage.whiten=batch"], "algorithm.advantage.whiten"),
     ([CRITIC_FREE, "algorithm.advantage.truncation=bootstrap"], "algorithm.advantage.truncation"),
+    (["algorithm.advantage.truncation=mask", "reward.truncated_factor=0.5"], "reward.truncated_factor"),
     ([f"{LAMBDA}.value=0.9"], f"{LAMBDA}.value"),
     ([f"{LAMBDA}.kind=fixed", f"{LAMBDA}.alpha=0.1"], f"{LAMBDA}.alpha"),
     ([f"{LAMBDA}.min=0.1"], f"{LAMBDA}.min"),
@@ -378,6 +379,11 @@ def test_setting_without_effect_is_refused(settings: list[str], key: str, tmp_pa
     assert len(faults) == 1, faults
     assert faults[0].startswith(f"{key}: ")
     assert "has no effect with" in faults[0]
+
+
+def test_a_factor_on_masked_responses_counts_in_their_group(tmp_path: Path) -> None:
+    config = load(tmp_path, CRITIC_FREE, "algorithm.advantage.truncation=mask", "reward.truncated_factor=0.5")
+    assert config.reward.truncated_factor == 0.5
 
 
 def test_every_inapplicable_setting_has_a_case() -> None:

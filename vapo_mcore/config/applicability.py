@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from vapo_mcore.config.layers import Fault, Key, Tree, dotted, overlap
-from vapo_mcore.config.schema import Config
+from vapo_mcore.config.schema import GROUP_ESTIMATORS, Config
 from vapo_mcore.config.yaml_text import shown
 
 
@@ -61,6 +61,12 @@ INAPPLICABLE: tuple[Inapplicable, ...] = (
         (_ESTIMATOR,),
         lambda c: not c.uses_critic and c.algorithm.advantage.truncation == "bootstrap",
         "'bootstrap' takes the value of the next state from a critic, which this estimator does not build",
+    ),
+    Inapplicable(
+        ("reward.truncated_factor",),
+        ("algorithm.advantage.truncation", _ESTIMATOR),
+        lambda c: c.algorithm.advantage.truncation == "mask" and c.algorithm.advantage.estimator not in GROUP_ESTIMATORS,
+        "a cut response carries no loss, and this estimator reads no rewards of other responses",
     ),
     Inapplicable(
         (f"{_LAMBDA}.value",), (f"{_LAMBDA}.kind",), lambda c: c.algorithm.advantage.lambda_policy.kind != "fixed", "only for 'fixed'"

@@ -172,10 +172,21 @@ def start_verifiers(config: Config, engine: RolloutEngine, stack: ExitStack, ver
     pool = None
     with fail_together():
         if engine.is_replica_leader:
-            restarts = config.faults.grader_restarts
-            pool = stack.enter_context(VerifierPool(config.reward.workers, config.reward.timeout_seconds, restarts=restarts))
+            pool = stack.enter_context(_verifier_pool(config))
             pool.load(verifiers)
     return pool
+
+
+def _verifier_pool(config: Config) -> VerifierPool:
+    """Scores are those that ``reward.scale`` is for, 0 to 1 without it; the highest one is "correct"."""
+    scores = (0.0, 1.0) if config.reward.scale is None else config.reward.scale.source
+    return VerifierPool(
+        config.reward.workers,
+        config.reward.timeout_seconds,
+        threshold=scores[1],
+        score_range=scores,
+        restarts=config.faults.grader_restarts,
+    )
 
 
 def _headline(config: Config) -> str:

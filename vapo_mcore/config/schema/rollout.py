@@ -42,7 +42,7 @@ class RolloutConfig(Section):
 class RewardScaleConfig(Section):
     """Affine map of the verifier's score: ``source`` interval onto ``target`` interval."""
 
-    source: Interval = (0.0, 1.0)  # scores outside are clamped to it
+    source: Interval = (0.0, 1.0)  # of the verifiers; a score outside is no verdict, the upper end is "correct"
     target: Interval = (-1.0, 1.0)  # rewards at the ends of source
 
 
