@@ -63,7 +63,6 @@ class VllmEngine(StatefulEngine):
         self._arguments = _engine_arguments(folder, dtype, config, replica, max_model_len=max_model_len, seed=seed)
         self._llm: Any = None
         self._build()
-        _require_parameters_of(self._llm, shapes)
 
     def _build(self) -> None:
         """Start vLLM, with a name of its own for this start, and put it to sleep. A collective over all ranks."""
@@ -71,6 +70,7 @@ class VllmEngine(StatefulEngine):
             warnings.simplefilter("ignore", FutureWarning)  # vLLM's own use of deprecated torch names
             named = {} if _HAS_CUDA else {"additional_config": {RUN_KEY: _run_key()}}
             self._llm = _start(self._arguments | named)
+        _require_parameters_of(self._llm, self.parameter_shapes)
         _report_steps(self._llm)
         self._sleep()
 

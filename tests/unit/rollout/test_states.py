@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.rollout_models import in_buckets, load_model, named_weights
-from vapo_mcore.errors import RolloutError
+from vapo_mcore.errors import EngineFailure, RolloutError
 from vapo_mcore.rollout.base import EngineState, GenerationRequest, Replica, SamplingConfig
 from vapo_mcore.rollout.transformers_engine import TransformersEngine
 from vapo_mcore.weights.checksums import tensor_checksum
@@ -51,6 +51,7 @@ CALLS: dict[str, Callable[[TransformersEngine, dict[str, Tensor]], object]] = {
     "sleep": lambda engine, _: engine.sleep(),
     "wake_weights": lambda engine, _: engine.wake_weights(),
     "wake_kv_cache": lambda engine, _: engine.wake_kv_cache(),
+    "rebuild": lambda engine, _: engine.rebuild(),
 }
 ALLOWED = {
     EngineState.ASLEEP: {"wake_weights": EngineState.WEIGHTS_AWAKE},
@@ -67,13 +68,43 @@ def test_every_call_in_every_state(state: EngineState, folder: GetFolder, make_e
         engine = make_engine(folder("qwen2"))
         reach(engine, state, weights)
         assert engine.state is state
-        if name in ALLOWED[state]:
+        if name in ALLOWED[state] or name == "rebuild":
             call(engine, weights)
-            assert engine.state is ALLOWED[state][name]
+            assert engine.state is ALLOWED[state].get(name, EngineState.ASLEEP)
         else:
             with pytest.raises(RolloutError, match=rf"{name} needs state .* but the engine is {state.name}"):
                 call(engine, weights)
             assert engine.state is state
+
+
+def test_a_generation_that_fails_breaks_the_engine_until_it_is_rebuilt(
+    folder: GetFolder, make_engine: MakeEngine, weights: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine(folder("qwen2"))
+    reach(engine, EngineState.READY, weights)
+    expected = engine.generate([REQUEST], SAMPLING)
+
+    def fails(*_: object) -> object:
+        raise MemoryError("no memory left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "_generate_batch", fails)
+        with pytest.raises(EngineFailure, match="MemoryError: no memory left"):
+            engine.generate([REQUEST], SAMPLING)
+    assert engine.state is EngineState.BROKEN
+    engine.rebuild()
+    reach(engine, EngineState.READY, weights)
+    assert engine.generate([REQUEST], SAMPLING) == expected
+
+
+def test_requests_that_cannot_be_met_do_not_break_the_engine(
+    folder: GetFolder, make_engine: MakeEngine, weights: dict[str, Tensor]
+) -> None:
+    engine = make_engine(folder("qwen2"))
+    reach(engine, EngineState.READY, weights)
+    with pytest.raises(RolloutError, match="empty prompt"):
+        engine.generate([GenerationRequest("p", 0, [], seed=1)], SAMPLING)
+    assert engine.state is EngineState.READY
 
 
 def test_announced_names_must_be_the_models(folder: GetFolder, make_engine: MakeEngine, weights: dict[str, Tensor]) -> None:
