@@ -97,9 +97,6 @@ class Trainer:
         self.rollouts = 0  # of both stages: enters the sampling seeds and the mini-batch shuffle
         self._dp_rank_of_rank = all_gather_objects(parallel.data_parallel_rank)
 
-    def _begin(self, stage: str, number: int) -> _Step:
-        return _Step(stage, number, StepMetrics(self._table))
-
     def rl_step(self, number: int) -> StepOutcome:
         """One rollout and everything that is learned from it."""
         step = self._begin("rl", number)
