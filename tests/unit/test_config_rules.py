@@ -239,7 +239,14 @@ BROKEN = [
         ["diagnosis={clip_fraction: null, halt_on: [clip_fraction]}"],
         {},
         "diagnosis.halt_on",
-        "'clip_fraction' can never hold: diagnosis.clip_fraction is null",
+        "'clip_fraction' can never hold: diagnosis.clip_fraction is null; leave it out",
+    ),
+    (
+        "halting_rules_are_watched",
+        ["algorithm.advantage.estimator=grpo", "diagnosis.halt_on=[entropy_collapse, value_loss_rising]"],
+        {},
+        "diagnosis.halt_on",
+        "'value_loss_rising' can never hold: there is no critic; leave it out",
     ),
     ("critic_init_has_a_path", ["critic.init=reward_model"], {}, "critic.path", "is required with critic.init = 'reward_model'"),
     (

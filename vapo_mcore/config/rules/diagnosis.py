@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from vapo_mcore.config.applicability import INAPPLICABLE
 from vapo_mcore.config.rules.base import Subject, rule
 
 
-@rule("diagnosis.halt_on", "diagnosis")
+@rule("diagnosis.halt_on", "diagnosis", "algorithm.advantage", "rollout.old_logprobs", "batch.responses_per_prompt")
 def halting_rules_are_watched(s: Subject) -> str | None:
     diagnosis = s.config.diagnosis
-    off = [name for name in diagnosis.halt_on if getattr(diagnosis, name) is None]
-    if not off:
-        return None
-    return f"{', '.join(map(repr, off))} can never hold: diagnosis.{off[0]} is null; give it thresholds, or leave it out here"
+    reasons = {f"diagnosis.{name}": f"diagnosis.{name} is null" for name in diagnosis.halt_on if getattr(diagnosis, name) is None}
+    for entry in INAPPLICABLE:
+        if entry.when(s.config):
+            reasons |= {key: entry.reason for key in entry.keys}
+    faults = [f"{name!r} can never hold: {reasons[key]}" for name in diagnosis.halt_on if (key := f"diagnosis.{name}") in reasons]
+    return "; ".join(faults) + "; leave it out" if faults else None
