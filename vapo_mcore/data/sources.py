@@ -18,6 +18,7 @@ from vapo_mcore.data.readers import read_rows
 from vapo_mcore.data.schemas import PLAIN, Schema, choose_schema
 from vapo_mcore.errors import ConfigError
 from vapo_mcore.extensions.loading import describe, load_function
+from vapo_mcore.extensions.signature import signature_faults
 
 _ROLES = ("system", "user", "assistant", "tool")
 
@@ -98,7 +99,12 @@ def _problems(
 def _custom_rows(source: CustomSource, faults: Faults) -> Iterator[tuple[int, dict[str, Any]]]:
     """The rows that a user's function returns, numbered from 1."""
     try:
-        found = load_function(source.function)(**source.options)
+        function = load_function(source.function)
+        for fault in signature_faults(function, (), source.options, {}):
+            faults.add(source.function, None, None, fault)
+        if source.function in faults.count:
+            return
+        found = function(**source.options)
     except ConfigError as error:
         faults.add(source.function, None, None, str(error))
         return

@@ -1,4 +1,5 @@
-"""Everything that a configuration names of a user's code, tried before a model loads: importable, parameters, a made-up batch.
+"""What a configuration names of a user's code, tried before a model loads: importable, parameters, a made-up batch. (Tasks are tried by
+``data.sources.check_files``, which reads their rows.)
 
 A loss term is also checked for what makes results independent of packing and layout: the number of a token must not depend on which
 other tokens stand in the same micro-batch.
@@ -10,7 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from vapo_mcore.config.rules import references
-from vapo_mcore.config.schema import Config, CustomSource
+from vapo_mcore.config.schema import Config
 from vapo_mcore.errors import ConfigError, VapoError
 from vapo_mcore.extensions.loading import describe, load_function
 from vapo_mcore.extensions.signature import signature_faults
@@ -24,7 +25,7 @@ _PROBE_TOKENS = 12
 
 
 def check_extensions(config: Config, *, verifiers: bool = True) -> None:
-    """Raise one ConfigError with all that is wrong with the estimator, loss terms, tasks and verifiers that ``config`` names.
+    """Raise one ConfigError with all that is wrong with the estimator, the loss terms and the verifiers that ``config`` names.
 
     Nothing is imported, torch included, for a configuration that names none. Verifiers are loaded in a process of their own;
     ``verifiers=False`` leaves them out.
@@ -35,10 +36,6 @@ def check_extensions(config: Config, *, verifiers: bool = True) -> None:
         faults += _prefixed("algorithm.advantage.custom", advantage.custom.function, _estimator_faults(config, advantage.custom))
     for number, term in enumerate(config.algorithm.loss_terms):
         faults += _prefixed(f"algorithm.loss_terms.{number}", term.function, _term_faults(config, term))
-    for split in ("train", "eval"):
-        for number, source in enumerate(getattr(config.data, split)):
-            if isinstance(source, CustomSource):
-                faults += _prefixed(f"data.{split}.{number}", source.function, _function_faults(source.function, (), source.options, {}))
     faults += _verifier_faults(config) if verifiers else []
     if faults:
         raise ConfigError("\n".join(faults))

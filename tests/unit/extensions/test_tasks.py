@@ -72,12 +72,24 @@ def test_every_faulty_row_is_told(mine):
     assert "row 4: failed: RuntimeError: no more" in lines[3] and "tasks.py, line 12" in lines[3]
 
 
-@pytest.mark.parametrize(
-    ("name", "message"), [("none", "has no rows"), ("nothing", "must return rows .*, got null"), ("absent", "has no function")]
-)
+@pytest.mark.parametrize(("name", "message"), [("none", "has no rows"), ("nothing", "must return rows .*, got null")])
 def test_functions_without_rows(mine, name, message):
     with pytest.raises(DataError, match=message):
         check_files(data_of(f"{mine}:{name}"))
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("endless", {"frst": 5}, "tasks.py:endless: has no option 'frst': its options are first"),
+        ("reward", {}, "tasks.py:reward: asks for 'response', which there is not"),
+        ("absent", {}, "has no function 'absent'; it defines endless, faulty, needs_two"),
+    ],
+)
+def test_functions_that_cannot_be_called(mine, name, options, message):
+    with pytest.raises(DataError, match="data") as caught:
+        check_files(data_of(f"{mine}:{name}", options=options, size=3))
+    assert message in str(caught.value)
 
 
 def test_the_example_s_task_is_the_same_every_time():

@@ -12,6 +12,6 @@ def halting_rules_are_watched(s: Subject) -> str | None:
     reasons = {f"diagnosis.{name}": f"diagnosis.{name} is null" for name in diagnosis.halt_on if getattr(diagnosis, name) is None}
     for entry in INAPPLICABLE:
         if entry.when(s.config):
-            reasons |= {key: entry.reason for key in entry.keys}
+            reasons |= dict.fromkeys(entry.keys, entry.reason)
     faults = [f"{name!r} can never hold: {reasons[key]}" for name in diagnosis.halt_on if (key := f"diagnosis.{name}") in reasons]
     return "; ".join(faults) + "; leave it out" if faults else None
