@@ -24,13 +24,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--stages", default="train", metavar="A,B", help=f"jobs, each after the one before: {', '.join(STAGES)} (train)")
     parser.add_argument("--after", default="", metavar="ID,ID", help="Slurm jobs that must have succeeded before the first starts")
     parser.add_argument("--name", metavar="NAME", help="of the jobs (default: the name of FILE)")
-    parser.add_argument("--dry-run", action="store_true", help="print the scripts; submit, start and write nothing")
+    parser.add_argument("--dry-run", action="store_true", help="print the scripts; submit, start and write nothing; on any machine")
 
 
 def run(options: argparse.Namespace) -> int:
     """Check everything, then submit or start. Returns the exit code; raises ConfigError with everything that is wrong."""
     jobs, cluster = _together(
-        lambda: stage_jobs(options.file, options.overrides, _stages(options.stages)),
+        lambda: stage_jobs(options.file, options.overrides, _stages(options.stages), check_paths=not options.dry_run),
         lambda: _load_cluster(options),
     )
     name = options.name or Path(options.file).stem

@@ -27,14 +27,15 @@ class StageJob:
         return [self.command, str(file), *self.options]
 
 
-def stage_jobs(file: str | Path, overrides: Sequence[str], stages: Iterable[str]) -> list[StageJob]:
+def stage_jobs(file: str | Path, overrides: Sequence[str], stages: Iterable[str], *, check_paths: bool = True) -> list[StageJob]:
     """The jobs of ``stages``, in their order. Raises ConfigError for a bad configuration or stages that do not fit it.
 
     Value pretraining as a job of its own is a run with no RL steps in ``<run.dir>_value_pretraining``; the training job takes its
-    critic. What such a job will make is not there yet, so only the recipe itself is checked against the file system.
+    critic. What such a job will make is not there yet, so only the recipe itself is checked against the file system
+    (``check_paths=False``: nor is that, for a machine other than the cluster).
     """
     chosen = [name for name in STAGES if name in set(stages)]
-    whole = load_config(file, overrides)
+    whole = load_config(file, overrides, check_paths=check_paths)
     if "pretrain" in chosen and not (whole.uses_critic and whole.critic.value_pretraining.max_steps > 0):
         raise ConfigError("stage pretrain: this recipe has no value pretraining (critic.value_pretraining.steps = 0, or no critic)")
     if "eval" in chosen and not whole.data.eval:

@@ -9,7 +9,8 @@ import pytest
 
 from tests.torchrun import ROOT
 from vapo_mcore.cli import _parse
-from vapo_mcore.launch.cluster import SlurmConfig
+from vapo_mcore.config import load_config
+from vapo_mcore.launch.cluster import SlurmConfig, check_layout, load_slurm
 
 PAGES = (ROOT / "docs" / "cluster.md", ROOT / "slurm" / "README.md")
 SCRIPTS = sorted(path for path in (ROOT / "slurm").iterdir() if path.suffix in (".sbatch", ".sh"))
@@ -24,6 +25,9 @@ def test_command_is_understood_and_its_files_exist(command: str) -> None:
     options = _parse(arguments)
     assert options.command == arguments[0]
     assert [word for word in arguments if word.endswith(".yaml") and not (ROOT / word).is_file()] == []
+    if options.command == "launch" and options.executor == "slurm":
+        config = load_config(ROOT / options.file, options.overrides, check_paths=False)
+        assert check_layout(config, load_slurm(ROOT / options.cluster, options.set), "/lustre/me/vapo") == 16
 
 
 @pytest.mark.parametrize("command", [line for line in COMMANDS if "slurm/" in line or "torchrun" in line])
