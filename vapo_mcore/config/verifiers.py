@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import re
 from difflib import get_close_matches
 
 from vapo_mcore.config.references import FORM, is_reference
 
-BUILT_IN_VERIFIERS = ("math", "math_last_number", "math_answer_line", "exact", "regex", "multiple_choice", "reasoning_gym")
+BUILT_IN_VERIFIERS = ("math", "math_last_number", "math_answer_line", "exact", "regex", "multiple_choice", "reasoning_gym", "code")
+
+
+_ENDPOINT = re.compile(r"https?://[^\s/?#@]+(?:[/?]\S*)?")
+
+
+def is_endpoint(name: str) -> bool:
+    """Whether a verifier is an HTTP endpoint, named by its URL."""
+    return _ENDPOINT.fullmatch(name) is not None
 
 
 def verifier_name_fault(name: str) -> str | None:
-    """What is wrong with a name that is neither built-in nor a reference to a function; None if nothing is."""
-    if name in BUILT_IN_VERIFIERS or is_reference(name):
+    """What is wrong with a name that is neither built-in nor a URL nor a reference to a function; None if nothing is."""
+    if name in BUILT_IN_VERIFIERS or is_endpoint(name) or is_reference(name):
         return None
     near = get_close_matches(name, BUILT_IN_VERIFIERS, n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
-    return f"unknown verifier {name!r}: {hint}built-in are {', '.join(BUILT_IN_VERIFIERS)}; your own is named by a reference: {FORM}"
+    return (
+        f"unknown verifier {name!r}: {hint}built-in are {', '.join(BUILT_IN_VERIFIERS)}; your own is named by a reference: {FORM}, "
+        "or by the URL of its endpoint: 'http://host:port/path'"
+    )

@@ -10,12 +10,13 @@ import hashlib
 import inspect
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
-from vapo_mcore.config.verifiers import BUILT_IN_VERIFIERS, verifier_name_fault
+from vapo_mcore.config.verifiers import BUILT_IN_VERIFIERS, is_endpoint, verifier_name_fault
 from vapo_mcore.errors import RewardError
 from vapo_mcore.extensions.loading import load_function
+from vapo_mcore.rewards.endpoint import check_reachable, score
 from vapo_mcore.rewards.types import GradeItem
 
 Score = Callable[[str, str, Mapping[str, Any]], float]
@@ -69,6 +70,7 @@ _BUILT_IN = {
         "procedural:warm_up",
         "procedural:stated_answer",
     ),
+    "code": _BuiltIn("programs:code", "programs:program_of", warm_up="programs:warm_up"),
 }
 
 BUILT_IN_NAMES = tuple(_BUILT_IN)
@@ -96,6 +98,9 @@ def load_verifier(name: str) -> Verifier:
     """
     check_verifier_names([name])
     built_in = _BUILT_IN.get(name)
+    if is_endpoint(name):
+        check_reachable(name)
+        return Verifier(name, partial(score, name))
     if built_in is None:
         return Verifier(name, _checked(name, load_function(name)))
     warm_up = None if built_in.warm_up is None else _part(built_in.warm_up)

@@ -21,6 +21,7 @@ from multiprocessing.context import SpawnContext
 from typing import Any, Literal
 
 from vapo_mcore.errors import VapoError
+from vapo_mcore.rewards import limits
 from vapo_mcore.rewards.registry import load_verifier
 from vapo_mcore.rewards.types import UngradableError
 
@@ -112,6 +113,7 @@ def initialize_worker(progress: Progress, settings: WorkerSettings) -> None:
     """Runs once in a new worker process, before any verifier is imported."""
     global _progress, _settings, _null_file
     _progress, _settings = progress, settings
+    limits.grading_seconds = settings.timeout_seconds
     _null_file = open(os.devnull, "w")  # noqa: SIM115 - the last-resort timer needs a descriptor for good
     os.setsid()  # a group of its own, so that whatever a verifier starts can be ended with it
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a Python handler would wait for C code to come back

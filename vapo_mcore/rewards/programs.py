@@ -1,0 +1,182 @@
+"""The ``code`` verifier: the program in a response is run against tests, in a process that can do little else (``sandbox``)."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from vapo_mcore.errors import RewardError
+from vapo_mcore.rewards import limits
+from vapo_mcore.rewards.sandbox import run_program
+from vapo_mcore.rewards.types import UngradableError
+
+_SHARE_OF_TIME = 0.8
+"""Of ``reward.timeout_seconds`` for all tests of a response; a program that takes longer is wrong, not ungraded."""
+
+_FENCE = re.compile(r"^[ \t]*```[ \t]*([\w+-]*)[^\n]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
+_PYTHON = ("", "python", "py", "python3")
+
+
+_PROBE = """
+import os, socket
+held = 0
+for attempt in (socket.socket, lambda: open("/tmp/vapo_mcore_probe", "w"), os.fork, lambda: os.kill(1, 0), lambda: os.unlink("/tmp/x")):
+    try:
+        attempt()
+    except PermissionError:
+        held += 1
+print(held)
+"""
+
+
+@dataclass(frozen=True)
+class Tests:
+    """Either inputs with outputs (texts of stdin and stdout or, with ``function``, arguments and results), or Python ``assertions``."""
+
+    inputs: Sequence[Any] = ()
+    outputs: Sequence[Any] = ()
+    function: str | None = None
+    assertions: str | None = None
+
+
+def code(response: str, ground_truth: str, metadata: Mapping[str, Any]) -> float:
+    """1 if the program in the response's last Python code block passes all tests of the ground truth, else 0.
+
+    Raises:
+        UngradableError: the ground truth holds no tests (see :func:`read_tests`).
+    """
+    tests = read_tests(ground_truth)
+    program = program_of(response)
+    if program is None or "\0" in program:
+        return 0.0
+    deadline = time.monotonic() + _SHARE_OF_TIME * limits.grading_seconds
+    if tests.assertions is not None:
+        return float(_passes_assertions(program, tests.assertions, deadline))
+    if tests.function is not None:
+        return float(_passes_calls(program, tests, deadline))
+    return float(all(_passes_stdin(program, *pair, deadline) for pair in zip(tests.inputs, tests.outputs, strict=True)))
+
+
+def program_of(response: str) -> str | None:
+    """The content of the last code block fenced by ``` that is Python or names no language; None without one, or if it is cut off."""
+    blocks = [match for match in _FENCE.finditer(response) if match[1].lower() in _PYTHON]
+    if not blocks or not blocks[-1][0].rstrip().endswith("```"):
+        return None
+    return blocks[-1][2]
+
+
+@lru_cache(maxsize=256)
+def read_tests(ground_truth: str) -> Tests:
+    """Tests as data sets give them: JSON ``{"inputs": [...], "outputs": [...], "fn_name": ...}`` (APPS, TACO), a JSON list of
+    ``{"input": ..., "output": ...}``, a JSON list of assertions (MBPP), or Python text with assertions (HumanEval's, with its call).
+
+    Raises:
+        UngradableError: none of these, or no test in it.
+    """
+    try:
+        value = json.loads(ground_truth)
+    except (ValueError, RecursionError):
+        return _assertions(ground_truth)
+    if isinstance(value, list) and value and all(isinstance(test, str) for test in value):
+        return _assertions("\n".join(value))
+    if isinstance(value, list) and value and all(isinstance(test, dict) and {"input", "output"} <= test.keys() for test in value):
+        value = {"inputs": [test["input"] for test in value], "outputs": [test["output"] for test in value]}
+    if not isinstance(value, dict) or not isinstance(value.get("inputs"), list) or not isinstance(value.get("outputs"), list):
+        raise UngradableError("the ground truth of a program must be tests: inputs with outputs, or assertions")
+    inputs, outputs, function = value["inputs"], value["outputs"], value.get("fn_name")
+    if not inputs or len(inputs) != len(outputs):
+        raise UngradableError(f"the ground truth has {len(inputs)} inputs and {len(outputs)} outputs")
+    if function is None:
+        return Tests([_as_text(text) for text in inputs], [_as_text(text) for text in outputs])
+    return Tests([_as_arguments(text) for text in inputs], outputs, str(function))
+
+
+def _assertions(text: str) -> Tests:
+    try:
+        compile(text, "<tests>", "exec")
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise UngradableError(f"the tests are neither JSON nor Python: {error}") from None
+    if "assert" not in text:
+        raise UngradableError("the tests assert nothing")
+    return Tests(assertions=text)
+
+
+def _as_text(value: Any) -> str:
+    return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _as_arguments(value: Any) -> list[Any]:
+    """A list of arguments, or lines of JSON, one an argument."""
+    if isinstance(value, list):
+        return value
+    try:
+        return [json.loads(line) for line in str(value).splitlines()]
+    except ValueError as error:
+        raise UngradableError(f"the arguments {str(value)[:60]!r} are neither a list nor lines of JSON: {error}") from None
+
+
+def _passes_stdin(program: str, stdin: str, expected: str, deadline: float) -> bool:
+    outcome = run_program({"program": program}, stdin, _seconds_until(deadline))
+    return outcome.finished and _words(outcome.stdout.decode("utf-8", "replace")) == _words(expected)
+
+
+def _words(text: str) -> list[list[str]]:
+    """Whitespace inside a line, and at the ends, does not count."""
+    return [line.split() for line in text.strip().splitlines()]
+
+
+def _passes_calls(program: str, tests: Tests, deadline: float) -> bool:
+    job = {"program": program, "calls": [tests.function, tests.inputs]}
+    outcome = run_program(job, "", _seconds_until(deadline))
+    try:
+        results = [json.loads(line) for line in outcome.results.splitlines()]
+    except (ValueError, RecursionError):
+        return False
+    return outcome.finished and len(results) == len(tests.outputs) and all(map(_same, results, tests.outputs))
+
+
+def _same(result: Any, expected: Any) -> bool:
+    """Equal; data sets also wrap a result into a list of one."""
+    return _equal(result, expected) or (isinstance(expected, list) and len(expected) == 1 and _equal(result, expected[0]))
+
+
+def _equal(result: Any, expected: Any) -> bool:
+    """The same JSON, floats up to 1e-6."""
+    if isinstance(result, bool) or isinstance(expected, bool):
+        return result is expected
+    if isinstance(result, (int, float)) and isinstance(expected, (int, float)):
+        return result == expected or (isinstance(result, float) and math.isclose(result, expected, rel_tol=1e-6, abs_tol=1e-6))
+    if isinstance(result, list) and isinstance(expected, list):
+        return len(result) == len(expected) and all(map(_equal, result, expected))
+    if isinstance(result, dict) and isinstance(expected, dict):
+        return result.keys() == expected.keys() and all(_equal(result[key], expected[key]) for key in result)
+    return bool(result == expected)
+
+
+def _passes_assertions(program: str, assertions: str, deadline: float) -> bool:
+    """The tests run behind the program in its process; a random word proves that they came to their end, and not the program alone."""
+    proof = secrets.token_hex(16)
+    outcome = run_program({"program": program, "tests": assertions, "proof": proof}, "", _seconds_until(deadline))
+    return outcome.finished and outcome.results.strip() == proof.encode()
+
+
+def _seconds_until(deadline: float) -> float:
+    return max(0.01, deadline - time.monotonic())
+
+
+def warm_up() -> None:
+    """See that programs are held: one that tries is refused the network, files and processes.
+
+    Raises:
+        RewardError: this machine cannot hold them.
+    """
+    outcome = run_program({"program": _PROBE}, "", 60.0)
+    if outcome.stdout.strip() != b"5":
+        raise RewardError("programs cannot be run safely on this machine: they are not refused the network, files or processes")
