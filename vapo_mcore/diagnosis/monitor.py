@@ -43,8 +43,8 @@ class Monitor:
         self.context = Context.of(config)
         self.halting = settings.halt_on
         self.rules = [(rule, rule.section(settings)) for rule in RULES if rule.section(settings) is not None]
-        self._rows: dict[str, list[Row]] = {}
-        self._in_a_row: dict[tuple[str, str], int] = {}
+        self._rows: dict[str, list[Row]] = {}  # by stage
+        self._in_a_row: dict[str, int] = {}  # by "stage/rule"
         self.counts: dict[str, int] = {}
 
     def observe(self, row: Row) -> list[Finding]:
@@ -59,7 +59,7 @@ class Monitor:
             if stage != "rl" and not rule.pretraining:
                 continue
             evidence = rule.check(rows, settings, self.context)
-            key = (stage, rule.name)
+            key = f"{stage}/{rule.name}"
             self._in_a_row[key] = 0 if evidence is None else self._in_a_row.get(key, 0) + 1
             if evidence is not None:
                 self.counts[rule.name] = self.counts.get(rule.name, 0) + 1
@@ -74,19 +74,18 @@ class Monitor:
         """The first finding that ``diagnosis.halt_on`` names."""
         return next((finding for finding in findings if finding.name in self.halting), None)
 
-    def replay(self, rows: Iterable[Row]) -> None:
-        """Take the rows of a run that is resumed (of its metrics.jsonl), as if it had been watched all along."""
-        for row in rows:
-            self.observe(row)
-
     def state_dict(self) -> dict[str, Any]:
-        """What the rules look at, in plain values."""
-        return {"rows": [dict(row) for rows in self._rows.values() for row in rows]}
+        """What the rules have seen and said, in plain values."""
+        return {
+            "rows": {stage: list(rows) for stage, rows in self._rows.items()},
+            "in_a_row": dict(self._in_a_row),
+            "counts": dict(self.counts),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where ``state`` was taken; thresholds are those of this configuration, also for the past."""
-        self._rows, self._in_a_row, self.counts = {}, {}, {}
-        self.replay(state["rows"])
+        """Go on where ``state`` was taken; what was said stays, whatever thresholds were changed since."""
+        self._rows = {stage: list(rows) for stage, rows in state["rows"].items()}
+        self._in_a_row, self.counts = dict(state["in_a_row"]), dict(state["counts"])
 
 
 _READ = frozenset(

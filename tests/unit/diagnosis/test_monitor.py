@@ -85,7 +85,8 @@ def test_a_restored_history_goes_on_as_if_never_interrupted():
     resumed.load_state_dict(state)
     assert first + rows_of(resumed, range(16, 30)) == expected and any(expected)
     assert resumed.metrics() == whole.metrics() != {}
-    assert all("x" not in row for row in state["rows"]), "only what rules read is kept"
+    assert len(state["rows"]["rl"]) == 15 and all("x" not in row for row in state["rows"]["rl"]), "only what rules read is kept"
+    assert len(interrupted.state_dict()["rows"]["rl"]) == 15, "a state that was taken does not grow with the run"
 
 
 def test_rules_read_nothing_that_the_history_drops():
@@ -164,13 +165,10 @@ def recorded(name: str) -> list[dict]:
 
 
 def test_a_healthy_run_of_the_quickstart_is_silent():
-    watching = Monitor(make_config())
-    watching.replay(recorded("healthy"))
-    assert watching.metrics() == {} and watching.context.dtype == "bfloat16"
-    strict = make_config()
-    strict = Monitor(strict.model_copy(update={"model": strict.model.model_copy(update={"dtype": "float32"})}))
-    strict.replay(recorded("healthy"))
-    assert strict.metrics() == {}
+    config = make_config()
+    watching = Monitor(config.model_copy(update={"model": config.model.model_copy(update={"dtype": "float32"})}))
+    assert [finding for row in recorded("healthy") for finding in watching.observe(row)] == [] and watching.metrics() == {}
+    assert watching.context.dtype == "float32"
 
 
 def test_a_real_collapse_is_named():

@@ -46,9 +46,7 @@ def test_live_bytes_count_storages_once_until_they_are_freed() -> None:
 
 def test_device_numbers_can_be_replaced() -> None:
     assert choose_device("h100", ["train_efficiency=0.3", "node_rate=1e11"]).train_efficiency == 0.3
-    with pytest.raises(
-        ConfigError, match=r"network=1: unknown; known are memory, .*\n.*flops=-2: '-2' is not a positive number"
-    ):
+    with pytest.raises(ConfigError, match=r"network=1: unknown; known are memory, .*\n.*flops=-2: '-2' is not a positive number"):
         choose_device("h200", ["network=1", "flops=-2"])
 
 
