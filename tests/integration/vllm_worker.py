@@ -11,6 +11,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from copy import deepcopy
 from datetime import timedelta
 from inspect import signature
 from itertools import pairwise
@@ -38,6 +39,7 @@ from vapo_mcore.rollout.base import EngineState, Generation, GenerationRequest, 
 from vapo_mcore.rollout.factory import build_rollout_engine
 from vapo_mcore.rollout.seeds import sampling_seed
 from vapo_mcore.rollout.token_sampling import processed_logprobs
+from vapo_mcore.rollout.vllm_parameters import holds
 from vapo_mcore.weights.checksums import tensor_checksum
 
 MAX_TOKENS = 32
@@ -221,6 +223,46 @@ def calls_of_the_gpu_path_exist(run: Run) -> None:
     assert {"enable_sleep_mode", "gpu_memory_utilization", "num_gpu_blocks_override"} <= set(signature(EngineArgs).parameters)
 
 
+def own_parameters_are_compared_value_by_value(run: Run) -> None:
+    """What verifies a sync on a GPU, on vLLM's real modules: on CPU the engine's own are repacked, so a second model is filled, and left
+    as loaded. Every HF tensor is found in the fused and sharded parameters; one changed number of it is, too."""
+    assert run.engine.holds("model.norm.weight", named_weights(run.model)["model.norm.weight"]) is None
+    model = vllm_model_as_loaded(run)
+    weights = named_weights(run.model)
+    model.load_weights(iter(weights.items()))
+    tp = run.engine.replica.size  # type: ignore[attr-defined]
+    for name, tensor in weights.items():
+        assert holds(model, name, tensor), name
+        found = 0
+        for position in (0, tensor.numel() // 2 - 1, tensor.numel() - 1):
+            changed = tensor.clone()
+            changed.view(-1)[position] += 1.0
+            found += not holds(model, name, changed)
+        everywhere = torch.tensor(found)
+        dist.all_reduce(everywhere, group=tp_group())
+        assert everywhere >= 3, (name, found)  # each on the rank that has it, or on all that do
+        assert tp > 1 or found == 3
+    run.report["compared_parameters"] = len(weights)
+
+
+def vllm_model_as_loaded(run: Run) -> Any:
+    """A model of vLLM's own classes in the engine's configuration, before anything is done to its weights."""
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader.utils import initialize_model
+    from vllm.utils.torch_utils import set_default_torch_dtype
+
+    config = deepcopy(run.engine._llm.llm_engine.vllm_config)  # type: ignore[attr-defined]
+    config.compilation_config.static_forward_context = {}  # which knows the names of the engine's attention layers
+    with set_current_vllm_config(config), set_default_torch_dtype(torch.float32):
+        return initialize_model(vllm_config=config)
+
+
+def tp_group() -> Any:
+    from vllm.distributed.parallel_state import get_tp_group
+
+    return get_tp_group().cpu_group
+
+
 CASES: list[Callable[[Run], None]] = [
     nothing_before_the_first_sync,
     greedy_equals_transformers,
@@ -232,6 +274,7 @@ CASES: list[Callable[[Run], None]] = [
     no_requests_for_this_replica,
     three_syncs_with_sleep_between,
     wrong_names_are_refused,
+    own_parameters_are_compared_value_by_value,
     calls_of_the_gpu_path_exist,
 ]
 

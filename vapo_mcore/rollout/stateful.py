@@ -91,6 +91,10 @@ class StatefulEngine(ABC):
         self._state = EngineState.WEIGHTS_LOADED
         return self._last_sync
 
+    def holds(self, name: str, tensor: Tensor) -> bool | None:
+        self._require("holds", EngineState.WEIGHTS_LOADED, EngineState.READY)
+        return self._holds(name, tensor)
+
     def sleep(self) -> None:
         self._require("sleep", EngineState.WEIGHTS_AWAKE, EngineState.WEIGHTS_LOADED, EngineState.READY)
         self._sleep()
@@ -114,6 +118,9 @@ class StatefulEngine(ABC):
 
     @abstractmethod
     def _load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None: ...
+
+    @abstractmethod
+    def _holds(self, name: str, tensor: Tensor) -> bool | None: ...
 
     @abstractmethod
     def _sleep(self) -> None: ...

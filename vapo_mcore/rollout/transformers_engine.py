@@ -59,6 +59,9 @@ class TransformersEngine(StatefulEngine):
         for name, tensor in weights:
             self._parameters[name].data.copy_(tensor)
 
+    def _holds(self, name: str, tensor: Tensor) -> bool:
+        return torch.equal(self._parameters[name].data, tensor.to(self._parameters[name]))
+
     @torch.inference_mode()
     def _generate(self, requests: Sequence[GenerationRequest], sampling: SamplingConfig) -> list[Generation]:
         by_length = sorted(range(len(requests)), key=lambda i: len(requests[i].prompt_token_ids))

@@ -37,6 +37,7 @@ from vapo_mcore.errors import ConfigError, RolloutError
 from vapo_mcore.rollout.base import Generation, GenerationRequest, Replica, SamplingConfig
 from vapo_mcore.rollout.hf_folder import parameter_shapes, require_supported, stop_token_ids
 from vapo_mcore.rollout.stateful import StatefulEngine
+from vapo_mcore.rollout.vllm_parameters import holds
 from vapo_mcore.rollout.weight_stream import listed
 
 RUN_KEY = "vapo_mcore_run"  # in vLLM's additional_config: the name of this run, for RunScopedCPUWorker
@@ -105,6 +106,9 @@ class VllmEngine(StatefulEngine):
         unloaded = self._llm.apply_model(_parameters_without_storage)[0]
         if unloaded:
             raise RolloutError(f"vLLM left parameters without values after a weight sync: {listed(unloaded)}")
+
+    def _holds(self, name: str, tensor: Tensor) -> bool | None:
+        return bool(self._llm.apply_model(lambda model: holds(model, name, tensor))[0]) if _HAS_CUDA else None
 
     def _generate(self, requests: Sequence[GenerationRequest], sampling: SamplingConfig) -> list[Generation]:
         prompts = [{"prompt_token_ids": list(request.prompt_token_ids)} for request in requests]

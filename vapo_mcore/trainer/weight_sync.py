@@ -28,13 +28,18 @@ class WeightSync:
         ``after_loading`` is called before the engine takes memory for its KV cache: the policy can leave the device there.
 
         With ``verify`` the checksums of all tensors as the loader received them must be those of a second export of the policy,
-        made after loading, and the same on all ranks (every rank is given the full tensors). Raises RolloutError if they are not.
+        made after loading, and the same on all ranks (every rank is given the full tensors), and the engine's own parameters, where it
+        keeps them readable, must have the values of that export. Raises RolloutError if they do not.
         """
         self.engine.wake_weights()
         report = self.engine.update_weights(self.exporter.buckets(), self.exporter.names, checksum=tensor_checksum if self.verify else None)
         if report.checksums is not None:
-            policy = {name: tensor_checksum(tensor) for bucket in self.exporter.buckets() for name, tensor in bucket}
-            self._compare(report.checksums, policy)
+            policy, unlike = {}, []
+            for name, tensor in (item for bucket in self.exporter.buckets() for item in bucket):
+                policy[name] = tensor_checksum(tensor)
+                if self.engine.holds(name, tensor) is False:
+                    unlike.append(name)
+            self._compare(report.checksums, policy, unlike)
         after_loading()
         self.engine.wake_kv_cache()
         return report
@@ -45,12 +50,14 @@ class WeightSync:
             self.engine.sleep()
 
     @staticmethod
-    def _compare(received: dict[str, str], policy: dict[str, str]) -> None:
+    def _compare(received: dict[str, str], policy: dict[str, str], unlike: list[str]) -> None:
         """Raise on all ranks what is wrong on any of them; a collective."""
         with fail_together():
             different = sorted(name for name in received.keys() | policy.keys() if received.get(name) != policy.get(name))
             if different:
                 raise RolloutError(f"weight sync: the loader received other values than the policy has, in {listed(different)}")
+            if unlike:
+                raise RolloutError(f"weight sync: the rollout engine holds other values than it was given, in {listed(unlike)}")
         text = "\n".join(f"{name} {value}" for name, value in sorted(received.items()))
         digests = all_gather_objects(hashlib.sha256(text.encode()).hexdigest())
         ranks = [rank for rank, digest in enumerate(digests) if digest != digests[0]]

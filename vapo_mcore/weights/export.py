@@ -2,6 +2,7 @@
 
 Within a bucket the shards travel first (one broadcast per owning pipeline stage of 1/TP of the bytes) and are gathered over tensor
 parallelism on every rank afterwards, so that a bucket costs a handful of large transfers whatever the number of its tensors.
+A tensor group that is too large for a bucket, such as the embedding of a large model, goes the same way in pieces of its rows.
 """
 
 from __future__ import annotations
@@ -69,7 +70,8 @@ class Exporter:
         self._items = self._exchange_manifest()
         tp = parallel.tensor_model_parallel_size
         # At most these exist at the same time: a bucket's shards, their gathered copies, the merged tensors, one group being split.
-        self._buckets = list(_group(self._items, bucket_bytes / (3 + 1 / tp), tp))
+        self._limit = bucket_bytes / (3 + 1 / tp)
+        self._buckets = list(_group(self._items, self._limit, tp))
 
     @property
     def names(self) -> list[str]:
@@ -87,14 +89,71 @@ class Exporter:
     def buckets(self) -> Iterator[list[tuple[str, Tensor]]]:
         """Full HF tensors on every rank, in the parameters' types, a bucket at a time.
 
-        Temporary memory, the bucket included, is at most ``bucket_bytes``; a tensor group (gate and up; q, k and v) that is too large
-        for it is a bucket of its own. Tensors may share memory with the parameters: read them, do not change them, and let go
-        of them before the next bucket.
+        Temporary memory, the bucket included, is at most ``bucket_bytes``. A tensor group (gate and up; q, k and v) that is too large
+        for it is a bucket of its own; it takes that much at most beside its own tensors, which are whole. Tensors may share memory
+        with the parameters: read them, do not change them, and let go of them before the next bucket.
         """
         for items in self._buckets:
-            bucket = self._export(items)
+            bucket = self._export_in_pieces(items[0]) if self._needs_pieces(items[0]) else self._export(items)
             yield bucket
             del bucket
+
+    def _degree(self, item: _Item) -> int:
+        """Number of ranks that a parameter is cut over."""
+        return self.parallel.tensor_model_parallel_size if item.entry.functions.sharded else 1
+
+    def _needs_pieces(self, item: _Item) -> bool:
+        degree = self._degree(item)
+        travels = degree > 1 or self.parallel.pipeline_model_parallel_size > 1
+        return travels and item.shard_numel * item.dtype.itemsize * degree > self._limit
+
+    def _export_in_pieces(self, item: _Item) -> list[tuple[str, Tensor]]:
+        """The HF tensors of one parameter, filled with a range of its rows at a time."""
+        device = next(iter(self._parameters.values())).device
+        tensors = [torch.empty(shape, dtype=item.dtype, device=device) for shape in item.entry.hf_shapes]
+        rows, degree = item.shard_shape[0], self._degree(item)
+        step = max(1, int(self._limit // (item.shard_numel // rows * item.dtype.itemsize * degree)))
+        sources = None if item.entry.functions.cuts_columns else self._row_sources(item, degree, device)
+        for start in range(0, rows, step):
+            stop = min(start + step, rows)
+            blocks = self._gather_piece(self._piece(item, start, stop), degree)
+            if sources is None:
+                (only,) = tensors
+                only[start:stop] = item.entry.functions.unshard(list(blocks), self.architecture)
+                continue
+            for tensor, (rank, row) in zip(tensors, sources, strict=True):
+                (here,) = torch.where((row >= start) & (row < stop))
+                tensor.index_copy_(0, here, blocks.flatten(0, 1).index_select(0, rank[here] * (stop - start) + row[here] - start))
+        return list(zip(item.entry.hf_names, tensors, strict=True))
+
+    def _row_sources(self, item: _Item, degree: int, device: torch.device) -> list[tuple[Tensor, Tensor]]:
+        """For each HF tensor of a parameter, the TP rank and the row of its shard that each row comes from: the rule itself, applied to
+        row numbers."""
+        rows, kind = item.shard_shape[0], item.entry.functions
+        numbers = torch.arange(degree * rows, device=device).view(degree, rows)
+        return [(part // rows, part % rows) for part in kind.split(kind.unshard(list(numbers), self.architecture), self.architecture)]
+
+    def _piece(self, item: _Item, start: int, stop: int) -> Tensor:
+        """Rows of this TP rank's shard of a parameter, on all pipeline stages."""
+        rank, size = self.parallel.pipeline_model_parallel_rank, self.parallel.pipeline_model_parallel_size
+        if item.owner == rank:
+            piece = self._shard(item).view(item.shard_shape)[start:stop]
+        else:
+            device = next(iter(self._parameters.values())).device
+            piece = torch.empty((stop - start, *item.shard_shape[1:]), dtype=item.dtype, device=device)
+        if size > 1:
+            dist.broadcast(piece.view(-1).view(torch.uint8), group=self.parallel.pipeline_model_parallel_group, group_src=item.owner)
+        return piece
+
+    def _gather_piece(self, piece: Tensor, degree: int) -> Tensor:
+        """The pieces of all TP ranks, [TP, rows, ...]."""
+        if degree == 1:
+            return piece[None]
+        gathered = piece.new_empty((degree, *piece.shape))
+        dist.all_gather_into_tensor(
+            gathered.view(-1).view(torch.uint8), piece.view(-1).view(torch.uint8), group=self.parallel.tensor_model_parallel_group
+        )
+        return gathered
 
     def _export(self, items: Sequence[_Item]) -> list[tuple[str, Tensor]]:
         heartbeat.alive()

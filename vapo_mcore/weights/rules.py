@@ -63,6 +63,8 @@ class Copy:
     sharded = False
     row_blocks = False
     """Whether ``unshard`` is concatenation along rows."""
+    cuts_columns = False
+    """Whether ``shard`` cuts along the second dimension. Otherwise ``unshard`` and ``split`` only move whole rows."""
 
     def merge(self, tensors: Sequence[Tensor], arch: ModelArchitecture) -> Tensor:
         """HF tensors in rule order -> the full Megatron tensor."""
@@ -109,6 +111,7 @@ class Row(Copy):
 
     name = "row"
     sharded = True
+    cuts_columns = True
 
     def shard(self, full: Tensor, tp: int, rank: int, arch: ModelArchitecture) -> Tensor:
         start, stop = block(full.shape[1], tp, rank)

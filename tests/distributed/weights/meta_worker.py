@@ -9,13 +9,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from tests.distributed.weights.moe import moe_chunk
 from vapo_mcore.config.architecture import ModelArchitecture
 from vapo_mcore.config.schema import ModelConfig, ParallelConfig
-from vapo_mcore.megatron.host import megatron_scope
-from vapo_mcore.megatron.model import build_chunks, padded_vocab_size
+from vapo_mcore.megatron.model import build_chunks
 from vapo_mcore.megatron.parallel import ParallelContext, initialize_parallel
 from vapo_mcore.planning.catalog import find_architecture
 from vapo_mcore.weights.plan import global_parameters, match_parameters, plan_mapping, require_complete
@@ -29,54 +28,7 @@ PARAMETERS = {"qwen2.5-32b": 32_763_876_352, "qwen3-32b": 32_762_123_264, "llama
 def stage_chunks(arch: ModelArchitecture, parallel: ParallelContext) -> list[Any]:
     if not arch.is_moe:
         return build_chunks("policy", arch, ModelConfig(path="unused"), parallel, device=META)
-    return [moe_chunk(arch, parallel)]
-
-
-def moe_chunk(arch: ModelArchitecture, parallel: ParallelContext) -> Any:
-    """Megatron's own mixture of experts with sequential experts; training one is not supported yet, converting one is."""
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.models.gpt.gpt_model import GPTModel
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
-    with megatron_scope(META):
-        config = TransformerConfig(
-            num_layers=arch.num_layers,
-            hidden_size=arch.hidden_size,
-            ffn_hidden_size=arch.ffn_hidden_size,
-            moe_ffn_hidden_size=arch.moe_ffn_hidden_size,
-            num_moe_experts=arch.num_experts,
-            moe_router_topk=arch.num_experts_per_token,
-            num_attention_heads=arch.num_attention_heads,
-            num_query_groups=arch.num_key_value_heads,
-            kv_channels=arch.head_dim,
-            normalization="RMSNorm",
-            qk_layernorm=True,
-            gated_linear_unit=True,
-            activation_func=F.silu,
-            add_bias_linear=False,
-            tensor_model_parallel_size=TP,
-            pipeline_model_parallel_size=PP,
-            sequence_parallel=False,
-            pipeline_dtype=torch.bfloat16,
-            params_dtype=torch.bfloat16,
-            bf16=True,
-            perform_initialization=False,
-            gradient_accumulation_fusion=False,
-            masked_softmax_fusion=False,
-            persist_layer_norm=False,
-            moe_token_dispatcher_type="alltoall",
-        )
-        spec = get_gpt_layer_local_spec(num_experts=arch.num_experts, qk_layernorm=True, normalization="RMSNorm")
-        return GPTModel(
-            config=config,
-            transformer_layer_spec=spec,
-            vocab_size=padded_vocab_size(arch.vocab_size, TP),
-            max_sequence_length=arch.max_position_embeddings,
-            pre_process=parallel.is_first_stage,
-            post_process=parallel.is_last_stage,
-            position_embedding_type="rope",
-            share_embeddings_and_output_weights=False,
-        )
+    return [moe_chunk(arch, parallel, device=META)]
 
 
 def check(name: str) -> None:

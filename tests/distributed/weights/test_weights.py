@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from tests.torchrun import ROOT, run_bounded, run_torchrun
 
 WORKER = Path(__file__).with_name("worker.py")
+MOE_WORKER = Path(__file__).with_name("moe_worker.py")
 META_WORKER = Path(__file__).with_name("meta_worker.py")
 LAYOUTS = ("tp2_pp2", "tp4", "pp2_vpp2_dp2", "pp4", "tp2_cp2")
 
@@ -70,7 +71,6 @@ def test_every_layout_gives_the_checkpoint_back(tmp_path: Path) -> None:
     assert critic.score.weight.abs().sum() > 0
 
 
-@pytest.mark.slow
 def test_plans_of_large_models_fit_megatron_at_tp8_pp4() -> None:
     result = run_bounded([sys.executable, str(META_WORKER)], timeout=300)
     assert result.returncode == 0, result.stdout + result.stderr
@@ -80,6 +80,34 @@ def test_plans_of_large_models_fit_megatron_at_tp8_pp4() -> None:
         "llama-3.3-70b",
         "qwen3-30b-a3b",
     ]
+
+
+def test_experts_at_every_expert_parallel_degree(tmp_path: Path) -> None:
+    """``dist_checkpointing`` loads a converted mixture of experts in each layout, and what it saves there converts back."""
+    import transformers
+
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=75,
+        hidden_size=64,
+        intermediate_size=96,
+        moe_intermediate_size=32,
+        num_experts=8,
+        num_experts_per_tok=2,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=24,
+        max_position_embeddings=128,
+    )
+    torch.manual_seed(8)
+    model = transformers.Qwen3MoeForCausalLM(config).to(torch.bfloat16)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_()
+    model.save_pretrained(tmp_path / "model")
+    result = run_torchrun(MOE_WORKER, 4, str(tmp_path), timeout=300)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert re.findall(r"^case (\w+) ok$", result.stdout, re.MULTILINE) == ["ep4", "tp2_ep2", "pp2_ep2", "tp2_pp2"]
 
 
 def add_tokenizer(folder: Path) -> None:

@@ -52,12 +52,17 @@ CALLS: dict[str, Callable[[TransformersEngine, dict[str, Tensor]], object]] = {
     "wake_weights": lambda engine, _: engine.wake_weights(),
     "wake_kv_cache": lambda engine, _: engine.wake_kv_cache(),
     "rebuild": lambda engine, _: engine.rebuild(),
+    "holds": lambda engine, weights: engine.holds(*next(iter(weights.items()))),
 }
 ALLOWED = {
     EngineState.ASLEEP: {"wake_weights": EngineState.WEIGHTS_AWAKE},
     EngineState.WEIGHTS_AWAKE: {"update_weights": EngineState.WEIGHTS_LOADED, "sleep": EngineState.ASLEEP},
-    EngineState.WEIGHTS_LOADED: {"wake_kv_cache": EngineState.READY, "sleep": EngineState.ASLEEP},
-    EngineState.READY: {"generate": EngineState.READY, "sleep": EngineState.ASLEEP},
+    EngineState.WEIGHTS_LOADED: {
+        "wake_kv_cache": EngineState.READY,
+        "sleep": EngineState.ASLEEP,
+        "holds": EngineState.WEIGHTS_LOADED,
+    },
+    EngineState.READY: {"generate": EngineState.READY, "sleep": EngineState.ASLEEP, "holds": EngineState.READY},
     EngineState.BROKEN: {},
 }
 

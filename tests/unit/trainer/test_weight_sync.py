@@ -64,3 +64,16 @@ def test_a_policy_that_differs_from_what_was_loaded_is_named(folder: Path) -> No
 
 def test_without_verification_nothing_is_summed(folder: Path) -> None:
     assert make_sync(SpoilingEngine, folder, verify=False).make_ready(after_loading=lambda: None).checksums is None
+
+
+class ForgettingEngine(TransformersEngine):
+    """Takes everything in, and then changes one number of its own parameters."""
+
+    def _load_weights(self, weights) -> None:
+        super()._load_weights(weights)
+        self._parameters[SPOILT].data[3] += 1e-3
+
+
+def test_an_engine_that_holds_other_values_than_it_was_given_is_found(folder: Path) -> None:
+    with pytest.raises(RolloutError, match=rf"the rollout engine holds other values than it was given, in {SPOILT}$"):
+        make_sync(ForgettingEngine, folder, verify=True).make_ready(after_loading=lambda: None)

@@ -1,0 +1,58 @@
+"""Does vLLM hold the weights it was given? Its fused and sharded parameters against full HF tensors, value by value.
+
+vLLM fuses q, k, v and gate, up into one parameter each (``packed_modules_mapping``) and cuts them over its own tensor parallelism, which
+is unlike Megatron's: whole blocks of q, k and v one after the other, key-value heads repeated where there are fewer than ranks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def holds(model: nn.Module, name: str, full: Tensor) -> bool:
+    """Whether this rank's part of the HF tensor ``full`` has exactly the values that vLLM's parameter has in its place.
+
+    ``model`` is a vLLM model whose parameters are still as loaded: on CUDA and unquantised they are, on CPU linear layers repack them.
+    """
+    module, leaf, part = _place(model, name)
+    parameter = getattr(module, leaf).detach()
+    expected, actual = _blocks(module, leaf, part, full, parameter)
+    return expected.shape == actual.shape and torch.equal(expected.to(actual), actual)
+
+
+def _place(model: nn.Module, name: str) -> tuple[Any, str, int]:
+    """Module and attribute of the parameter that a HF tensor is a part of, and which part."""
+    path, _, leaf = name.rpartition(".")
+    parent, _, child = path.rpartition(".")
+    for packed, parts in getattr(model, "packed_modules_mapping", {}).items():
+        if child in parts and hasattr(model.get_submodule(parent), packed):
+            return model.get_submodule(f"{parent}.{packed}"), leaf, list(parts).index(child)
+    return model.get_submodule(path), leaf, 0
+
+
+def _blocks(module: Any, leaf: str, part: int, full: Tensor, parameter: Tensor) -> tuple[Tensor, Tensor]:
+    """This rank's rows or columns of ``full``, and the region of the parameter where they belong."""
+    from vllm.model_executor.layers.linear import ColumnParallelLinear, MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+    if isinstance(module, VocabParallelEmbedding):  # ParallelLMHead too; rows beyond the vocabulary are padding
+        first, last = module.shard_indices.org_vocab_start_index, module.shard_indices.org_vocab_end_index
+        return full[first:last], parameter[: last - first]
+    if isinstance(module, QKVParallelLinear):
+        size, kv_size = module.num_heads * module.head_size, module.num_kv_heads * module.head_size
+        start, rank = (0, size, size + kv_size)[part], module.tp_rank
+        if part:
+            size, rank = kv_size, module.tp_rank // module.num_kv_head_replicas
+        return full[rank * size : (rank + 1) * size], parameter[start : start + size]
+    if isinstance(module, MergedColumnParallelLinear):
+        sizes = [size // module.tp_size for size in module.output_sizes]
+        start, size = sum(sizes[:part]), sizes[part]
+        return full[module.tp_rank * size : (module.tp_rank + 1) * size], parameter[start : start + size]
+    if isinstance(module, ColumnParallelLinear):
+        return full.chunk(module.tp_size, dim=0)[module.tp_rank], parameter
+    if isinstance(module, RowParallelLinear) and leaf == "weight":
+        return full.chunk(module.tp_size, dim=1)[module.tp_rank], parameter
+    return full, parameter
