@@ -61,6 +61,11 @@ def test_each_byte_moves_once_each_way_a_step(cases: list[dict[str, Any]]) -> No
         assert case["moved"][-1] == [state + 2 * params, state]
 
 
+def test_syncs_in_a_row_with_offload_in_between(cases: list[dict[str, Any]]) -> None:
+    """Ten verified syncs of ten different states; their checksums are those of the run that never moves anything."""
+    assert all(case["synced"] == [10, 10, True] for case in cases)
+
+
 def test_reference_weights_in_the_policy_buffers(cases: list[dict[str, Any]]) -> None:
     """The reference gives its own log-probs throughout, and the policy's are the same before and after."""
     assert all(case["reference"] == [True, True, True] for case in cases)

@@ -175,6 +175,10 @@ def import_megatron() -> None:
                 torch.compile = _leave_uncompiled  # type: ignore[assignment]
             import megatron.core.jit
             import megatron.core.optimizer  # noqa: F401
+            from megatron.core.transformer.moe import moe_utils
+
+            if not hasattr(moe_utils, "te_general_gemm"):  # the router asks for it, defined or not (0.16.1)
+                moe_utils.te_general_gemm = None
         finally:
             torch.compile = compile_function
 

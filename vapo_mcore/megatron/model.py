@@ -126,7 +126,26 @@ def transformer_config(architecture: ModelArchitecture, model: ModelConfig, para
         persist_layer_norm=attention == "te",
         deallocate_pipeline_outputs=True,
         **recompute,
+        **_expert_settings(architecture),
     )
+
+
+def _expert_settings(architecture: ModelArchitecture) -> dict[str, Any]:
+    """Of a mixture of experts: routing as in Qwen3-MoE, softmax in float32 and before the choice of experts or, which is the same as
+    normalising afterwards, over the chosen ones."""
+    from megatron.core import parallel_state as ps
+
+    if not architecture.is_moe:
+        return {}
+    return {
+        "expert_model_parallel_size": ps.get_expert_model_parallel_world_size(),
+        "num_moe_experts": architecture.num_experts,
+        "moe_ffn_hidden_size": architecture.moe_ffn_hidden_size,
+        "moe_router_topk": architecture.num_experts_per_token,
+        "moe_router_pre_softmax": not architecture.norm_topk_prob,
+        "moe_router_dtype": "fp32",
+        "moe_router_load_balancing_type": "none",
+    }
 
 
 def _uninitialized(weight: Tensor) -> Tensor:
@@ -141,16 +160,19 @@ def packed_block_spec(config: Any, attention: Attention, vp_stage: int | None) -
         from megatron.core.extensions.transformer_engine import TENorm
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 
-        layer, norm = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm), TENorm
+        layer = get_gpt_layer_with_transformer_engine_spec(num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm)
+        norm: Any = TENorm
     else:
-        layer, norm = _local_layer_spec(config.qk_layernorm, VarlenAttention if attention == "varlen" else SegmentAttention), RMSNorm
+        core = VarlenAttention if attention == "varlen" else SegmentAttention
+        layer, norm = _local_layer_spec(config.qk_layernorm, core, config.num_moe_experts), RMSNorm
     count = get_num_layers_to_build(config, vp_stage=vp_stage)
     return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=norm)
 
 
-def _local_layer_spec(qk_norm: bool, core_attention: type[nn.Module]) -> Any:
-    """A dense transformer layer of Megatron's own modules around our packed attention and norm."""
+def _local_layer_spec(qk_norm: bool, core_attention: type[nn.Module], num_experts: int | None) -> Any:
+    """A transformer layer of Megatron's own modules around our packed attention and norm; sequential experts where there are any."""
     from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+    from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
     from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
     from megatron.core.transformer.enums import AttnMaskType
@@ -171,6 +193,11 @@ def _local_layer_spec(qk_norm: bool, core_attention: type[nn.Module]) -> Any:
         ),
     )
     mlp = ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear))
+    # Transformer Engine's names for the norms, so that checkpoints move between machines with and without it.
+    stored_names = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_", "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
+    if num_experts is not None:
+        del stored_names["pre_mlp_layernorm."]  # not fused there
+        mlp = get_moe_module_spec(use_te=False, num_experts=num_experts, moe_grouped_gemm=False)
     submodules = TransformerLayerSubmodules(
         input_layernorm=RMSNorm,
         self_attention=attention,
@@ -178,11 +205,7 @@ def _local_layer_spec(qk_norm: bool, core_attention: type[nn.Module]) -> Any:
         pre_mlp_layernorm=RMSNorm,
         mlp=mlp,
         mlp_bda=get_bias_dropout_add,
-        # Transformer Engine's names for the norms, so that checkpoints move between machines with and without it.
-        sharded_state_dict_keys_map={
-            "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
-            "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
-        },
+        sharded_state_dict_keys_map=stored_names,
     )
     return ModuleSpec(module=TransformerLayer, submodules=submodules)
 
@@ -194,14 +217,16 @@ def build_chunks(
     parallel: ParallelContext,
     *,
     device: torch.device | None = None,
+    for_training: bool = True,
 ) -> list[Any]:
     """This rank's GPTModel chunks (one, or one a virtual pipeline stage), weights unset.
 
     A critic is the same model with an untied :class:`ValueHead`; a tie of the policy's embeddings is cut at construction,
     so that pipeline stages never reduce a [vocabulary, hidden] gradient against a [1, hidden] one.
-    ``device=torch.device("meta")`` builds without memory.
+    ``device=torch.device("meta")`` builds without memory. ``for_training``: refuse what forward passes are proven for, and steps not.
     """
-    _refuse_unsupported(architecture)
+    if for_training:
+        _refuse_unsupported(architecture)
     with megatron_scope(device):
         config = transformer_config(architecture, model, parallel)
         attention = choose_attention(model.attention, parallel.context_parallel_size)

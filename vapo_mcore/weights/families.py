@@ -77,6 +77,15 @@ MLP_NORM = (
     ),
 )
 
+# Experts leave the norm on its own in every layer spec, and Transformer Engine's stores it so: the last name is what is written.
+MOE_NORM = (
+    Rule(
+        (f"{_MCORE}.mlp.linear_fc1.layer_norm_weight", f"{_MCORE}.pre_mlp_layernorm.weight"),
+        ((f"{_HF}.post_attention_layernorm.weight", ("hidden",)),),
+        "copy",
+    ),
+)
+
 GATED_MLP = (
     Rule(
         (f"{_MCORE}.mlp.linear_fc1.weight",),
@@ -128,7 +137,7 @@ LLAMA = _DENSE + QKV_BIAS + OUTPUT_BIAS
 MISTRAL = _DENSE
 QWEN2 = _DENSE + QKV_BIAS
 QWEN3 = LLAMA + QK_NORM
-QWEN3_MOE = EMBEDDING + ATTENTION + QKV_BIAS + OUTPUT_BIAS + QK_NORM + MLP_NORM + MOE_MLP + FINAL_NORM
+QWEN3_MOE = EMBEDDING + ATTENTION + QKV_BIAS + OUTPUT_BIAS + QK_NORM + MOE_NORM + MOE_MLP + FINAL_NORM
 
 FAMILIES: dict[str, tuple[Rule, ...]] = {
     "llama": LLAMA,

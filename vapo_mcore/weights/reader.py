@@ -195,7 +195,9 @@ def _read_index(path: Path) -> dict[str, str]:
     """``weight_map`` of an index, every file name checked to be a plain name inside the folder."""
     try:
         weight_map: Any = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError, KeyError, TypeError) as error:  # of JSON, of UTF-8, of what is in it
         raise CheckpointError(f"{path} is not a safetensors index with a weight_map: {error!r}") from error
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{path}: weight_map must be a non-empty mapping of tensor names to file names")
@@ -215,14 +217,18 @@ def _compare_with_index(path: Path, index: dict[str, str], infos: dict[str, Tens
 
 def read_header(file: Path) -> dict[str, TensorInfo]:
     """Tensors of one safetensors file: an 8-byte little-endian header length, a JSON header, then the data without gaps."""
-    size = file.stat().st_size
-    with file.open("rb") as stream:
+    try:
+        size = file.stat().st_size
+        stream = file.open("rb")
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read: {error.strerror}") from error
+    with stream:
         length = int.from_bytes(stream.read(8), "little")
         if size < 8 or length > min(size - 8, _MAX_HEADER_BYTES):
             raise CheckpointError(f"{file} is truncated or not a safetensors file ({size} bytes, header of {length} bytes announced)")
         try:
             header = json.loads(stream.read(length))
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        except (ValueError, RecursionError) as error:
             raise CheckpointError(f"{file} has a malformed safetensors header: {error}") from error
     if not isinstance(header, dict):
         raise CheckpointError(f"{file} has a malformed safetensors header: expected a mapping")

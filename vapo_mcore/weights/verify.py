@@ -138,7 +138,7 @@ def _megatron_outputs(view: HfView, sequences: Sequence[Sequence[int]]) -> list[
 
     parallel = initialize_parallel(ParallelConfig(world_size=1))
     settings = ModelConfig(path=str(view.companions), dtype="float32")
-    (chunk,) = build_chunks(view.role, view.architecture, settings, parallel)
+    (chunk,) = build_chunks(view.role, view.architecture, settings, parallel, for_training=False)
     fill_from_view(chunk, view)
     width = 1 if view.role == "critic" else view.architecture.vocab_size
     outputs = []

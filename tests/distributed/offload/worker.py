@@ -18,6 +18,9 @@ from vapo_mcore.config.architecture import read_architecture
 from vapo_mcore.megatron.engine import MegatronModel
 from vapo_mcore.megatron.offload import RESIDENCY, Residency
 from vapo_mcore.megatron.parallel import ParallelContext, initialize_distributed, initialize_parallel
+from vapo_mcore.rollout.base import Replica
+from vapo_mcore.rollout.transformers_engine import TransformersEngine
+from vapo_mcore.trainer.weight_sync import WeightSync
 from vapo_mcore.weights.loader import load_hf_into
 
 CYCLES = 10
@@ -58,7 +61,10 @@ def run(folder: Path, dtype: str, parallel: ParallelContext, *, offload: bool) -
     residency = Residency(enabled=offload)
     for model in models.values():
         residency.add(model)
-    facts: dict[str, Any] = {"resident": {}, "device": [], "host": [], "moved": []}
+    facts: dict[str, Any] = {"resident": {}, "device": [], "host": [], "moved": [], "synced": []}
+    replica = Replica.of_rank(dist.get_rank(), dist.get_world_size(), 1)
+    engine = TransformersEngine(folder, getattr(torch, dtype), replica, max_model_len=64, device=torch.device("cpu"))
+    sync = WeightSync(models["policy"], engine, verify=True)
     residency.enter("sync")
     frozen = residency.offloaders["policy"].copy_params("reference") if offload else []
     for cycle in range(CYCLES):
@@ -85,6 +91,9 @@ def run(folder: Path, dtype: str, parallel: ParallelContext, *, offload: bool) -
                 loss: Any = layouts.PolicyTestLoss() if role == "policy" else layouts.ValueTestLoss()
                 models[role].train_step(batches, loss)
                 residency.mark_changed(role)
+            elif stage == "sync":  # verified: the engine's parameters are those of the policy
+                facts["synced"].append(sync.make_ready(after_loading=lambda: residency.enter("generate")).checksums)
+                sync.put_to_sleep()
         residency.enter("generate")
         facts["device"].append(residency.device_bytes())
         facts["host"].append(residency.host_bytes())
@@ -107,9 +116,10 @@ def main() -> None:
     layout |= {"virtual_pipeline_model_parallel_size": None, "context_parallel_size": 1, "expert_model_parallel_size": 1}
     parallel = initialize_parallel(SimpleNamespace(**layout, sequence_parallel=None, timeout_minutes=5))  # type: ignore[arg-type]
     for dtype in ("float32", "bfloat16"):
-        plain, _ = run(folder, dtype, parallel, offload=False)
+        plain, plain_facts = run(folder, dtype, parallel, offload=False)
         moved, facts = run(folder, dtype, parallel, offload=True)
         assert set(plain) == set(moved)
+        facts["synced"] = [len(facts["synced"]), len({str(sums) for sums in facts["synced"]}), facts["synced"] == plain_facts["synced"]]
         facts["different"] = [name for name in plain if not torch.equal(plain[name], moved[name])]
         if dist.get_rank() == 0:
             print(

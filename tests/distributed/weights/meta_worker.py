@@ -5,17 +5,13 @@ python meta_worker.py: a fake process group stands for the 32 ranks, one pipelin
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from tests.distributed.weights.moe import moe_chunk
-from vapo_mcore.config.architecture import ModelArchitecture
 from vapo_mcore.config.schema import ModelConfig, ParallelConfig
 from vapo_mcore.megatron.model import build_chunks
-from vapo_mcore.megatron.parallel import ParallelContext, initialize_parallel
+from vapo_mcore.megatron.parallel import initialize_parallel
 from vapo_mcore.planning.catalog import find_architecture
 from vapo_mcore.weights.plan import global_parameters, match_parameters, plan_mapping, require_complete
 
@@ -23,12 +19,6 @@ TP, PP = 8, 4
 META = torch.device("meta")
 PARAMETERS = {"qwen2.5-32b": 32_763_876_352, "qwen3-32b": 32_762_123_264, "llama-3.3-70b": 70_553_706_496, "qwen3-30b-a3b": 30_532_122_624}
 """Numbers that the models' cards and safetensors indices state."""
-
-
-def stage_chunks(arch: ModelArchitecture, parallel: ParallelContext) -> list[Any]:
-    if not arch.is_moe:
-        return build_chunks("policy", arch, ModelConfig(path="unused"), parallel, device=META)
-    return [moe_chunk(arch, parallel, device=META)]
 
 
 def check(name: str) -> None:
@@ -40,7 +30,8 @@ def check(name: str) -> None:
         degrees = {"tensor_model_parallel_size": TP, "pipeline_model_parallel_size": PP}
         parallel = initialize_parallel(ParallelConfig(world_size=TP * PP, **degrees))  # type: ignore[arg-type]
         assert parallel.pipeline_model_parallel_rank == stage
-        for index, parameter in match_parameters(plan, global_parameters(stage_chunks(arch, parallel))).items():
+        chunks = build_chunks("policy", arch, ModelConfig(path="unused"), parallel, device=META, for_training=False)
+        for index, parameter in match_parameters(plan, global_parameters(chunks)).items():
             assert tuple(parameter.shape) == plan[index].shard_shape(TP, arch), plan[index]
             held.append(index)
         dist.destroy_process_group()

@@ -13,10 +13,10 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tests.distributed.weights.moe import moe_chunk
 from vapo_mcore.config.architecture import read_architecture
-from vapo_mcore.config.schema import ParallelConfig
+from vapo_mcore.config.schema import ModelConfig, ParallelConfig
 from vapo_mcore.megatron.host import megatron_scope
+from vapo_mcore.megatron.model import build_chunks
 from vapo_mcore.megatron.parallel import ParallelContext, initialize_parallel
 from vapo_mcore.weights.convert import hf_to_megatron, megatron_to_hf
 from vapo_mcore.weights.plan import global_parameters, match_parameters, plan_mapping
@@ -63,7 +63,8 @@ def main() -> None:
             hf_to_megatron(SOURCE, converted)
             saved.mkdir()
         dist.barrier()
-        chunk = moe_chunk(arch, parallel, expert_parallel=degrees.get("expert_model_parallel_size", 1))
+        settings = ModelConfig(path=str(SOURCE), dtype="bfloat16")
+        (chunk,) = build_chunks("policy", arch, settings, parallel, for_training=False)
         with torch.no_grad(), megatron_scope():
             for parameter in chunk.parameters():
                 parameter.fill_(float("nan"))

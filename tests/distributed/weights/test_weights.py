@@ -13,9 +13,20 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.torchrun import ROOT, run_bounded, run_torchrun
+from tests.unit.weights.models import hf_config
 
 WORKER = Path(__file__).with_name("worker.py")
 MOE_WORKER = Path(__file__).with_name("moe_worker.py")
+LOGITS_WORKER = Path(__file__).with_name("logits_worker.py")
+SMOLLM2 = ROOT / "models" / "smollm2-135m"
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
 META_WORKER = Path(__file__).with_name("meta_worker.py")
 LAYOUTS = ("tp2_pp2", "tp4", "pp2_vpp2_dp2", "pp4", "tp2_cp2")
 
@@ -118,6 +129,38 @@ def add_tokenizer(folder: Path) -> None:
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")  # type: ignore[assignment]
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>").save_pretrained(folder)
+
+
+def test_logits_of_every_family_are_those_of_transformers(tmp_path: Path) -> None:
+    """In float32, within 1e-5, texts of one token included; SmolLM2 too where it has been fetched."""
+    import transformers
+
+    folders = []
+    for name in ("llama", "llama_tied", "llama3", "mistral", "qwen2", "qwen2_tied", "qwen3", "qwen3_moe", "critic"):
+        config = hf_config({"llama3": "llama", "critic": "qwen2"}.get(name, name))
+        if name == "llama3":
+            config.rope_parameters = LLAMA3_ROPE
+        if name == "critic":
+            config.num_labels = 1
+        torch.manual_seed(len(name))
+        kind = transformers.AutoModelForTokenClassification if name == "critic" else transformers.AutoModelForCausalLM
+        model = kind.from_config(config)
+        with torch.no_grad():
+            for parameter_name, parameter in model.named_parameters():
+                parameter.normal_(mean=float(parameter_name.endswith("norm.weight")), std=0.2)
+        model.save_pretrained(tmp_path / name)
+        add_tokenizer(tmp_path / name)
+        folders.append(tmp_path / name)
+    if SMOLLM2.is_dir():
+        folders.append(SMOLLM2)
+    result = run_bounded([sys.executable, "-W", "ignore", str(LOGITS_WORKER), *map(str, folders)], timeout=200)
+    assert result.returncode == 0, result.stdout + result.stderr
+    lines = [line.split() for line in result.stdout.splitlines()]
+    assert [line[0] for line in lines] == [folder.name for folder in folders]
+    for name, tokens, largest, _, agreement in lines:
+        assert int(tokens) > 50
+        assert float(largest) <= 1e-5, (name, largest)
+        assert agreement == ("None" if name == "critic" else "1.0")
 
 
 @pytest.mark.slow

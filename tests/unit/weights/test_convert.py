@@ -52,7 +52,7 @@ def test_layers_are_stacked_and_the_vocabulary_padded(hf_folder: Folder, tmp_pat
         "decoder.layers.self_attention.linear_proj.weight": (3, 32, 64),
         "decoder.layers.self_attention.q_layernorm.weight": (3, 8),
         "decoder.layers.self_attention.k_layernorm.weight": (3, 8),
-        "decoder.layers.mlp.linear_fc1.layer_norm_weight": (3, 32),
+        "decoder.layers.pre_mlp_layernorm.weight": (3, 32),
         "decoder.layers.mlp.router.weight": (3, 4, 32),
         "decoder.layers.mlp.experts.experts.linear_fc1.weight": (3, 4, 32, 32),
         "decoder.layers.mlp.experts.experts.linear_fc2.weight": (3, 4, 32, 16),

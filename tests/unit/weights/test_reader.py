@@ -66,6 +66,8 @@ def test_index_and_files_must_agree(sharded: Path) -> None:
     refused(sharded, "names files that do not exist: three.safetensors")
     (sharded / "model.safetensors.index.json").write_text("{]")
     refused(sharded, "not a safetensors index")
+    (sharded / "model.safetensors.index.json").write_text("[" * 100_000)
+    refused(sharded, "not a safetensors index")
     write_index(sharded, [])
     refused(sharded, "weight_map must be a non-empty mapping")
 
