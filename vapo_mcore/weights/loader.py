@@ -170,10 +170,9 @@ def all_finite(value: Tensor) -> bool:
 
 def _require_tied(source: SafetensorsFolder, architecture: ModelArchitecture, parallel: ParallelLayout) -> None:
     """A tied checkpoint may store its output layer too, but only as the same numbers: Megatron keeps one of them."""
-    shape, embedding = source.info("lm_head.weight").shape, source.info("model.embed_tokens.weight").shape
+    count = source.info("lm_head.weight").shape[0]
     size, rank = parallel.tensor_model_parallel_size, parallel.tensor_model_parallel_rank
-    rows = (shape[0] * rank // size, shape[0] * (rank + 1) // size) if shape == embedding else None
-    if rows is None or not torch.equal(source.read("lm_head.weight", rows), source.read("model.embed_tokens.weight", rows)):
+    if not source.equal("lm_head.weight", "model.embed_tokens.weight", (count * rank // size, count * (rank + 1) // size)):
         raise CheckpointError(
             f"{source.folder}: config.json says tie_word_embeddings, but lm_head.weight differs from model.embed_tokens.weight; "
             "set tie_word_embeddings to false or remove the tensor that is wrong"

@@ -94,6 +94,16 @@ class SafetensorsFolder:
         """The tensor in its stored type. ``rows``, ``columns``: (start, stop) of the first and second dimension."""
         return self.tensor(name).read(rows, columns)
 
+    def equal(self, one: str, other: str, rows: tuple[int, int] | None = None) -> bool:
+        """Whether two tensors (or the same rows of them) have the same shape and numbers; read in pieces of bounded size."""
+        shape = self.info(one).shape
+        if self.info(other).shape != shape:
+            return False
+        start, stop = rows or (0, shape[0])
+        step = max(1, _READ_BYTES // max(1, math.prod(shape[1:]) * self.info(one).dtype.itemsize))
+        pieces = [(first, min(first + step, stop)) for first in range(start, stop, step)]
+        return all(torch.equal(self.read(one, piece), self.read(other, piece)) for piece in pieces)
+
     def descriptor(self, file: Path) -> int:
         if file not in self._descriptors:
             self._descriptors[file] = os.open(file, os.O_RDONLY | os.O_CLOEXEC)

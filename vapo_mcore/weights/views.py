@@ -111,7 +111,7 @@ class HfFolderView(HfView):
         shapes = self._source.shapes
         super().__init__(folder, folder, role or ("critic" if "score.weight" in shapes else "policy"))
         check = check_bijection(self.plan, shapes, arch=self.architecture, role=self.role, where=str(folder))
-        if check.tied_duplicate and not torch.equal(self._source.read("lm_head.weight"), self._source.read("model.embed_tokens.weight")):
+        if check.tied_duplicate and not self._source.equal("lm_head.weight", "model.embed_tokens.weight"):
             raise CheckpointError(f"{folder}: config.json says tie_word_embeddings, but lm_head.weight differs from the embedding")
         self.dropped = check.dropped
         self._zero = set(check.missing_head)

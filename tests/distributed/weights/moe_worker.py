@@ -15,7 +15,7 @@ from torch import Tensor
 
 from vapo_mcore.config.architecture import read_architecture
 from vapo_mcore.config.schema import ModelConfig, ParallelConfig
-from vapo_mcore.megatron.host import megatron_scope
+from vapo_mcore.megatron.host import import_megatron, megatron_scope
 from vapo_mcore.megatron.model import build_chunks
 from vapo_mcore.megatron.parallel import ParallelContext, initialize_parallel
 from vapo_mcore.weights.convert import hf_to_megatron, megatron_to_hf
@@ -52,6 +52,7 @@ def rank_parameters(chunk: torch.nn.Module, expected: dict[str, Tensor], paralle
 
 
 def main() -> None:
+    import_megatron()
     from megatron.core import dist_checkpointing
 
     expected = load_file(SOURCE / "model.safetensors")

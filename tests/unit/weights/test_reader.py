@@ -119,3 +119,16 @@ def test_a_tensor_in_two_files_is_refused(sharded: Path) -> None:
     save_file({"b": torch.zeros(1), "a": torch.zeros(1)}, sharded / "two.safetensors")
     write_index(sharded, {"a": "one.safetensors", "scalar": "one.safetensors", "b": "two.safetensors"})
     refused(sharded, "tensor a is in two files")
+
+
+def test_equal_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reader, "_READ_BYTES", 45)
+    one = torch.randn(7, 5, generator=torch.Generator().manual_seed(0))
+    other = one.clone()
+    other[5, 4] += 1
+    save_file({"one": one, "same": one.clone(), "other": other, "short": one[:6].clone()}, tmp_path / "model.safetensors")
+    with SafetensorsFolder(tmp_path) as folder:
+        assert folder.equal("one", "same")
+        assert not folder.equal("one", "other")
+        assert folder.equal("one", "other", (0, 5))
+        assert not folder.equal("one", "short")
