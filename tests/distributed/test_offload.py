@@ -20,6 +20,8 @@ import problem  # noqa: E402
 def cases(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("offload")
     problem.make_model("qwen2", folder / "qwen2")
+    config = json.loads((folder / "qwen2" / "config.json").read_text())
+    (folder / "qwen2" / "config.json").write_text(json.dumps({**config, "eos_token_id": 1}))  # the rollout engine wants one
     results = []
     for world in (1, 2):  # the first writes the reference file of the layouts worker
         result = run_torchrun(HERE / "offload" / "worker.py", world, str(folder), timeout=300)

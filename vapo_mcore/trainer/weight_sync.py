@@ -35,10 +35,12 @@ class WeightSync:
         report = self.engine.update_weights(self.exporter.buckets(), self.exporter.names, checksum=tensor_checksum if self.verify else None)
         if report.checksums is not None:
             policy, unlike = {}, []
-            for name, tensor in (item for bucket in self.exporter.buckets() for item in bucket):
-                policy[name] = tensor_checksum(tensor)
-                if self.engine.holds(name, tensor) is False:
-                    unlike.append(name)
+            for bucket in self.exporter.buckets():
+                for name, tensor in bucket:
+                    policy[name] = tensor_checksum(tensor)
+                    if self.engine.holds(name, tensor) is False:
+                        unlike.append(name)
+                del bucket, tensor  # before the next one is made
             self._compare(report.checksums, policy, unlike)
         after_loading()
         self.engine.wake_kv_cache()

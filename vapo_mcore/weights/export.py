@@ -85,7 +85,6 @@ class Exporter:
             name: (shape, item.dtype) for item in self._items for name, shape in zip(item.entry.hf_names, item.entry.hf_shapes, strict=True)
         }
 
-    @torch.no_grad()
     def buckets(self) -> Iterator[list[tuple[str, Tensor]]]:
         """Full HF tensors on every rank, in the parameters' types, a bucket at a time.
 
@@ -93,7 +92,7 @@ class Exporter:
         for it is a bucket of its own; it takes that much at most beside its own tensors, which are whole. Tensors may share memory
         with the parameters: read them, do not change them, and let go of them before the next bucket.
         """
-        for items in self._buckets:
+        for items in self._buckets:  # not under no_grad, whose wrapper of a generator would keep a bucket while the next is made
             bucket = self._export_in_pieces(items[0]) if self._needs_pieces(items[0]) else self._export(items)
             yield bucket
             del bucket
@@ -107,13 +106,16 @@ class Exporter:
         travels = degree > 1 or self.parallel.pipeline_model_parallel_size > 1
         return travels and item.shard_numel * item.dtype.itemsize * degree > self._limit
 
+    @torch.no_grad()
     def _export_in_pieces(self, item: _Item) -> list[tuple[str, Tensor]]:
         """The HF tensors of one parameter, filled with a range of its rows at a time."""
         device = next(iter(self._parameters.values())).device
         tensors = [torch.empty(shape, dtype=item.dtype, device=device) for shape in item.entry.hf_shapes]
         rows, degree = item.shard_shape[0], self._degree(item)
-        step = max(1, int(self._limit // (item.shard_numel // rows * item.dtype.itemsize * degree)))
         sources = None if item.entry.functions.cuts_columns else self._row_sources(item, degree, device)
+        numbers = 0 if sources is None else 5 * 8 * degree * rows  # what the row numbers and their comparisons take
+        row_bytes = item.shard_numel // rows * item.dtype.itemsize * degree
+        step = max(1, int((self._limit - numbers / 3) // row_bytes))
         for start in range(0, rows, step):
             stop = min(start + step, rows)
             blocks = self._gather_piece(self._piece(item, start, stop), degree)
@@ -155,6 +157,7 @@ class Exporter:
         )
         return gathered
 
+    @torch.no_grad()
     def _export(self, items: Sequence[_Item]) -> list[tuple[str, Tensor]]:
         heartbeat.alive()
         tp = self.parallel.tensor_model_parallel_size
@@ -303,6 +306,7 @@ def _write_hf(
             for bucket in buckets:
                 for name, tensor in bucket:
                     writer.write(name, tensor)
+                del bucket, tensor  # before the next one is made
         copy_companions(source, folder, exporter.architecture, role=exporter.role, dtype=trunk_dtype)
 
 
