@@ -19,7 +19,8 @@ _OVERRIDES_HELP = "settings that replace those of FILE, with YAML values: batch.
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code: 0 done, 2 an error of the user's that was explained, 130 interrupted."""
+    """Run one command and return its exit code: 0 done, 2 an error of the user's that was explained, 75 stopped by a signal with a
+    checkpoint to resume from, 130 interrupted."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     try:
         options = _parse(arguments)
@@ -71,6 +72,10 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     train = commands.add_parser("train", help="train; starts the processes it needs on this machine, unless torchrun started it")
     train.add_argument("--dry-run", action="store_true", help="check everything that can be checked without loading a model, then stop")
     train.add_argument("--clean", action="store_true", help="delete the run that run.dir holds, then start")
+    train.add_argument("--resume", action="store_true", help="continue the run that run.dir holds; start it if it has no checkpoint yet")
+    train.add_argument("--resume-from", metavar="NAME", help="continue from this checkpoint of run.dir (a folder in checkpoints/)")
+    train.add_argument("--allow-config-change", action="store_true", help="resume although settings differ that change what is learned")
+    train.add_argument("--restart-data", action="store_true", help="resume, but begin the training prompts anew")
 
     from vapo_mcore.evaluation import command as evaluating
 
@@ -114,6 +119,12 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         if rest:
             parser.error(f"unrecognized arguments: {' '.join(rest)}")
         return options
+    if options.command == "train":
+        options.resume = options.resume or options.resume_from is not None
+        if options.resume and options.clean:
+            parser.error("--resume continues a run, --clean deletes it: give one of them")
+        if not options.resume and (options.allow_config_change or options.restart_data):
+            parser.error("--allow-config-change and --restart-data belong to --resume")
     options.overrides += rest  # settings after an option, which argparse does not join to those before it
     return options
 
@@ -129,8 +140,10 @@ def _train(options: argparse.Namespace, arguments: list[str]) -> int:
     from vapo_mcore.launch import local
 
     config = _load_on_every_rank(options)
+    if options.resume and _is_finished(config):
+        return 0
     if options.dry_run or not local.under_torchrun():
-        _check_files(config, clean=options.clean)
+        _check_files(config, clean=options.clean, resume=options.resume)
         if options.dry_run:
             if os.environ.get("RANK", "0") == "0":
                 print(_plan(config), flush=True)
@@ -139,13 +152,28 @@ def _train(options: argparse.Namespace, arguments: list[str]) -> int:
             return local.launch("vapo_mcore.cli", arguments, config.parallel.world_size)
         local.become_single_process()
 
+    from vapo_mcore.checkpoint.resume import ResumeOptions
     from vapo_mcore.trainer.main import run_training
 
-    return run_training(config, clean=options.clean)
+    resume = ResumeOptions(options.resume_from, options.allow_config_change, options.restart_data) if options.resume else None
+    return run_training(config, clean=options.clean, resume=resume)
 
 
-def _check_files(config: Config, *, clean: bool) -> None:
+def _is_finished(config: Config) -> bool:
+    """Whether the run in run.dir has made all of its steps; says so."""
+    from vapo_mcore.trainer.run_dir import finished_steps
+
+    steps = finished_steps(config.run.dir)
+    if steps is None or steps < config.run.steps:
+        return False
+    if os.environ.get("RANK", "0") == "0":
+        print(f"nothing to resume: the run in {config.run.dir} is finished ({steps} steps); a larger run.steps continues it", flush=True)
+    return True
+
+
+def _check_files(config: Config, *, clean: bool, resume: bool) -> None:
     """Check the run directory, all rows of the data, and the headers of the weights. Raises one ConfigError for all that is wrong."""
+    from vapo_mcore.checkpoint.files import saved_weights
     from vapo_mcore.config.architecture import read_architecture
     from vapo_mcore.data.sources import check_files
     from vapo_mcore.extensions.check import check_extensions
@@ -154,7 +182,7 @@ def _check_files(config: Config, *, clean: bool) -> None:
     from vapo_mcore.weights.loader import check_folder
 
     checks: list[tuple[str, Callable[[], None]]] = [
-        ("", lambda: check_run_directory(config.run.dir, clean=clean, tensorboard=config.run.tensorboard)),
+        ("", lambda: check_run_directory(config.run.dir, clean=clean, tensorboard=config.run.tensorboard, resume=resume)),
         ("", lambda: check_extensions(config)),
         ("", lambda: check_files(config.data)),
         ("model.path: ", lambda: check_folder(config.model.path, read_architecture(config.model.path), role="policy")),
@@ -162,7 +190,7 @@ def _check_files(config: Config, *, clean: bool) -> None:
     if config.model.offload:  # with null, which means "with CUDA", every node checks itself when its processes start
         checks.append(("", lambda: check_host_memory(config, processes=config.parallel.world_size, cuda=False)))
     critic = config.critic.path if config.uses_critic else None
-    if critic is not None:
+    if critic is not None and saved_weights(critic, "critic") is None:
         checks.append(("critic.path: ", lambda: check_folder(critic, read_architecture(critic), role="critic")))
     faults = []
     for where, check in checks:

@@ -1,5 +1,6 @@
 """Rules over several settings: each is broken by one case here and names its key, the values and a fix."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -150,6 +151,14 @@ BROKEN = [
         {},
         "rollout.dynamic_sampling.enabled",
         "batch.responses_per_prompt = 1",
+    ),
+    ("best_is_told_by_a_metric", ["checkpoint.keep_best=2"], {}, "checkpoint.best_metric", "is required with checkpoint.keep_best = 2"),
+    (
+        "best_is_told_by_a_metric",
+        ["checkpoint={keep_best: 1, best_metric: eval/math/avg@1}"],
+        {},
+        "checkpoint.best_metric",
+        "'eval/math/avg@1' is never measured; measured are reward/mean, eval/chain_sum/avg@1",
     ),
     ("reward_scale_has_a_source_interval", ["reward.scale.source=[1, 1]"], {}, "reward.scale.source", "low < high"),
     ("reward_scale_rewards_what_is_right", ["reward.scale.target=[1, -1]"], {}, "reward.scale.target", "[1.0, -1.0] must be"),
@@ -318,6 +327,25 @@ def test_loaded_critic_fits_layout_and_tokens(critic: dict[str, object], setting
     assert "critic.path: model folder 'nowhere' does not exist" in fault
 
 
+def test_models_of_a_checkpoint_of_a_run(tmp_path: Path) -> None:
+    checkpoint = tmp_path / "run" / "checkpoints" / "step_000004"
+    for role in ("policy", "critic"):
+        write_model(checkpoint / role / "weights" / "hf")
+    (checkpoint / "manifest.json").write_text("{}")
+    critic = ["critic.init=saved", f"critic.path={checkpoint}", "critic.value_pretraining.steps=0"]
+    load(tmp_path, f"policy.path={checkpoint}", *critic)
+    write_model(checkpoint / "policy" / "weights" / "hf", num_hidden_layers=2)
+    (fault,) = faults_of(tmp_path, f"policy.path={checkpoint}")
+    assert fault.startswith("policy.path: ") and "holds another model than model.path" in fault
+    (fault,) = faults_of(tmp_path, f"policy.path={tmp_path}/model")
+    assert fault.startswith("policy.path: ") and "is no checkpoint of a run" in fault
+    manifest = '{"stage": "rl", "step": 4, "optimizer_format": "", "updates": {"policy": 1}, "layout": {}, "metrics": {}, '
+    (checkpoint / "manifest.json").write_text(manifest + '"package_version": "1", "files": {}, "format_version": 1}')
+    shutil.rmtree(checkpoint / "critic")
+    (fault,) = faults_of(tmp_path, *critic)
+    assert fault.startswith("critic.path: ") and "a checkpoint of a run without a critic; it holds policy" in fault
+
+
 def test_what_the_rules_allow(tmp_path: Path) -> None:
     load(tmp_path, "parallel.world_size=4", "parallel.tensor_model_parallel_size=4")  # 2 kv heads on 4 ranks: replicated
     load(tmp_path, "parallel.world_size=4", "parallel.pipeline_model_parallel_size=2", "parallel.virtual_pipeline_model_parallel_size=2")
@@ -369,6 +397,7 @@ WITHOUT_EFFECT = [
     (["critic.value_pretraining.steps=0", "critic.value_pretraining.head_only=true"], "critic.value_pretraining.head_only"),
     (["data.chat_template=false", "data.system_prompt=be brief"], "data.system_prompt"),
     (["eval.temperature=0", "eval.top_p=0.5"], "eval.top_p"),
+    (["checkpoint.best_metric=reward/mean"], "checkpoint.best_metric"),
     (["data.eval=[]", "eval.every_steps=5"], "eval.every_steps"),
     (["algorithm.advantage.custom={function: a:f}"], "algorithm.advantage.custom.function"),
     ([CRITIC_FREE, "diagnosis.explained_variance.below=0.1"], "diagnosis.explained_variance.below"),

@@ -147,6 +147,7 @@ INAPPLICABLE: tuple[Inapplicable, ...] = (
         lambda c: c.rollout.old_logprobs == "rollout",
         "the old log-probs are the rollout's, so that the first step's KL is the mismatch",
     ),
+    Inapplicable(("checkpoint.best_metric",), ("checkpoint.keep_best",), lambda c: c.checkpoint.keep_best == 0, "none is kept for it"),
     Inapplicable(("eval",), ("data.eval",), lambda c: not c.data.eval, "there is no evaluation set"),
 )
 

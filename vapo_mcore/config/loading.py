@@ -88,6 +88,10 @@ def _read_models(config: Config, faulty: set[str], faults: list[Fault]) -> tuple
         model = read_model("model.path", config.model.path, faults)
     if config.uses_critic and config.critic.path is not None and not faulty & {"critic", "critic.init", "critic.path"}:
         critic = read_model("critic.path", config.critic.path, faults)
+    if config.policy.path is not None and not faulty & {"policy", "policy.path"}:
+        policy = read_model("policy.path", config.policy.path, faults)
+        if model is not None and policy is not None and policy != model:
+            faults.append(Fault("policy.path", f"{config.policy.path!r} holds another model than model.path = {config.model.path!r}"))
     return model, critic
 
 

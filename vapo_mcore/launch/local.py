@@ -6,6 +6,7 @@ all ranks have is printed once, and one rank's own error with its rank. ``node.p
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
@@ -23,6 +24,8 @@ from vapo_mcore.errors import EXIT_HANG, EXIT_REQUEUE
 ERRORS_VARIABLE = "VAPO_MCORE_ERRORS"  # folder for the workers' error messages, set by the launcher
 _WAIT_FOR_OTHERS_SECONDS = 2.0
 _SECONDS_BEFORE_KILL = 30  # that the agent leaves the other workers after SIGTERM, once one has failed; torch's default
+_PASSED_ON = (signal.SIGTERM, signal.SIGUSR1)
+_STOPPABLE = "stoppable_"  # file of the folder, with the worker's process id
 
 
 def under_torchrun() -> bool:
@@ -41,8 +44,9 @@ def become_single_process() -> None:
 def launch(module: str, arguments: list[str], processes: int) -> int:
     """Run ``python -m module arguments`` in ``processes`` processes and return the exit code of the run.
 
-    Signals to the launcher reach the workers (they have 30 s to stop); the result is then 128 + signal. One failed
-    worker ends the others; its exit code is the result.
+    SIGTERM and SIGUSR1 are passed on to workers that train, which then save and end by themselves, however long it takes; their exit
+    code is the result. Before that, and with other signals, the workers are ended (within 30 s) and the result is 128 + signal. One
+    failed worker ends the others; its exit code is the result.
     """
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -59,10 +63,12 @@ def launch(module: str, arguments: list[str], processes: int) -> int:
         rdzv_endpoint="localhost:0",
         local_addr="127.0.0.1",
         max_restarts=0,
+        signals_to_handle="SIGINT,SIGHUP,SIGQUIT",  # the others are handled here
     )
     with tempfile.TemporaryDirectory(prefix="vapo_mcore_errors_") as folder:
         os.environ[ERRORS_VARIABLE] = folder
         try:
+            _pass_signals_on(Path(folder), processes)
             elastic_launch(config, sys.executable)("-u", "-m", module, *arguments)
         except ChildFailedError as error:
             first = min(failure.timestamp for failure in error.failures.values())
@@ -71,8 +77,32 @@ def launch(module: str, arguments: list[str], processes: int) -> int:
         except SignalException as stopped:
             return 128 + int(stopped.sigval)
         finally:
+            for number in _PASSED_ON:
+                signal.signal(number, signal.SIG_DFL)
             os.environ.pop(ERRORS_VARIABLE, None)
     return 0
+
+
+def _pass_signals_on(folder: Path, processes: int) -> None:
+    from torch.distributed.elastic.multiprocessing import SignalException
+
+    def pass_on(number: int, _frame: object) -> None:
+        workers = [int(path.name.removeprefix(_STOPPABLE)) for path in folder.glob(f"{_STOPPABLE}*")]
+        if len(workers) < processes:
+            raise SignalException(f"the launcher got signal {number} before all workers train", sigval=signal.Signals(number))
+        for worker in workers:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(worker, number)
+
+    for number in _PASSED_ON:
+        signal.signal(number, pass_on)
+
+
+def become_stoppable() -> None:
+    """Tell the launcher, if there is one, that this worker handles the signals of ``_PASSED_ON`` itself."""
+    folder = os.environ.get(ERRORS_VARIABLE)
+    if folder is not None and Path(folder).is_dir():
+        (Path(folder) / f"{_STOPPABLE}{os.getpid()}").touch()
 
 
 def _report(folder: Path, exits: dict[int, tuple[int, int]], processes: int) -> int:

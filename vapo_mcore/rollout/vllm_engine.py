@@ -113,6 +113,8 @@ class VllmEngine(StatefulEngine):
     def _generate(self, requests: Sequence[GenerationRequest], sampling: SamplingConfig) -> list[Generation]:
         prompts = [{"prompt_token_ids": list(request.prompt_token_ids)} for request in requests]
         parameters = [_sampling_parameters(request, sampling, self._stop_ids) for request in requests]
+        # Prompts that an earlier call has left in the cache (an evaluation's) would be rounded differently: a resumed run has none of them.
+        self._llm.reset_prefix_cache()
         with _random_state_kept(), _uncompiled_on_cpu():
             outputs = self._llm.generate(prompts, parameters, use_tqdm=False)
         generations = [_generation(request, output.outputs[0]) for request, output in zip(requests, outputs, strict=True)]

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from vapo_mcore import heartbeat
+from vapo_mcore.checkpoint.files import Stage
+from vapo_mcore.checkpoint.saver import Checkpointer
 from vapo_mcore.config.schema import Config
-from vapo_mcore.errors import RunStopped
+from vapo_mcore.errors import RolloutError, RunStopped, StepAbandoned
 from vapo_mcore.evaluation.report import console_lines, describe, write_report
 from vapo_mcore.trainer.console import Console, format_step
 from vapo_mcore.trainer.evaluation import Evaluation, Evaluator, evaluation_settings
 from vapo_mcore.trainer.models import refresh_critic
 from vapo_mcore.trainer.run_dir import RunDirectory, critic_folder, export_folder
 from vapo_mcore.trainer.step import StepOutcome, Trainer
+from vapo_mcore.trainer.stopping import StopRequest
+from vapo_mcore.trainer.timing import PhaseTimer
 from vapo_mcore.trainer.value_pretraining import PretrainingEnd
 from vapo_mcore.weights.export import Exporter, save_hf
 
@@ -23,64 +28,157 @@ FIRST_STEPS, LAST_STEPS = 5, 10
 
 
 class Run:
-    """Drives a ``Trainer`` from start to end. Runs on all ranks alike; the first one has the run directory and the console."""
+    """Drives a ``Trainer`` from start to end. Runs on all ranks alike; the first one has the run directory and the console.
+
+    ``stage`` and ``step`` are the last step done. A resumed run gets them, and the rest of its past, from ``load_state_dict``.
+    """
 
     def __init__(
-        self, config: Config, trainer: Trainer, evaluator: Evaluator | None, run_dir: RunDirectory | None, console: Console
+        self,
+        config: Config,
+        trainer: Trainer,
+        evaluator: Evaluator | None,
+        console: Console,
+        checkpointer: Checkpointer,
     ) -> None:
         self.config = config
         self.trainer = trainer
         self.evaluator = evaluator
-        self.run_dir = run_dir
+        self.run_dir: RunDirectory | None = None  # the first rank's, opened once a resumed run has its past
         self.console = console
+        self.checkpointer = checkpointer
         self.rewards: list[float] = []
-        self.evaluations: list[tuple[int, Evaluation]] = []
+        self.evaluations: list[tuple[int, dict[str, str]]] = []  # step, and what the summary says of each set
+        self.pretraining = PretrainingEnd(config.critic.value_pretraining)
+        pretrains = trainer.models.critic is not None and config.critic.value_pretraining.max_steps > 0
+        self.stage: Stage = "value_pretraining" if pretrains else "rl"
+        self.step = 0
+        self.resumed = False
+        self._before_step: dict[str, Any] = {}
+        trainer.state.register("run", self)
+        trainer.before_sync = self._snapshot_if_due
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "stage": self.stage,
+            "step": self.step,
+            "rewards": self.rewards,
+            "evaluations": [[step, results] for step, results in self.evaluations],
+            "pretraining": self.pretraining.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.stage, self.step, self.rewards = state["stage"], state["step"], state["rewards"]
+        self.evaluations = [(step, results) for step, results in state["evaluations"]]
+        self.pretraining.load_state_dict(state["pretraining"])
+        self.resumed = True
 
     def execute(self) -> None:
-        """The whole run; raises what ends it early."""
+        """The whole run, or what is left of a resumed one; raises what ends it early."""
         self.trainer.sync_weights()
-        if self.evaluator is not None and self.config.eval.at_start:
-            evaluation = self._evaluate(0)
-            self._write({"step": 0, "stage": "rl"} | evaluation.metrics)
-        if self.trainer.models.critic is not None and self.config.critic.value_pretraining.max_steps > 0:
+        if self.evaluator is not None and self.config.eval.at_start and not self.resumed:
+            metrics = self._evaluate(0)
+            self._write({"step": 0, "stage": "rl"} | metrics)
+        if self.stage == "value_pretraining":
             self._pretrain_values()
         self._train()
+        self.checkpointer.wait()
         if self.config.export.at_end:
             self._export()
+        if self.run_dir is not None:
+            self.run_dir.mark_finished(self.config.run.steps)
         self._summarise()
 
     def _pretrain_values(self) -> None:
-        end = PretrainingEnd(self.config.critic.value_pretraining)
+        end = self.pretraining
         self.console.start_progress("value pretraining", end.max_steps)
-        for number in range(1, end.max_steps + 1):
-            outcome = self.trainer.value_pretraining_step(number)
-            self._record(outcome, end.max_steps)
-            self._stop_if_asked(outcome)
-            if end.after(outcome.row):
-                break
+        while not end.over:
+            number = self.step + 1
+            outcome = self._do("value_pretraining", number)
+            end.after(outcome.row)
+            self._complete(outcome, end.max_steps)
         self.console.stop_progress()
         self.console.print(end.describe())
         self._save_critic()
         refresh_critic(self.config, self.trainer.models)
+        self.stage, self.step = "rl", 0
 
     def _train(self) -> None:
         steps = self.config.run.steps
         self.console.start_progress("training", steps)
-        for number in range(1, steps + 1):
-            outcome = self.trainer.rl_step(number)
+        for number in range(self.step + 1, steps + 1):
+            outcome = self._do("rl", number)
             if outcome.row.get("reward/mean") is not None:
                 self.rewards.append(outcome.row["reward/mean"])
             if self._is_evaluated(number):
-                outcome.row |= self._evaluate(number).metrics
-            self._record(outcome, steps)
-            self._stop_if_asked(outcome)
+                outcome.row |= self._evaluate(number)
+            self._complete(outcome, steps)
         self.console.stop_progress()
 
-    def _stop_if_asked(self, outcome: StepOutcome) -> None:
-        """The safe point after each step: end the run here if any rank asked for it."""
+    def _do(self, stage: Stage, number: int) -> StepOutcome:
+        """One step. One that is abandoned before it changed a model leaves a checkpoint of the step before."""
+        self._before_step = self.trainer.state.state_dict()
+        try:
+            return self.trainer.rl_step(number) if stage == "rl" else self.trainer.value_pretraining_step(number)
+        except StepAbandoned:
+            if number > 1 or (stage == "rl" and self.pretraining.done):
+                self.trainer.state.load_state_dict(self._before_step)
+                self._save_now({})
+            raise
+
+    def _complete(self, outcome: StepOutcome, total: int) -> None:
+        """Record the step, then the safe point: save what is due, publish what is written, stop if any rank asked for it."""
+        self.step = outcome.row["step"]
+        self._record(outcome, total)
+        self._commit(outcome.row)
+        self.checkpointer.poll()
         request = self.trainer.stop_requests.agreed()
         if request is not None:
-            raise RunStopped(f"{request.reason}; stopped after step {outcome.row['step']} ({outcome.row['stage']})", request.exit_code)
+            self._stop(request, outcome.row)
+
+    def _stop(self, request: StopRequest, row: dict[str, Any]) -> None:
+        self._save_now(row)
+        message = f"{request.reason}; stopped after step {row['step']} ({row['stage']})"
+        self.console.stop_progress()
+        self.console.print(f"{message}; exit code {request.exit_code}, continue with --resume")
+        raise RunStopped(message, request.exit_code)
+
+    # ----------------------------------------------------------------------------------------------------------- checkpoints
+
+    def _snapshot_if_due(self, stage: Stage, step: int, timer: PhaseTimer) -> None:
+        final = stage == "rl" and step == self.config.run.steps and self.config.checkpoint.at_end
+        if self.checkpointer.is_due(step) or final:
+            with timer.phase("checkpoint"):
+                self.checkpointer.begin(stage, step, final=final)
+
+    def _commit(self, row: dict[str, Any]) -> None:
+        state = None
+        if self.run_dir is not None:
+            state = {"objects": self.trainer.state.state_dict(), "files": self.run_dir.position(), "run_id": self.run_dir.run_id}
+        self.checkpointer.commit(state, row)
+
+    def _save_now(self, row: dict[str, Any]) -> None:
+        """Have a published checkpoint of the present state; a save that fails is tried once more."""
+        here = (self.stage, self.step)
+        for _ in range(2):
+            if self.checkpointer.under_way != here and self.checkpointer.published != here:
+                self._free_device()
+                self.checkpointer.begin(self.stage, self.step)
+                self._commit(row)
+            self.checkpointer.wait()
+            if self.checkpointer.published == here:
+                return
+        self.console.print("warning: this step has no checkpoint; --resume continues from the one before")
+
+    def _free_device(self) -> None:
+        """Make room for the models, which come to the device to be copied."""
+        if self.trainer.models.residency.enabled:
+            try:
+                self.trainer.sync.put_to_sleep()
+            except RolloutError as error:
+                self.console.print(f"warning: the rollout engine could not be put to sleep: {error}")
+
+    # ---------------------------------------------------------------------------------------------------- records, results
 
     def _is_evaluated(self, step: int) -> bool:
         if self.evaluator is None:
@@ -88,18 +186,20 @@ class Run:
         every, last = self.config.eval.every_steps, step == self.config.run.steps
         return (last and self.config.eval.at_end) or (every > 0 and step % every == 0)
 
-    def _evaluate(self, step: int) -> Evaluation:
+    def _evaluate(self, step: int) -> dict[str, Any]:
+        """Evaluate now; the metrics for the step's row."""
         assert self.evaluator is not None
         with heartbeat.entering("evaluation"):
-            evaluation = self.evaluator.run()
-        self.evaluations.append((step, evaluation))
+            evaluation: Evaluation = self.evaluator.run()
+        results = {f"{summary.name} avg@{summary.samples}": describe(summary.average) for summary in evaluation.summaries}
+        self.evaluations.append((step, results))
         for line in console_lines(evaluation.summaries):
             self.console.print(f"evaluation after step {step}: {line}")
         if self.run_dir is not None:
             self.run_dir.write_samples(f"eval_step_{step:04d}", evaluation.records)
             title, settings = f"Evaluation after step {step}", evaluation_settings(self.config)
             write_report(self.run_dir.evaluations, f"step_{step:04d}", title, settings, evaluation.summaries, evaluation.seconds)
-        return evaluation
+        return evaluation.metrics
 
     def _record(self, outcome: StepOutcome, total: int) -> None:
         row = outcome.row
@@ -122,6 +222,8 @@ class Run:
         folder = critic_folder(self.config.run.dir)
         source = self.config.model.path if self.config.critic.path is None else self.config.critic.path
         self.trainer.models.residency.enter("values")
+        if self.run_dir is not None:
+            shutil.rmtree(folder.parent, ignore_errors=True)  # of this run, before it was resumed
         with heartbeat.entering("export"):
             save_hf(Exporter(critic.chunks, critic.architecture, critic.parallel, role="critic"), source, folder)
         self.console.print(f"pretrained critic saved: {folder} (a later run takes it with critic.init=saved critic.path={folder})")
@@ -145,7 +247,6 @@ class Run:
         if not self.evaluations:
             return
         (first_step, before), (last_step, after) = self.evaluations[0], self.evaluations[-1]
-        for old, new in zip(before.summaries, after.summaries, strict=True):
-            label = f"{old.name} avg@{old.samples}"
-            later = "" if last_step == first_step else f"; after step {last_step}: {describe(new.average)}"
-            self.console.print(f"{label} after step {first_step}: {describe(old.average)}{later}")
+        for label, result in before.items():
+            later = "" if last_step == first_step else f"; after step {last_step}: {after[label]}"
+            self.console.print(f"{label} after step {first_step}: {result}{later}")

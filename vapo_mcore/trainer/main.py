@@ -7,19 +7,33 @@ import os
 import random
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
+from vapo_mcore.checkpoint.files import remove_leftovers
+from vapo_mcore.checkpoint.resume import (
+    Checkpoint,
+    ResumeOptions,
+    choose,
+    compare_configs,
+    leave_newer,
+    load_models,
+    load_state,
+    restore_random,
+)
+from vapo_mcore.checkpoint.saver import Checkpointer
 from vapo_mcore.config.schema import Config
 from vapo_mcore.data.prompts import PromptDataset, check_files, overlaps
 from vapo_mcore.data.tokenizer import load_tokenizer
-from vapo_mcore.errors import DataError, TrainingError
+from vapo_mcore.errors import EXIT_REQUEUE, DataError, RunStopped, TrainingError
 from vapo_mcore.extensions.check import check_extensions
+from vapo_mcore.launch.local import become_stoppable
 from vapo_mcore.launch.watchdog import Watchdog
 from vapo_mcore.megatron.host import HAS_CUDA
 from vapo_mcore.megatron.model import DTYPES
@@ -33,32 +47,39 @@ from vapo_mcore.trainer.console import Console
 from vapo_mcore.trainer.evaluation import Evaluator
 from vapo_mcore.trainer.loop import Run
 from vapo_mcore.trainer.models import build_models
-from vapo_mcore.trainer.run_dir import RunDirectory, check_run_directory
+from vapo_mcore.trainer.run_dir import RunDirectory, check_run_directory, holds_run
+from vapo_mcore.trainer.run_lock import RunLock
 from vapo_mcore.trainer.sampling import ResponseSampler
+from vapo_mcore.trainer.signals import StopSignals
 from vapo_mcore.trainer.step import Trainer
 from vapo_mcore.trainer.weight_sync import WeightSync
 
 _SECONDS_UNTIL_ENDED = 30.0
 
 
-def run_training(config: Config, *, clean: bool) -> int:
+def run_training(config: Config, *, clean: bool, resume: ResumeOptions | None = None) -> int:
     """Run a configuration to its end in this process, one of ``parallel.world_size``. Returns the exit code 0.
 
-    Raises VapoError for everything that is for a person to solve. A rank that raises ends its process, and with it the run:
-    torchrun then ends the others, which may be waiting for it in a collective. So nothing on the way out waits for them.
+    Raises VapoError for everything that is for a person to solve, and RunStopped where all ranks stopped together. A rank that raises
+    anything else ends its process, and with it the run: torchrun then ends the others, which may be waiting for it in a collective. So
+    nothing on the way out waits for them.
     """
     configure_logging()
     parallel = initialize_parallel(config.parallel)
     with ending_together():
-        train(config, parallel, clean=clean)
+        train(config, parallel, clean=clean, resume=resume)
     return 0
 
 
 @contextmanager
 def ending_together() -> Iterator[None]:
     """The end of a process group: all ranks meet, or, where one is lost, the others wait to be ended by torchrun."""
+    stopped: RunStopped | None = None
     try:
-        yield
+        try:
+            yield
+        except RunStopped as request:
+            stopped = request
         dist.barrier()
     except RuntimeError as error:
         if not lost_a_peer(error):
@@ -68,37 +89,101 @@ def ending_together() -> Iterator[None]:
         time.sleep(_SECONDS_UNTIL_ENDED)
         raise TrainingError(f"the connection to another rank is lost, and nothing has ended this one since: {error}") from error
     dist.destroy_process_group()
+    if stopped is not None:
+        raise stopped
 
 
-def train(config: Config, parallel: ParallelContext, *, clean: bool) -> None:
-    """The run itself, in process groups that exist. Everything that it opened is closed when it returns or raises."""
+def train(config: Config, parallel: ParallelContext, *, clean: bool, resume: ResumeOptions | None = None) -> None:
+    """The run itself, in process groups that exist. Everything that it opened is closed when it returns or raises.
+
+    ``resume``: go on from a checkpoint in ``run.dir``; where there is none, start, and say so.
+    """
     _seed(config.seed)
     limit = None if config.faults.hang_minutes is None else 60 * config.faults.hang_minutes
     with ExitStack() as stack:
         watchdog = stack.enter_context(Watchdog(limit, rank=parallel.rank, world_size=parallel.world_size))
         console = Console(enabled=parallel.rank == 0)
         stack.callback(console.stop_progress)
-        with fail_together():
-            if parallel.rank == 0:
-                check_run_directory(config.run.dir, clean=clean, tensorboard=config.run.tensorboard)
-            if os.environ.get("LOCAL_RANK", "0") == "0":
-                check_host_memory(config, processes=int(os.environ.get("LOCAL_WORLD_SIZE", "1")), cuda=HAS_CUDA)
+        locked = _check_run_directory(config, parallel, clean, resume is not None, stack, console)
         console.print(_headline(config))
+        past = None if resume is None else _find_past(config, resume, console)
         tokenizer, prompts, held_out = _load_data(config)
         for dataset in (prompts, held_out):
             if dataset is not None:
                 console.print(dataset.summary)
         for sentence in [] if held_out is None else overlaps(prompts, held_out):
             console.print(f"warning: {sentence}: its score is not that of unseen problems")
+        if past is not None and resume is not None:
+            _continue_data(prompts, past, restart=resume.restart_data, console=console)
         engine = build_engine(config, parallel)
         verifiers = start_verifiers(config, engine, stack, _verifiers(prompts, held_out))
         models = build_models(config, parallel, console.print)
-        run_dir = _make_run_directory(config, parallel, clean, stack, watchdog)
+        if past is not None:
+            load_models(config, models, parallel, past.checkpoint)
         sampler = ResponseSampler(engine, verifiers, tokenizer, config.seed)
         sync = WeightSync(models.policy, engine, verify=config.rollout.verify_weights)
         trainer = Trainer(config, parallel, models, sampler, sync, prompts.next_batch)
+        trainer.state.register("prompts", prompts)
         evaluator = Evaluator(config, sampler, held_out.items) if held_out is not None else None
-        Run(config, trainer, evaluator, run_dir, console).execute()
+        checkpointer = Checkpointer(config, parallel, models, console.print)
+        stack.callback(checkpointer.close)
+        run = Run(config, trainer, evaluator, console, checkpointer)
+        if past is not None:
+            trainer.state.load_state_dict(past.state["objects"] | {"prompts": prompts.state_dict()})
+        fresh = (clean or resume is not None) and locked
+        run.run_dir = _open_run_directory(config, parallel, past, stack, watchdog, console, fresh=fresh, locked=locked)
+        if past is not None:
+            restore_random(past.checkpoint, parallel.rank)
+        stack.enter_context(StopSignals(lambda name: trainer.stop_requests.request(name, exit_code=EXIT_REQUEUE), console.print))
+        become_stoppable()
+        run.execute()
+
+
+@dataclass(frozen=True)
+class _Past:
+    """What a resumed run continues from."""
+
+    checkpoint: Checkpoint
+    state: Mapping[str, Any]
+
+
+def _check_run_directory(config: Config, parallel: ParallelContext, clean: bool, resume: bool, stack: ExitStack, console: Console) -> bool:
+    """Check run directory and host memory. Whether rank 0 took the lock of a directory that holds a run; others are locked when made."""
+    taken = False
+    with fail_together():
+        if parallel.rank == 0:
+            check_run_directory(config.run.dir, clean=clean, tensorboard=config.run.tensorboard, resume=resume)
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            check_host_memory(config, processes=int(os.environ.get("LOCAL_WORLD_SIZE", "1")), cuda=HAS_CUDA)
+        if parallel.rank == 0 and holds_run(config.run.dir):
+            stack.enter_context(RunLock(config.run.dir, console.print))
+            taken = True
+    return taken
+
+
+def _find_past(config: Config, resume: ResumeOptions, console: Console) -> _Past | None:
+    """The checkpoint to continue from, with a configuration that may continue it."""
+    checkpoint = choose(config.run.dir, resume.checkpoint, console.print)
+    if checkpoint is None:
+        console.print(f"nothing to resume: {config.run.dir} has no checkpoint; the run starts from the beginning")
+        return None
+    with fail_together():
+        compare_configs(config, checkpoint, allow=resume.allow_config_change, say=console.print)
+    manifest = checkpoint.manifest
+    console.print(
+        f"resuming from {checkpoint.path}: after step {manifest.step} ({manifest.stage}), saved by vapo-mcore {manifest.package_version}"
+    )
+    return _Past(checkpoint, load_state(checkpoint))
+
+
+def _continue_data(prompts: PromptDataset, past: _Past, *, restart: bool, console: Console) -> None:
+    if restart:
+        console.print("training prompts: begun anew (--restart-data)")
+        return
+    try:
+        prompts.load_state_dict(past.state["objects"]["prompts"])
+    except DataError as error:
+        raise DataError(f"{error}; use the data of the run, or give --restart-data to begin the prompts anew") from error
 
 
 def configure_logging() -> None:
@@ -114,14 +199,31 @@ def _seed(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def _make_run_directory(
-    config: Config, parallel: ParallelContext, clean: bool, stack: ExitStack, watchdog: Watchdog
+def _open_run_directory(
+    config: Config,
+    parallel: ParallelContext,
+    past: _Past | None,
+    stack: ExitStack,
+    watchdog: Watchdog,
+    console: Console,
+    *,
+    fresh: bool,
+    locked: bool,
 ) -> RunDirectory | None:
-    """Made by rank 0, which alone gets the writers, once everything is there: a start that failed leaves no run behind."""
+    """Made, or taken back to the checkpoint, by rank 0, which alone gets the writers, once everything is there: a start that failed leaves
+    no run behind, and a resume that failed leaves the run as it was."""
     run_dir = None
+    settings: dict[str, Any] = {"config_yaml": config.to_yaml(), "tensorboard": config.run.tensorboard}
     with fail_together():
         if parallel.rank == 0:
-            run_dir = RunDirectory.create(config.run.dir, clean=clean, config_yaml=config.to_yaml(), tensorboard=config.run.tensorboard)
+            if past is None:
+                run_dir = RunDirectory.create(config.run.dir, clean=fresh, **settings)
+            else:
+                leave_newer(config.run.dir, past.checkpoint, console.print)
+                run_dir = RunDirectory.resume(config.run.dir, **past.state["files"], **settings)
+            if not locked:
+                stack.enter_context(RunLock(config.run.dir, console.print))
+            remove_leftovers(config.run.dir)
             stack.callback(run_dir.close)
             watchdog.clear(config.run.dir)
     with fail_together():

@@ -195,6 +195,7 @@ _SYSTEM = (
     Metric("time/advantages", MAX, "ranks", "Seconds of rewards, advantages, whitening and checks."),
     Metric("time/critic_update", MAX, "ranks", "Seconds of the critic's updates."),
     Metric("time/policy_update", MAX, "ranks", "Seconds of the policy's updates."),
+    Metric("time/checkpoint", MAX, "ranks", "Seconds that the step waited to be copied for a checkpoint."),
     Metric("time/weight_sync", MAX, "ranks", "Seconds of export and loading into the rollout engine."),
     Metric("time/other", MAX, "ranks", "Seconds of the step outside the phases above."),
     Metric("memory/host_gib", MAX, "ranks", "Resident memory of a process at the end of the step."),

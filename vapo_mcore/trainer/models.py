@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vapo_mcore.checkpoint.files import model_folder, saved_weights
+from vapo_mcore.checkpoint.models import fill_chunks, require_intact
 from vapo_mcore.config.architecture import ModelArchitecture, read_architecture
 from vapo_mcore.config.schema import Config, OptimizerConfig
 from vapo_mcore.errors import ConfigError
@@ -46,7 +48,7 @@ def build_models(config: Config, parallel: ParallelContext, say: Say) -> Models:
         architecture,
         config.model,
         parallel,
-        load_weights=lambda chunks: load_hf_into(chunks, config.model.path, architecture, parallel, role="policy"),
+        load_weights=lambda chunks: _fill_policy(chunks, config, architecture, parallel, say),
         optimizer=config.policy.optimizer,
         warmup_updates=config.policy.optimizer.warmup_rollouts * config.batch.updates_per_step * config.policy.epochs,
     )
@@ -63,11 +65,20 @@ def build_models(config: Config, parallel: ParallelContext, say: Say) -> Models:
     return Models(architecture, policy, critic, reference, residency)
 
 
+def _fill_policy(chunks: list[Any], config: Config, architecture: ModelArchitecture, parallel: ParallelContext, say: Say) -> None:
+    """The initial weights: those of model.path, or of a checkpoint of an earlier run."""
+    if config.policy.path is None:
+        load_hf_into(chunks, config.model.path, architecture, parallel, role="policy")
+        return
+    fill_chunks(chunks, require_intact(config.policy.path, "policy"))
+    say(f"policy: weights from {config.policy.path}")
+
+
 def _first_critic(config: Config, policy: ModelArchitecture, parallel: ParallelContext, say: Say) -> MegatronModel:
     """The critic as it enters the run, with the settings of value pretraining if there is one."""
     folder = config.model.path if config.critic.init == "policy" else config.critic.path
     assert folder is not None, "the configuration requires critic.path for this critic.init"
-    architecture = policy if config.critic.init == "policy" else read_architecture(folder)
+    architecture = policy if config.critic.init == "policy" else read_architecture(model_folder(folder, "critic"))
     if architecture.vocab_size != policy.vocab_size:
         raise ConfigError(
             f"critic.path: the critic's vocabulary has {architecture.vocab_size} entries, the policy's {policy.vocab_size}; "
@@ -76,6 +87,10 @@ def _first_critic(config: Config, policy: ModelArchitecture, parallel: ParallelC
     reports: list[LoadReport] = []
 
     def load(chunks: list[Any]) -> None:
+        if saved_weights(folder, "critic") is not None:
+            fill_chunks(chunks, require_intact(folder, "critic"))
+            reports.append(LoadReport(head="that of the checkpoint"))
+            return
         head_init = config.critic.head_init if config.critic.init == "policy" else None
         reports.append(load_hf_into(chunks, folder, architecture, parallel, role="critic", head_init=head_init, seed=config.seed))
 

@@ -1,12 +1,14 @@
-"""The run directory: made once by rank 0, never reused without ``--clean``, and only deleted if it is one of ours.
+"""The run directory: made once by rank 0, never reused without ``--resume`` or ``--clean``, and only deleted if it is one of ours.
 
 <run.dir>/config.yaml            the resolved configuration
 <run.dir>/metrics.jsonl          one JSON object a step
 <run.dir>/samples/step_NNNN.jsonl   sampled responses with their scores
 <run.dir>/evaluations/step_NNNN.json, .md   results on the evaluation sets
 <run.dir>/tensorboard/           if TensorBoard is installed or required
+<run.dir>/checkpoints/           see docs/checkpoints.md
 <run.dir>/export/hf              the trained policy
 <run.dir>/faults/                batches of bad updates, stacks of ranks that hung
+<run.dir>/finished.json          once the run has reached its end
 """
 
 from __future__ import annotations
@@ -17,13 +19,16 @@ import logging
 import math
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+import uuid
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from vapo_mcore.errors import ConfigError
+from vapo_mcore.errors import CheckpointError, ConfigError
 
+LOCK_NAME = ".lock"
 _MARKER = ".vapo_mcore_run"
+_FINISHED = "finished.json"
 logger = logging.getLogger(__name__)
 
 
@@ -47,6 +52,7 @@ class RunDirectory:
 
     def __init__(self, path: Path, *, tensorboard: bool) -> None:
         self.path = path
+        self.run_id = run_id(path)
         self.samples = path / "samples"
         self.evaluations = path / "evaluations"
         self._metrics = open(path / "metrics.jsonl", "a", encoding="utf-8")  # noqa: SIM115 (kept open for the run, closed in close())
@@ -62,13 +68,58 @@ class RunDirectory:
         check_run_directory(path, clean=clean, tensorboard=tensorboard)
         _make_empty(path)
         try:
-            (path / _MARKER).touch()
+            (path / _MARKER).write_text(json.dumps({"run_id": uuid.uuid4().hex}) + "\n", encoding="utf-8")
             (path / "samples").mkdir()
             (path / "evaluations").mkdir()
             (path / "config.yaml").write_text(config_yaml, encoding="utf-8")
             return cls(path, tensorboard=_has_tensorboard() if tensorboard is None else tensorboard)
         except OSError as error:
             raise ConfigError(f"run.dir = {str(path)!r} cannot be written: {error}") from error
+
+    @classmethod
+    def resume(
+        cls, path: str | Path, *, metrics_bytes: int, written: Collection[str], config_yaml: str, tensorboard: bool | None
+    ) -> RunDirectory:
+        """Take the directory back to what it was with ``metrics_bytes`` of metrics.jsonl and the ``written`` samples and evaluations.
+
+        Later rows, samples, evaluations and exports go; TensorBoard's files are written again from the rows. Raises CheckpointError where
+        metrics.jsonl is shorter than that.
+        """
+        path = Path(path)
+        metrics = path / "metrics.jsonl"
+        size = metrics.stat().st_size if metrics.is_file() else 0
+        if size < metrics_bytes:
+            raise CheckpointError(f"{metrics} has {size} bytes, the checkpoint was saved with {metrics_bytes}: rows are missing")
+        try:
+            os.truncate(metrics, metrics_bytes)
+            for file in _written(path):
+                if file.relative_to(path).as_posix() not in written:
+                    file.unlink()
+            for folder in (path / "export", path / "tensorboard"):
+                shutil.rmtree(folder, ignore_errors=True)
+            (path / _FINISHED).unlink(missing_ok=True)
+            (path / "config.yaml").write_text(config_yaml, encoding="utf-8")
+            found = cls(path, tensorboard=_has_tensorboard() if tensorboard is None else tensorboard)
+        except OSError as error:
+            raise ConfigError(f"run.dir = {str(path)!r} cannot be written: {error}") from error
+        found._replay()
+        return found
+
+    def _replay(self) -> None:
+        if self._tensorboard is not None:
+            for line in (self.path / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
+                self._tensorboard.write(json.loads(line), flush=False)
+
+    def position(self) -> dict[str, Any]:
+        """Where the files stand, for :meth:`resume`; the rows are on the disk when this returns."""
+        self._metrics.flush()
+        os.fsync(self._metrics.fileno())
+        written = sorted(file.relative_to(self.path).as_posix() for file in _written(self.path))
+        return {"metrics_bytes": self._metrics.tell(), "written": written}
+
+    def mark_finished(self, steps: int) -> None:
+        """The run has reached its end after so many RL steps."""
+        (self.path / _FINISHED).write_text(json.dumps({"steps": steps}) + "\n", encoding="utf-8")
 
     def write_metrics(self, row: Mapping[str, Any]) -> None:
         """Append one step. Undefined and non-finite numbers become null; the latter are named under ``metrics/nonfinite``."""
@@ -96,8 +147,35 @@ class RunDirectory:
             self._tensorboard.close()
 
 
-def check_run_directory(path: str | Path, *, clean: bool, tensorboard: bool | None) -> None:
-    """Raise ConfigError unless a run may use ``path``: it is new or empty, or holds a run and ``clean`` allows deleting it.
+def _written(path: Path) -> list[Path]:
+    """Files of single steps."""
+    return [file for folder in ("samples", "evaluations") for file in (path / folder).iterdir() if file.is_file()]
+
+
+def run_id(path: Path) -> str:
+    """The identity of the run in a directory, the same after a resume."""
+    try:
+        return str(json.loads((path / _MARKER).read_text(encoding="utf-8"))["run_id"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return "unknown"
+
+
+def finished_steps(path: str | Path) -> int | None:
+    """RL steps of a run that has reached its end; None of one that has not."""
+    try:
+        return int(json.loads((Path(path) / _FINISHED).read_text(encoding="utf-8"))["steps"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def holds_run(path: str | Path) -> bool:
+    """Whether a run has begun in the directory."""
+    return (Path(path) / _MARKER).is_file()
+
+
+def check_run_directory(path: str | Path, *, clean: bool, tensorboard: bool | None, resume: bool = False) -> None:
+    """Raise ConfigError unless a run may use ``path``: it is new or empty, or holds a run that ``clean`` allows to delete or ``resume``
+    to continue.
 
     Also refused: a place where no directory can be made, and ``tensorboard`` = True (required) where it is not installed.
     """
@@ -110,15 +188,17 @@ def check_run_directory(path: str | Path, *, clean: bool, tensorboard: bool | No
         above = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
         if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
             raise ConfigError(f"run.dir = {str(path)!r} cannot be made: {str(above)!r} is not a directory that can be written to")
-        in_use = path.exists() and any(path.iterdir())
+        in_use = path.exists() and any(entry.name != LOCK_NAME for entry in path.iterdir())
         if in_use and not (path / _MARKER).is_file():
             raise ConfigError(
                 f"run.dir = {str(path)!r} holds files that are not a run of vapo-mcore; nothing was touched, give another run.dir"
             )
     except OSError as error:
         raise ConfigError(f"run.dir = {str(path)!r} cannot be used: {error.strerror}") from error
-    if in_use and not clean:
-        raise ConfigError(f"run.dir = {str(path)!r} already holds a run; give another run.dir, or --clean to delete that run first")
+    if in_use and not clean and not resume:
+        raise ConfigError(
+            f"run.dir = {str(path)!r} already holds a run; give --resume to continue it, another run.dir, or --clean to delete it first"
+        )
 
 
 def _has_tensorboard() -> bool:
@@ -127,9 +207,14 @@ def _has_tensorboard() -> bool:
 
 def _make_empty(path: Path) -> None:
     try:
-        if path.exists():
-            shutil.rmtree(path)
         path.mkdir(parents=True, exist_ok=True)
+        for entry in path.iterdir():
+            if entry.name == LOCK_NAME:
+                continue  # this run holds it
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry)
+            else:
+                entry.unlink()
     except OSError as error:
         raise ConfigError(f"run.dir = {str(path)!r} cannot be made: {error}") from error
 
@@ -143,7 +228,7 @@ class _TensorBoard:
         self._writer = SummaryWriter(str(path))
         self._broken = False
 
-    def write(self, row: Mapping[str, Any]) -> None:
+    def write(self, row: Mapping[str, Any], *, flush: bool = True) -> None:
         if self._broken:
             return
         stage, step = row.get("stage", "rl"), row["step"]
@@ -152,7 +237,8 @@ class _TensorBoard:
             for name, value in row.items():
                 if isinstance(value, int | float) and not isinstance(value, bool) and name != "step":
                     self._writer.add_scalar(prefix + name, value, step)
-            self._writer.flush()
+            if flush:
+                self._writer.flush()
         except Exception as error:  # noqa: BLE001 (any fault of a tracker is its own)
             self._broken = True
             logger.warning("TensorBoard failed and is switched off for the rest of the run: %s", error)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from vapo_mcore import heartbeat
+from vapo_mcore.checkpoint.state import StateRegistry
 from vapo_mcore.config.schema import Config
 from vapo_mcore.data.prompts import Prompt
 from vapo_mcore.diagnosis.monitor import Monitor
@@ -94,6 +95,13 @@ class Trainer:
         self._rebuilds_recorded = 0
         sampler.recover_engine = self.recover_engine
         self.guards = {role: UpdateGuard(config.faults) for role in ("policy", "critic")}
+        self.state = StateRegistry()
+        self.state.register("trainer", self)
+        self.state.register("diagnosis", self.diagnosis)
+        for role, guard in self.guards.items():
+            self.state.register(f"update_guard/{role}", guard)
+        self.before_sync: Callable[[str, int, PhaseTimer], None] | None = None
+        """Called in each step with its stage, number and timer, when the models are final and the rollout engine sleeps."""
         self.rollouts = 0  # of both stages: enters the sampling seeds and the mini-batch shuffle
         self._dp_rank_of_rank = all_gather_objects(parallel.data_parallel_rank)
 
@@ -254,6 +262,8 @@ class Trainer:
                 check_experience(experience)
 
     def _sync(self, step: _Step) -> None:
+        if self.before_sync is not None:
+            self.before_sync(step.stage, step.number, step.timer)
         with step.timer.phase("weight_sync"):
             report = self.sync_weights()
         step.metrics.put("weights/tensors", report.names)
@@ -288,6 +298,12 @@ class Trainer:
             if told:
                 raise StepAbandoned(f"the rollout engine failed ({text}) and cannot be rebuilt: {told[0]}")
             self.sync_weights()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"rollouts": self.rollouts, "critic_updates": self.models.critic_updates}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.rollouts, self.models.critic_updates = state["rollouts"], state["critic_updates"]
 
     def _finish(self, step: _Step) -> StepOutcome:
         """Reduce the metrics; the only place where a step's numbers meet."""

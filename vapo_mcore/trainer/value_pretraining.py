@@ -15,6 +15,7 @@ class PretrainingEnd:
         self.settings = settings
         self.held = 0
         self.done = 0
+        self.over = False
 
     @property
     def max_steps(self) -> int:
@@ -32,9 +33,15 @@ class PretrainingEnd:
             low_loss = until.value_loss_below is None or (loss is not None and loss < until.value_loss_below)
             explains = until.explained_variance_above is None or (explained is not None and explained > until.explained_variance_above)
             self.held = self.held + 1 if low_loss and explains else 0
-            if self.held >= until.window:
-                return True
-        return self.done >= self.max_steps
+            self.over = self.held >= until.window
+        self.over = self.over or self.done >= self.max_steps
+        return self.over
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"held": self.held, "done": self.done, "over": self.over}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.held, self.done, self.over = state["held"], state["done"], state["over"]
 
     def describe(self) -> str:
         """How it ended, for the log."""

@@ -18,7 +18,7 @@ import pickle
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 from zipfile import ZIP_STORED, ZipFile
 
 import torch
@@ -58,10 +58,12 @@ class DistributedCheckpointWriter:
     complete, with its metadata, once it is left without an error.
 
     ``expected_bytes``: about how much will be written; it is reserved on the disk file by file (OSError where there is no room).
+    ``rank``: of several writers of one folder, in the names of its files.
     """
 
-    def __init__(self, folder: str | Path, *, expected_bytes: int = 0) -> None:
+    def __init__(self, folder: str | Path, *, expected_bytes: int = 0, rank: int = 0) -> None:
         self.folder = Path(folder)
+        self.rank = rank
         self._expected_bytes = expected_bytes
         self._stream: io.BufferedRandom | None = None
         self._file_name = ""
@@ -113,13 +115,21 @@ class DistributedCheckpointWriter:
 
     def _next_file(self) -> None:
         self._close_file()
-        self._file_name = f"__0_{self._files}.distcp"
+        self._file_name = f"__{self.rank}_{self._files}.distcp"
         self._files += 1
-        self._stream = (self.folder / self._file_name).open("x+b")
+        self._stream = self.open(self._file_name)
         reserved = min(self._expected_bytes, _FILE_BYTES)
         if reserved:
             os.posix_fallocate(self._stream.fileno(), 0, reserved)
         self._expected_bytes -= reserved
+
+    def open(self, name: str) -> Any:
+        """A new file of the folder, for binary reading and writing."""
+        return (self.folder / name).open("x+b")
+
+    def part(self) -> WrittenPart:
+        """What this writer has put where, for :func:`write_metadata`."""
+        return WrittenPart(self._tensors, self._objects, self._places)
 
     def _close_file(self) -> None:
         if self._stream is not None:
@@ -128,33 +138,9 @@ class DistributedCheckpointWriter:
             self._stream = None
 
     def _finish(self) -> None:
-        from torch.distributed.checkpoint.filesystem import _StorageInfo
-        from torch.distributed.checkpoint.metadata import (
-            BytesStorageMetadata,
-            ChunkStorageMetadata,
-            Metadata,
-            MetadataIndex,
-            TensorProperties,
-            TensorStorageMetadata,
-        )
-
-        state: dict[str, Any] = {
-            key: TensorStorageMetadata(
-                properties=TensorProperties(dtype=dtype),
-                size=torch.Size(shape),
-                chunks=[ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in chunks],
-            )
-            for key, (dtype, shape, chunks) in self._tensors.items()
-        }
-        state.update({name: BytesStorageMetadata() for name in self._objects})
-        storage = {
-            MetadataIndex(key, None if offsets is None else torch.Size(offsets)): _StorageInfo(file, start, length)
-            for key, offsets, file, start, length in self._places
-        }
         torch.save({}, self.folder / "common.pt")
         (self.folder / "metadata.json").write_text(json.dumps(_FORMAT), encoding="utf-8")
-        with (self.folder / METADATA_NAME).open("xb") as stream:
-            pickle.dump(Metadata(state_dict_metadata=state, storage_data=storage), stream)
+        write_metadata(self.folder, [self.part()])
 
     def __enter__(self) -> Self:
         return self
@@ -163,6 +149,51 @@ class DistributedCheckpointWriter:
         self._close_file()
         if kind is None:
             self._finish()
+
+
+class WrittenPart(NamedTuple):
+    """The chunks and objects that one rank has written: tensor -> (type, global shape, (offsets, sizes) of its chunks); the objects'
+    names; and for each of both (key, offsets or None, file, first byte, bytes)."""
+
+    tensors: dict[str, tuple[torch.dtype, tuple[int, ...], list[tuple[tuple[int, ...], tuple[int, ...]]]]]
+    objects: list[str]
+    places: list[tuple[str, tuple[int, ...] | None, str, int, int]]
+
+
+def write_metadata(folder: Path, parts: Sequence[WrittenPart]) -> None:
+    """Write ``.metadata`` of a checkpoint whose chunks the ranks have written as ``parts`` say."""
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+    from torch.distributed.checkpoint.metadata import (
+        BytesStorageMetadata,
+        ChunkStorageMetadata,
+        Metadata,
+        MetadataIndex,
+        TensorProperties,
+        TensorStorageMetadata,
+    )
+
+    tensors: dict[str, tuple[torch.dtype, tuple[int, ...], list[tuple[tuple[int, ...], tuple[int, ...]]]]] = {}
+    for part in parts:
+        for key, (dtype, shape, chunks) in part.tensors.items():
+            known = tensors.setdefault(key, (dtype, shape, []))
+            assert known[:2] == (dtype, shape), f"{key}: the ranks disagree about the tensor"
+            known[2].extend(chunks)
+    state: dict[str, Any] = {
+        key: TensorStorageMetadata(
+            properties=TensorProperties(dtype=dtype),
+            size=torch.Size(shape),
+            chunks=[ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in chunks],
+        )
+        for key, (dtype, shape, chunks) in tensors.items()
+    }
+    state.update({name: BytesStorageMetadata() for part in parts for name in part.objects})
+    storage = {
+        MetadataIndex(key, None if offsets is None else torch.Size(offsets)): _StorageInfo(file, start, length)
+        for part in parts
+        for key, offsets, file, start, length in part.places
+    }
+    with (folder / METADATA_NAME).open("xb") as stream:
+        pickle.dump(Metadata(state_dict_metadata=state, storage_data=storage), stream)
 
 
 class _Output:
@@ -229,6 +260,8 @@ class DistributedCheckpointReader:
         if backend != "torch_dist":
             raise CheckpointError(f"{self.folder} has the format {backend!r}; only 'torch_dist' is supported")
         self._entries = {key: entry for key, entry in entries.items() if hasattr(entry, "chunks")}
+        self.objects = {key for key in entries if key not in self._entries}
+        """Names of the sharded objects."""
         self._sizes = {key: {tuple(chunk.offsets): tuple(chunk.sizes) for chunk in entry.chunks} for key, entry in self._entries.items()}
         self._places = {(index.fqn, None if index.offset is None else tuple(index.offset)): info for index, info in storage.items()}
         self._check_files()
@@ -291,14 +324,27 @@ class DistributedCheckpointReader:
         info = self._places.get((key, offsets))
         if info is None:
             raise CheckpointError(f"{self.folder}: the chunk of {key} at {list(offsets)} is not stored")
-        with (self.folder / info.relative_path).open("rb") as stream:
-            try:
-                value = torch.load(_Window(stream, info.offset, info.length), weights_only=True)  # type: ignore[arg-type]
-            except (RuntimeError, pickle.UnpicklingError, EOFError) as error:
-                raise CheckpointError(f"{self.folder / info.relative_path}: the chunk of {key} is damaged: {error}") from error
+        value = self._load(key, info)
         if not isinstance(value, Tensor) or tuple(value.shape) != sizes:
             raise CheckpointError(f"{self.folder / info.relative_path}: the chunk of {key} is not a tensor of shape {list(sizes)}")
         return value
+
+    def read_object(self, name: str) -> Any:
+        """The sharded object of that name: plain values and tensors, others are refused."""
+        info = self._places.get((name, None))
+        if info is None:
+            raise CheckpointError(f"{self.folder}: {name} is not stored")
+        value = self._load(name, info)
+        if not isinstance(value, list) or len(value) != 1:
+            raise CheckpointError(f"{self.folder / info.relative_path}: {name} is not stored as Megatron stores an object")
+        return value[0]
+
+    def _load(self, key: str, info: Any) -> Any:
+        with (self.folder / info.relative_path).open("rb") as stream:
+            try:
+                return torch.load(_Window(stream, info.offset, info.length), map_location="cpu", weights_only=True)  # type: ignore[arg-type]
+            except (RuntimeError, ValueError, AttributeError, pickle.UnpicklingError, EOFError) as error:
+                raise CheckpointError(f"{self.folder / info.relative_path}: {key} is damaged or refused: {error}") from error
 
 
 def _overlap(

@@ -3,11 +3,12 @@
 import importlib.util
 import json
 import math
+from pathlib import Path
 
 import pytest
 
-from vapo_mcore.errors import ConfigError
-from vapo_mcore.trainer.run_dir import RunDirectory, check_run_directory
+from vapo_mcore.errors import CheckpointError, ConfigError
+from vapo_mcore.trainer.run_dir import RunDirectory, check_run_directory, finished_steps
 
 
 def create(path, **kwargs):
@@ -85,3 +86,44 @@ def test_tensorboard_scalars_are_written(tmp_path):
     events = EventAccumulator(str(run.path / "tensorboard"))
     events.Reload()
     assert [(e.step, e.value) for e in events.Scalars("reward/mean")] == [(1, 0.25), (2, 0.5)]
+
+
+def test_a_resumed_run_goes_back_to_its_checkpoint(tmp_path: Path) -> None:
+    """Later rows, later samples and exports go; what was there stays; the identity stays."""
+    run = create(tmp_path / "run")
+    for step in (1, 2):
+        run.write_metrics({"step": step, "stage": "rl"})
+        run.write_samples(f"step_{step:04d}", [{"response": str(step)}])
+    position = run.position()
+    run.write_metrics({"step": 3, "stage": "rl"})
+    run.write_samples("step_0003", [{"response": "3"}])
+    (run.path / "export").mkdir()
+    run.mark_finished(3)
+    assert finished_steps(run.path) == 3
+    run.close()
+    again = RunDirectory.resume(run.path, **position, config_yaml="seed: 2\n", tensorboard=False)
+    again.write_metrics({"step": 3, "stage": "rl"})
+    again.close()
+    assert [json.loads(line)["step"] for line in (run.path / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3]
+    assert sorted(path.name for path in run.samples.iterdir()) == ["step_0001.jsonl", "step_0002.jsonl"]
+    assert not (run.path / "export").exists()
+    assert finished_steps(run.path) is None
+    assert (run.path / "config.yaml").read_text() == "seed: 2\n"
+    assert again.run_id == run.run_id != "unknown"
+
+
+def test_rows_that_a_checkpoint_has_seen_must_be_there(tmp_path: Path) -> None:
+    run = create(tmp_path / "run")
+    run.close()
+    with pytest.raises(CheckpointError, match="has 0 bytes, the checkpoint was saved with 10"):
+        RunDirectory.resume(run.path, metrics_bytes=10, written=[], config_yaml="", tensorboard=False)
+
+
+def test_a_directory_with_a_run_may_be_resumed_and_a_foreign_one_not(tmp_path: Path) -> None:
+    create(tmp_path / "run").close()
+    check_run_directory(tmp_path / "run", clean=False, tensorboard=None, resume=True)
+    check_run_directory(tmp_path / "new", clean=False, tensorboard=None, resume=True)
+    (tmp_path / "foreign").mkdir()
+    (tmp_path / "foreign" / "thesis.tex").touch()
+    with pytest.raises(ConfigError, match="not a run of vapo-mcore"):
+        check_run_directory(tmp_path / "foreign", clean=False, tensorboard=None, resume=True)

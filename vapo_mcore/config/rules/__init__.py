@@ -4,7 +4,15 @@
 is itself faulty, so that one mistake is reported once.
 """
 
-from vapo_mcore.config.rules import algorithm, batches, critic, diagnosis, layout, sampling  # noqa: F401  (each registers its rules)
+from vapo_mcore.config.rules import (  # noqa: F401  (each registers its rules)
+    algorithm,
+    batches,
+    checkpoint,
+    critic,
+    diagnosis,
+    layout,
+    sampling,
+)
 from vapo_mcore.config.rules.base import RULES, Rule, Subject, broken_rules, rule
 from vapo_mcore.config.rules.paths import missing_paths, read_model, references
 

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from vapo_mcore.checkpoint.files import model_folder
 from vapo_mcore.config.architecture import ModelArchitecture, read_architecture
 from vapo_mcore.config.layers import Fault
 from vapo_mcore.config.references import is_file_reference, is_reference
@@ -19,10 +20,15 @@ _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 def read_model(key: str, folder: str, faults: list[Fault]) -> ModelArchitecture | None:
     """The architecture of a model folder; what is wrong with the folder is among the faults, at ``key``."""
     try:
-        architecture = read_architecture(folder)
+        described = model_folder(folder, "critic" if key == "critic.path" else "policy") if key != "model.path" else Path(folder)
+        architecture = read_architecture(described)
     except CheckpointError as error:
         faults.append(Fault(key, str(error)))
         return None
+    if described != Path(folder):
+        return architecture  # a checkpoint of a run: its files are compared with its manifest when it is loaded
+    if key == "policy.path":
+        faults.append(Fault(key, f"{folder!r} is no checkpoint of a run; a Hugging Face folder belongs in model.path"))
     if not any(Path(folder, name).is_file() for name in _WEIGHTS):
         pickled = sorted(file.name for suffix in ("bin", "pt", "pth", "ckpt") for file in Path(folder).glob(f"*.{suffix}"))
         hint = f"; {pickled[0]} is a pickle, which can run code and is refused: convert it to safetensors" if pickled else ""

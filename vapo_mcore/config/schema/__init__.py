@@ -26,6 +26,7 @@ from vapo_mcore.config.schema.algorithm import (
     ValueLossConfig,
 )
 from vapo_mcore.config.schema.base import GROUP_ESTIMATORS, Estimator, Section, Seed
+from vapo_mcore.config.schema.checkpoint import CheckpointConfig
 from vapo_mcore.config.schema.data import CustomSource, DataConfig, EvalConfig, FieldsConfig, FileSource, ReasoningGymSource, Source
 from vapo_mcore.config.schema.diagnosis import DiagnosisConfig
 from vapo_mcore.config.schema.faults import FaultsConfig, LossSpikeConfig
@@ -52,6 +53,7 @@ __all__ = [
     "AdvantageConfig",
     "AlgorithmConfig",
     "BatchConfig",
+    "CheckpointConfig",
     "Config",
     "CriticConfig",
     "CriticOptimizerConfig",
@@ -108,6 +110,7 @@ class Config(Section):
     policy: PolicyConfig = PolicyConfig()
     critic: CriticConfig = CriticConfig()
     eval: EvalConfig = EvalConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
     export: ExportConfig = ExportConfig()
     diagnosis: DiagnosisConfig = DiagnosisConfig()
     faults: FaultsConfig = FaultsConfig()

@@ -26,6 +26,7 @@ class CriticOptimizerConfig(OptimizerConfig):
 
 
 class PolicyConfig(Section):
+    path: Path | None = None  # a checkpoint of an earlier run whose policy this one starts from; null: the weights of model.path
     epochs: PositiveInt = 1  # passes over each rollout
     optimizer: OptimizerConfig = OptimizerConfig()
 
@@ -56,7 +57,7 @@ class CriticConfig(Section):
     epochs: PositiveInt = 1  # passes over each rollout
     # Weights of model.path with a new head, of a reward model, or of a critic saved by an earlier run.
     init: Literal["policy", "reward_model", "saved"] = "policy"
-    path: Path | None = None  # Hugging Face folder of the reward model or of the saved critic
+    path: Path | None = None  # folder of the reward model or of the saved critic; or a checkpoint of an earlier run with a critic
     head_init: Literal["zero", "small"] = "zero"  # of a new head; small: values of about 0.1
     optimizer: CriticOptimizerConfig = CriticOptimizerConfig()
     value_pretraining: ValuePretrainingConfig = ValuePretrainingConfig()

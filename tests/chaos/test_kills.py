@@ -1,0 +1,177 @@
+"""Runs that are killed (-9) at random times, saves included, and resumed: what they leave is what an uninterrupted run leaves.
+
+``make test`` has three of them, ``make test-chaos`` all 25. The time of each kill is drawn from a fixed seed, but what the run does at that
+time is chance: a failure names the number of the kill, and the folder of the run stays.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.torchrun import ROOT
+from tests.training_setup import read_metrics, write_setup
+
+KILLS, IN_MAKE_TEST = 25, 3
+SETTINGS = [
+    "parallel.world_size=1",
+    "batch={prompts_per_step: 8, responses_per_prompt: 2, mini_batch_size: 8, max_tokens_per_microbatch: 96}",
+    "run.steps=5",
+    "rollout.max_response_length=16",
+    "reward.timeout_seconds=600",
+    "policy.optimizer.warmup_rollouts=4",
+    "critic.value_pretraining={steps: 2, lr: 0.01, head_only: true}",
+    "eval={every_steps: 2, samples_per_prompt: 1}",
+    "checkpoint={every_steps: 1, keep_last: 2, keep_best: 1, best_metric: reward/mean, reshardable_every: 2}",
+    "algorithm.kl={place: loss, kind: k3, coef: 0.1}",
+]
+"""Seven rollouts of 8 prompts over 40: the first epoch ends within the sixth; the warm-up is half done after the fourth."""
+
+
+class Runs:
+    """The process that forks the runs."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        self.process = subprocess.Popen(
+            [sys.executable, str(ROOT / "tests/chaos/forked_runs.py")],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+            env=environment,
+            start_new_session=True,
+        )
+
+    def start(self, name: str, *options: str) -> int:
+        """Begin a run; its process id."""
+        assert self.process.stdin is not None
+        command = [
+            str(self.folder / f"{name}.log"),
+            "train",
+            str(self.folder / "base.yaml"),
+            *SETTINGS,
+            f"run.dir={self.folder / name}",
+            *options,
+        ]
+        self.process.stdin.write(json.dumps(command) + "\n")
+        self.process.stdin.flush()
+        return int(self._answer()["pid"])
+
+    def ended(self) -> int:
+        """Wait for the run; its exit code, or -signal."""
+        return int(self._answer()["status"])
+
+    def _answer(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, "the process that forks the runs has ended"
+        return dict(json.loads(line))
+
+    def close(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        try:
+            self.process.wait(timeout=10)
+        finally:
+            if self.process.poll() is None:
+                os.killpg(self.process.pid, signal.SIGKILL)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
+    folder = write_setup(tmp_path_factory.mktemp("chaos"), model="qwen2_tied")
+    forker = Runs(folder)
+    yield forker
+    forker.close()
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(runs: Runs) -> tuple[Path, float]:
+    """The run that nobody kills, and its seconds."""
+    start = time.monotonic()
+    runs.start("uninterrupted")
+    assert runs.ended() == 0, (runs.folder / "uninterrupted.log").read_text()[-4000:]
+    return runs.folder / "uninterrupted", time.monotonic() - start
+
+
+def outcome(run: Path) -> dict[str, Any]:
+    """All that must be the same: every row but for times and memory, the exported weights, the samples."""
+    rows = [
+        {key: value for key, value in row.items() if not key.startswith(("time/", "memory/")) and key != "tokens/per_second"}
+        for row in read_metrics(run)
+    ]
+    weights = {path.name: path.read_bytes() for path in (run / "export" / "hf").glob("*.safetensors")}
+    samples = {path.name: path.read_bytes() for path in (run / "samples").iterdir()}
+    return {"rows": rows, "weights": weights, "samples": samples}
+
+
+def kill(runs: Runs, pid: int, run: Path, draw: random.Random, seconds: float, *, in_a_save: bool) -> None:
+    """SIGKILL after a random part of ``seconds``, or a moment after a random save has begun."""
+    if in_a_save:
+        saves = draw.randint(1, 6)
+        deadline = time.monotonic() + 3 * seconds
+        seen: set[str] = set()
+        while len(seen) < saves and time.monotonic() < deadline and _alive(pid):
+            seen |= {path.name for path in (run / "checkpoints").glob(".incomplete-*")}
+        time.sleep(draw.uniform(0, 0.03))
+    else:
+        time.sleep(draw.uniform(0, seconds))
+    if _alive(pid):
+        os.kill(pid, signal.SIGKILL)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return (Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize(
+    "number", [pytest.param(number, marks=[] if number < IN_MAKE_TEST else [pytest.mark.slow]) for number in range(KILLS)]
+)
+def test_a_killed_run_continues_as_if_nothing_had_happened(runs: Runs, uninterrupted: tuple[Path, float], number: int) -> None:
+    reference, seconds = uninterrupted
+    draw = random.Random(f"kill {number}")
+    name = f"killed_{number}"
+    run = runs.folder / name
+    kill(runs, runs.start(name), run, draw, seconds, in_a_save=number % 3 == 1)
+    status = runs.ended()
+    if number % 5 == 2 and status != 0:  # and killed again while it resumes
+        kill(runs, runs.start(name, "--resume"), run, draw, seconds, in_a_save=False)
+        status = runs.ended()
+    assert status in (0, -signal.SIGKILL), (runs.folder / f"{name}.log").read_text()[-4000:]
+    leftover = [path.name for path in (run / "checkpoints").glob(".incomplete-*")]
+    runs.start(name, "--resume")
+    log = (runs.folder / f"{name}.log").read_text()
+    assert runs.ended() == 0, (runs.folder / f"{name}.log").read_text()[-4000:]
+    print(f"kill {number}: status {status}, unfinished saves {leftover}")
+    expected, found = outcome(reference), outcome(run)
+    assert [row["step"] for row in found["rows"]] == [row["step"] for row in expected["rows"]], log
+    for row, other in zip(expected["rows"], found["rows"], strict=True):
+        assert {key for key in row.keys() | other.keys() if row.get(key) != other.get(key)} == set(), (row["step"], row["stage"])
+    assert found["weights"] == expected["weights"]
+    assert found["samples"] == expected["samples"]
+    assert not list((run / "checkpoints").glob(".incomplete-*"))
+    assert 2 <= len([path for path in (run / "checkpoints").iterdir() if path.name.startswith("step_")]) <= 3  # the last two and the best
+
+
+def test_a_finished_run_says_so_and_does_nothing(runs: Runs, uninterrupted: tuple[Path, float]) -> None:
+    run, _ = uninterrupted
+    before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
+    runs.start("uninterrupted", "--resume")
+    assert runs.ended() == 0
+    assert "is finished (5 steps)" in (runs.folder / "uninterrupted.log").read_text().splitlines()[-1]
+    assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before

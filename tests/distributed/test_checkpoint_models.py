@@ -1,0 +1,57 @@
+"""Models and optimizers saved in two processes, loaded at other layouts, by Megatron's own loader too."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.torchrun import run_torchrun
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE / "layouts"))
+import problem  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("checkpoint_models")
+    problem.make_model("qwen2", folder / "qwen2")
+    result = run_torchrun(HERE / "checkpoint" / "models_worker.py", 2, str(folder), timeout=300)
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-6000:]
+    found = [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
+    return {case["case"]: case for case in found}
+
+
+@pytest.mark.parametrize("name", ["policy_float32", "critic_float32", "policy_bfloat16", "critic_bfloat16"])
+def test_what_arrives_at_another_layout_is_what_left(cases: dict[str, dict[str, Any]], name: str) -> None:
+    """Weights, main parameters and both moments as global tensors are the same bits at TP 2, PP 2, DP 2 and CP 2."""
+    assert cases[name]["different"] == {"pp2": [], "dp2": [], "cp2": []}
+
+
+@pytest.mark.parametrize("name", ["policy_float32", "critic_float32", "policy_bfloat16", "critic_bfloat16"])
+def test_training_goes_on_alike(cases: dict[str, dict[str, Any]], name: str) -> None:
+    """At the same layout bit for bit, at others within rounding."""
+    case = cases[name]
+    assert case["exact"]
+    norms, tolerance = case["norms"], 1e-5 if "float32" in name else 2e-2
+    for layout in ("pp2", "dp2", "cp2"):
+        assert norms[layout] == pytest.approx(norms["tp2"], rel=tolerance), layout
+
+
+def test_megatron_s_own_loader_reads_them(cases: dict[str, dict[str, Any]]) -> None:
+    assert cases["read_by_megatron"]["different"] == []
+    assert cases["read_by_megatron"]["compared"] > 20
+
+
+def test_a_stage_that_trains_nothing(cases: dict[str, dict[str, Any]]) -> None:
+    assert cases["head_only_pipeline"]["different"] == {"dp_reshardable": [], "fully_reshardable": []}
+
+
+def test_what_does_not_fit_is_refused_on_all_ranks(cases: dict[str, dict[str, Any]]) -> None:
+    messages = cases["refused"]["messages"]
+    assert set(messages) == {"layout", "role"}
+    assert "output_layer" in messages["role"]

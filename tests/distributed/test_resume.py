@@ -1,0 +1,91 @@
+"""Runs in two processes that stop and continue: at the same layout bit for bit, at others within rounding, and past faults."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from tests.torchrun import run_torchrun
+from tests.training_setup import read_metrics, write_setup
+
+HERE = Path(__file__).parent
+CASES = ("other_layouts", "same_layout", "abandoned", "full_disk", "damage", "refused", "from_a_checkpoint")
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The folder with all runs, and what they printed."""
+    folder = write_setup(tmp_path_factory.mktemp("resume"), model="qwen2")
+    result = run_torchrun(HERE / "checkpoint" / "resume_worker.py", 2, str(folder), timeout=600)
+    assert result.returncode == 0, result.stdout[-6000:] + result.stderr[-6000:]
+    assert [line for line in result.stdout.splitlines() if line.startswith("case ")] == [f"case {name} ok" for name in CASES]
+    return folder, result.stdout
+
+
+def rows(run: Path) -> list[dict[str, Any]]:
+    """The metrics but for times and memory."""
+    return [
+        {key: value for key, value in row.items() if not key.startswith(("time/", "memory/")) and key != "tokens/per_second"}
+        for row in read_metrics(run)
+    ]
+
+
+def weights(run: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in (run / "export" / "hf").glob("*.safetensors")}
+
+
+def test_tp2_then_pp2_then_dp2_follows_the_curve_of_tp2(runs: tuple[Path, str]) -> None:
+    folder, _ = runs
+    one, other = rows(folder / "tp2"), rows(folder / "reshaped")
+    assert [(row["stage"], row["step"]) for row in one] == [(row["stage"], row["step"]) for row in other]
+    assert len(one) == 8
+    compared = 0
+    for row, again in zip(one, other, strict=True):
+        for key in ("policy/loss", "critic/loss", "policy/entropy", "critic/grad_norm", "policy/grad_norm", "reward/mean", "policy/lr"):
+            if key in row:
+                assert again[key] == pytest.approx(row[key], abs=1e-5, rel=1e-5), (row["step"], key)
+                compared += 1
+    assert compared >= 6 * 7
+    first, second = (load_file(next((folder / name / "export/hf").glob("*.safetensors"))) for name in ("tp2", "reshaped"))
+    assert first.keys() == second.keys()
+    assert max(float((first[name] - second[name]).abs().max()) for name in first) < 1e-5
+
+
+@pytest.mark.parametrize(("whole", "name"), [("whole", "stopped"), ("whole", "pretraining"), ("unbroken", "abandoned")])
+def test_a_continued_run_equals_the_uninterrupted_one_bit_for_bit(runs: tuple[Path, str], whole: str, name: str) -> None:
+    folder, _ = runs
+    expected = rows(folder / whole)
+    if whole == "whole":
+        expected = [row for row in expected if row["stage"] != "rl" or row["step"] <= 4]  # test case "refused" has added a step
+    else:
+        assert weights(folder / name) == weights(folder / whole)
+    assert rows(folder / name) == expected
+
+
+def test_what_a_person_is_told(runs: tuple[Path, str]) -> None:
+    _, printed = runs
+    for text in (
+        "SIGUSR1; stopped after step 3 (rl); exit code 75, continue with --resume",
+        "warning: checkpoint step_000004 failed: cannot write",
+        "No space left on device; next try after the next step",
+        "step_000005 is damaged and is not used: policy/optimizer/",
+        "has other contents than were written",
+        "nothing to resume:",
+        "configuration changed: parallel.pipeline_model_parallel_size: 1 -> 2",
+        "(allowed by --allow-config-change)",
+        "training prompts: begun anew (--restart-data)",
+        "checkpoint step_000003 is newer than the one the run continues from; renamed to step_000003.set_aside",
+        "critic: trunk from",
+    ):
+        assert text in printed, text
+
+
+def test_a_run_starts_from_another_run_s_checkpoint(runs: tuple[Path, str]) -> None:
+    """Its policy answers as the exported one did, and its critic explains what the old one had learned to."""
+    folder, printed = runs
+    assert f"policy: weights from {folder / 'tp2'}/checkpoints/step_000006" in printed
+    assert "value head: that of the checkpoint" in printed
+    assert [row["step"] for row in read_metrics(folder / "started")] == [0, 1]

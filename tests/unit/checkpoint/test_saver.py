@@ -1,0 +1,182 @@
+"""The whole of a checkpoint in a world of one: published, chosen, loaded; and one that an earlier version of the package has written."""
+
+from __future__ import annotations
+
+import errno
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from tests.torchrun import ROOT
+from tests.unit.checkpoint.conftest import update
+from tests.unit.checkpoint.fixture import SHAPE, STATE, fingerprints, make_models, save
+from tests.unit.config_helpers import load, write_base, write_model
+from vapo_mcore.checkpoint import files, strategies
+from vapo_mcore.checkpoint.files import Manifest
+from vapo_mcore.checkpoint.resume import choose, load_models, load_state, restore_random
+from vapo_mcore.checkpoint.saver import Checkpointer
+from vapo_mcore.config import Config
+from vapo_mcore.errors import CheckpointError
+from vapo_mcore.megatron.parallel import ParallelContext
+from vapo_mcore.trainer.models import Models
+from vapo_mcore.weights.distcp import DistributedCheckpointReader
+
+KEPT = ROOT / "tests" / "cases" / "checkpoint"
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    write_base(tmp_path)
+    write_model(tmp_path / "model", **SHAPE)
+    return load(tmp_path, "critic.value_pretraining.steps=0", "checkpoint.keep_last=2")
+
+
+def loaded(run_dir: Path, name: str, config: Config, tmp_path: Path, parallel: ParallelContext) -> tuple[Models, Any]:
+    checkpoint = choose(str(run_dir), name, print)
+    assert checkpoint is not None
+    models = make_models(tmp_path, parallel, seed=50)
+    load_models(config, models, parallel, checkpoint)
+    restore_random(checkpoint, 0)
+    return models, load_state(checkpoint)
+
+
+@pytest.mark.parametrize("name", ["step_000006", "step_000007"])
+def test_a_checkpoint_of_an_earlier_version_loads(name: str, config: Config, tmp_path: Path, parallel: ParallelContext) -> None:
+    """tests/cases/checkpoint is never written again: it is what users of 0.1 have."""
+    models, state = loaded(KEPT, name, config, tmp_path, parallel)
+    assert fingerprints(models) == json.loads((KEPT / "expected.json").read_text())
+    assert state["objects"]["trainer"] == {"rollouts": 5, "critic_updates": 2}
+    assert torch.equal(state["objects"]["replay"]["tokens"], torch.arange(3))
+    manifest = Manifest.read(KEPT / "checkpoints" / name)
+    assert (manifest.format_version, manifest.package_version, manifest.metrics["reward/mean"]) == (1, "0.1.0", 0.25)
+
+
+def test_what_is_written_now_loads(config: Config, tmp_path: Path, parallel: ParallelContext) -> None:
+    (tmp_path / "saved").mkdir()
+    _, expected = save(tmp_path / "saved", parallel)
+    for name in ("step_000006", "step_000007"):
+        models, _ = loaded(tmp_path / "saved", name, config, tmp_path, parallel)
+        assert fingerprints(models) == expected
+
+
+def saver(config: Config, tmp_path: Path, parallel: ParallelContext, said: list[str]) -> tuple[Checkpointer, Models]:
+    models = make_models(tmp_path, parallel, seed=1)
+    update(models.policy, 1, seed=2)
+    return Checkpointer(config, parallel, models, said.append), models
+
+
+def test_models_that_wait_on_the_host_come_for_the_copy_and_go_again(config: Config, tmp_path: Path, parallel: ParallelContext) -> None:
+    """With offloading: a save from the host equals one from the device, and loading leaves the models on the host."""
+    plain, _ = saver(config, tmp_path, parallel, [])
+    plain.begin("rl", 1)
+    plain.commit(STATE, {})
+    plain.wait()
+    plain.close()
+    models = make_models(tmp_path, parallel, seed=50, offload=True)
+    found = choose(config.run.dir, "step_000001", print)
+    assert found is not None
+    load_models(config, models, parallel, found)
+    assert models.residency.device_bytes() == 0
+    again = Checkpointer(config, parallel, models, print)
+    again.begin("rl", 2)
+    models.residency.enter("generate")
+    again.commit(STATE, {})
+    again.wait()
+    again.close()
+    first, second = files.list_checkpoints(config.run.dir)
+    compared = 0
+    for part in ("policy/weights", "policy/optimizer", "critic/weights"):  # the critic's optimizer has nothing yet
+        readers = [DistributedCheckpointReader(path / part) for path in (first, second)]
+        assert readers[0].keys == readers[1].keys
+        for key in readers[0].keys:
+            shape = readers[0].shape(key)
+            assert torch.equal(*(reader.read(key, (0,) * len(shape), shape) for reader in readers)), key
+            compared += 1
+    assert compared > 20
+
+
+def test_a_save_goes_on_while_the_models_change_and_old_ones_go(config: Config, tmp_path: Path, parallel: ParallelContext) -> None:
+    said: list[str] = []
+    checkpointer, models = saver(config, tmp_path, parallel, said)
+    expected = []
+    for step in (1, 2, 3):
+        expected.append(fingerprints(models))
+        checkpointer.begin("rl", step)
+        checkpointer.commit(STATE, {"reward/mean": float("nan"), "critic/loss": 1.5})
+        assert checkpointer.under_way == ("rl", step)
+        update(models.policy, 1, seed=step)
+    checkpointer.wait()
+    checkpointer.close()
+    assert checkpointer.published == ("rl", 3)
+    assert [path.name for path in files.list_checkpoints(config.run.dir)] == ["step_000002", "step_000003"]
+    assert said == [f"checkpoint saved: {config.run.dir}/checkpoints/step_00000{step}" for step in (1, 2, 3)]
+    found, _ = loaded(Path(config.run.dir), "step_000002", config, tmp_path, parallel)
+    assert fingerprints(found) == expected[1]
+    assert Manifest.read(Path(config.run.dir) / "checkpoints/step_000002").metrics == {"critic/loss": 1.5}
+
+
+def full_after(num_bytes: int) -> Callable[..., None]:
+    original = strategies.HashingFile._append
+
+    def write(self: Any, data: Any) -> None:
+        if self.size > num_bytes:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        original(self, data)
+
+    return write
+
+
+def test_a_full_disk_costs_the_save_and_nothing_else(config: Config, tmp_path: Path, parallel: ParallelContext) -> None:
+    said: list[str] = []
+    checkpointer, _ = saver(config, tmp_path, parallel, said)
+    checkpointer.begin("rl", 1)
+    checkpointer.commit(STATE, {})
+    checkpointer.wait()
+    with mock.patch.object(strategies.HashingFile, "_append", full_after(2000)):
+        for step in (2, 3):
+            checkpointer.begin("rl", step)
+            checkpointer.commit(STATE, {})
+            checkpointer.wait()
+    with mock.patch.object(files.shutil, "disk_usage", return_value=mock.Mock(free=1000)):
+        checkpointer.begin("rl", 4)
+        checkpointer.commit(STATE, {})
+    assert [path.name for path in (Path(config.run.dir) / "checkpoints").iterdir()] == ["step_000001"]
+    assert "step_000002 failed: cannot write" in said[1] and "No space left on device; next try after the next step" in said[1]
+    assert said[2].endswith("next try after the next 2 steps")
+    assert "step_000004 failed: no space for a checkpoint" in said[3] and said[3].endswith("next try after the next 4 steps")
+    assert [checkpointer.is_due(step) for step in (5, 6, 7, 8)] == [False, False, False, True]
+    checkpointer.begin("rl", 8)
+    checkpointer.commit(STATE, {})
+    checkpointer.wait()
+    checkpointer.close()
+    assert checkpointer.published == ("rl", 8)
+
+
+def test_the_newest_complete_one_is_taken(config: Config, tmp_path: Path, parallel: ParallelContext) -> None:
+    checkpointer, _ = saver(config, tmp_path, parallel, [])
+    for step in (1, 2):
+        checkpointer.begin("rl", step)
+        checkpointer.commit(STATE, {})
+    checkpointer.wait()
+    checkpointer.close()
+    said: list[str] = []
+    chosen = choose(config.run.dir, None, said.append)
+    assert chosen is not None and chosen.path.name == "step_000002" and said == []
+    victim = next((chosen.path / "policy/optimizer").glob("*.distcp"))
+    victim.write_bytes(victim.read_bytes()[:-1])
+    chosen = choose(config.run.dir, None, said.append)
+    assert chosen is not None and chosen.path.name == "step_000001"
+    assert "step_000002 is damaged and is not used: policy/optimizer/__0_0.distcp has" in said[0]
+    with pytest.raises(CheckpointError, match="step_000002 is damaged"):
+        choose(config.run.dir, "step_000002", said.append)
+    with pytest.raises(CheckpointError, match="has no checkpoint 'step_9'; there are: step_000001, step_000002"):
+        choose(config.run.dir, "step_9", said.append)
+    (chosen.path / "state.json").unlink()
+    with pytest.raises(CheckpointError, match=r"all checkpoints of .* are damaged \(step_000001, step_000002\)"):
+        choose(config.run.dir, None, said.append)
+    assert choose(str(tmp_path / "nothing"), None, said.append) is None

@@ -1,0 +1,288 @@
+"""Policy and critic with their optimizers as Megatron distributed checkpoints: one folder for the weights, one for the optimizer.
+
+``weights`` loads at any layout, and with it the conversion to Hugging Face works (its subfolder ``hf`` has config and tokenizer).
+``optimizer`` (main parameters and both moments) has one of Megatron's two forms:
+
+- ``dp_reshardable``: each rank writes its own shard as it lies, nothing is gathered. It loads where TP, PP and virtual PP are the same;
+  DP and CP may differ.
+- ``fully_reshardable``: gathered over data parallelism when it is saved, by parameter. It loads at any layout.
+
+An optimizer that has made no update is not saved: it follows from the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from vapo_mcore.checkpoint.files import OPTIMIZER, WEIGHTS, Manifest, faults_of, saved_weights
+from vapo_mcore.checkpoint.strategies import EXTRA_STATE, SafeCommonLoad, SafeLoad, SnapshotSave
+from vapo_mcore.errors import CheckpointError
+from vapo_mcore.megatron.engine import MegatronModel
+from vapo_mcore.megatron.host import megatron_scope
+from vapo_mcore.megatron.offload import HostPool
+from vapo_mcore.megatron.parallel import ParallelContext
+from vapo_mcore.trainer.collectives import all_gather_objects, broadcast_object, fail_together, world
+
+OptimizerFormat = Literal["dp_reshardable", "fully_reshardable"]
+
+
+class FolderSave:
+    """One save of one dist_checkpointing folder: the snapshot is taken when it is made, ``write`` runs in a thread, ``finish`` (a
+    collective) completes the folder."""
+
+    def __init__(self, strategy: SnapshotSave, request: Any) -> None:
+        self.strategy = strategy
+        self._request = request
+
+    @property
+    def num_bytes(self) -> int:
+        """What this rank writes."""
+        return self.strategy.num_bytes
+
+    def write(self) -> None:
+        """Write this rank's files and have them on the disk. OSError where the disk does not take them."""
+        self._request.async_fn(*self._request.async_fn_args)
+
+    def finish(self) -> dict[str, tuple[int, str]]:
+        """Complete the folder from what all ranks have written; the files of this rank: name -> (size, SHA-256).
+
+        The first of the request's own steps alone: Megatron's last one writes ``metadata.json`` between collectives, where a full disk
+        on one rank would leave the others waiting.
+        """
+        self._request.finalize_fns[0]()
+        return self.strategy.written
+
+
+class ModelSaver:
+    """Takes snapshots of models into host buffers that are used again; keeps what Megatron needs to plan only once."""
+
+    def __init__(self, parallel: ParallelContext) -> None:
+        self.parallel = parallel
+        self.pool = HostPool()
+        self._strategies: dict[str, tuple[SnapshotSave, Any]] = {}
+
+    def weights(self, model: MegatronModel, folder: Path) -> FolderSave:
+        """A snapshot of the weights, to be written into ``folder`` (which exists on the first rank). A collective."""
+        with megatron_scope():
+            return self._save(f"{model.role}/{WEIGHTS}", weights_state(model.chunks), folder)
+
+    def optimizer(self, model: MegatronModel, folder: Path, form: OptimizerFormat) -> FolderSave:
+        """A snapshot of the optimizer's state, as :meth:`weights`."""
+        with megatron_scope():
+            return self._save(f"{model.role}/{OPTIMIZER}/{form}", optimizer_state(model, form, is_loading=False), folder)
+
+    def forget(self, role: str) -> None:
+        """The model of that role was made anew: other tensors, so other plans and buffers."""
+        for owner in [owner for owner in self._strategies if owner.startswith(f"{role}/")]:
+            del self._strategies[owner]
+            self.pool.release(owner)
+
+    def _save(self, owner: str, state: Any, folder: Path) -> FolderSave:
+        from megatron.core import dist_checkpointing
+        from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
+
+        known = owner in self._strategies
+        if not known:
+            base = SnapshotSave(self.pool, owner)
+            # Replicas share the writing: each data-parallel rank takes a part of the weights.
+            group = self.parallel.data_context_parallel_group
+            self._strategies[owner] = base, FullyParallelSaveStrategyWrapper(base, group, do_cache_distribution=True)
+        base, shared = self._strategies[owner]
+        request = dist_checkpointing.save(
+            state, str(folder), shared, async_sharded_save=True, validate_access_integrity=not known, content_metadata={"content": owner}
+        )
+        return FolderSave(base, request)
+
+
+def weights_state(chunks: Sequence[Any]) -> dict[str, Any]:
+    """Megatron's sharded state of a model's chunks, by chunk."""
+    return {f"chunk{number}": chunk.sharded_state_dict() for number, chunk in enumerate(chunks)}
+
+
+def optimizer_state(model: MegatronModel, form: OptimizerFormat, *, is_loading: bool) -> dict[str, Any]:
+    """Megatron's sharded state of main parameters and moments, by optimizer; empty on a rank that trains nothing."""
+    assert model.optimizer is not None
+    metadata = {"distrib_optim_sharding_type": form, "chained_optim_avoid_prefix": True}
+    weights = weights_state(model.chunks) if form == "fully_reshardable" else {}
+    state: dict[str, Any] = {}
+    for number, optimizer in enumerate(_inner(model)):
+        if form == "dp_reshardable":
+            state[f"optimizer{number}"] = optimizer.sharded_param_state_dp_reshardable({}, is_loading, metadata)
+            _clear_padding(state[f"optimizer{number}"])
+        else:
+            state[f"optimizer{number}"] = optimizer.sharded_param_state_fully_reshardable(weights, is_loading, metadata)
+    return state
+
+
+def _clear_padding(shards: dict[Any, Any]) -> None:
+    """Gaps between parameters are stored too; Megatron leaves in them what the memory held before."""
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+    for buffers in (value for key, value in shards.items() if isinstance(key, int)):
+        for buckets in buffers.values():
+            for entry in (entry for bucket in buckets for entry in bucket if entry["padding"].unwrap()):
+                for item in entry.values():
+                    if isinstance(item, ShardedTensor):
+                        item.data.zero_()
+
+
+@torch.no_grad()
+def fill_chunks(chunks: Sequence[Any], folder: str | Path) -> None:
+    """Fill a model's chunks from a ``weights`` folder saved at any layout. A collective.
+
+    Raises CheckpointError on all ranks where a tensor is missing, surplus, of another shape, or damaged.
+    """
+    with megatron_scope():
+        loaded = _load(weights_state(chunks), folder)
+        for number, chunk in enumerate(chunks):
+            chunk.load_state_dict(loaded[f"chunk{number}"], strict=True)
+
+
+def load_weights(model: MegatronModel, folder: str | Path) -> None:
+    """:func:`fill_chunks` for a model that may have an optimizer already, whose main parameters follow."""
+    fill_chunks(model.chunks, folder)
+    if model.optimizer is not None:
+        with megatron_scope():
+            model.optimizer.megatron.reload_model_params()
+
+
+@torch.no_grad()
+def load_optimizer(model: MegatronModel, folder: str | Path, form: OptimizerFormat, updates: int) -> None:
+    """Fill the optimizer from an ``optimizer`` folder that has made ``updates`` updates. A collective; errors as :func:`load_weights`."""
+    assert model.optimizer is not None
+    with megatron_scope():
+        for optimizer in _inner(model):
+            _allocate(optimizer)
+        loaded = _load(optimizer_state(model, form, is_loading=True), folder)
+        for number, optimizer in enumerate(_inner(model)):
+            with _steps_apart(optimizer, updates):
+                if form == "dp_reshardable":
+                    optimizer.load_parameter_state_from_dp_reshardable(loaded[f"optimizer{number}"])
+                else:
+                    optimizer.load_parameter_state_from_fully_reshardable(loaded[f"optimizer{number}"])
+    set_updates(model, updates)
+
+
+def set_updates(model: MegatronModel, updates: int) -> None:
+    """Let the schedule go on after ``updates`` updates."""
+    assert model.optimizer is not None
+    model.optimizer.scheduler.num_steps = 0
+    model.optimizer.scheduler.step(updates)
+
+
+def _inner(model: MegatronModel) -> list[Any]:
+    """The distributed optimizers of this rank that have parameters."""
+    assert model.optimizer is not None
+    found = [optimizer for optimizer in model.optimizer.megatron.chained_optimizers if not getattr(optimizer, "is_stub_optimizer", False)]
+    for optimizer in found:
+        _correct_positions(optimizer)
+    return found
+
+
+def _correct_positions(optimizer: Any) -> None:
+    """Megatron's table of which main parameter belongs to which parameter of the model, where float32 ones are among others (a value head).
+
+    The table follows the order of the parameters in their buffers, but the optimizer holds those that are float32 in the model first:
+    without this their states would be saved and loaded under each other's names.
+    """
+    for number, group in enumerate(optimizer.opt_group_ranges):
+        ordered = sorted(group["params"], key=lambda parameter: parameter.dtype != torch.float32)
+        optimizer.model_param_group_index_map |= {parameter: (number, position) for position, parameter in enumerate(ordered)}
+
+
+def _load(state: dict[str, Any], folder: str | Path) -> dict[str, Any]:
+    """What ``dist_checkpointing.load`` finds for ``state``; nothing may be missing, nothing surplus."""
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.mapping import CheckpointingException
+
+    # Megatron's collectives are over before a rank reads its own part, so a fault in that is told on all ranks.
+    with fail_together():
+        try:
+            # Megatron's second result is what is stored and not asked for, its third what is asked for and not stored.
+            loaded, surplus, missing = dist_checkpointing.load(state, str(folder), SafeLoad(), SafeCommonLoad(), strict="return_all")
+        except (CheckpointingException, ValueError) as error:  # ValueError: keys that do not match, found while it puts tensors together
+            raise CheckpointError(f"{folder} does not fit the model: {error}") from error
+    faults = [
+        f"{what}: {key}" for what, keys in (("missing", missing), ("surplus", surplus)) for key in sorted(keys) if EXTRA_STATE not in key
+    ]
+    if faults:
+        shown = "; ".join(faults[:8]) + (f"; and {len(faults) - 8} more" if len(faults) > 8 else "")
+        raise CheckpointError(f"{folder} does not fit the model: {shown}")
+    return loaded
+
+
+def _allocate(optimizer: Any) -> None:
+    """Give every parameter the state that the first update would make, so that there is something to load into."""
+    if not isinstance(optimizer.optimizer, torch.optim.Optimizer) or type(optimizer.optimizer).__module__.startswith("torch."):
+        for group in optimizer.optimizer.param_groups:
+            for parameter in group["params"]:
+                optimizer.optimizer.state[parameter] = {
+                    "step": torch.tensor(0.0),
+                    "exp_avg": torch.zeros_like(parameter),
+                    "exp_avg_sq": torch.zeros_like(parameter),
+                }
+    else:  # Apex's or Transformer Engine's Adam, whose state Megatron allocates
+        optimizer.load_state_dict(optimizer.state_dict())
+
+
+@contextmanager
+def _steps_apart(optimizer: Any, updates: int) -> Iterator[None]:
+    """Load tensors without the step counters, which Megatron's loaders stumble over, and set them to ``updates`` afterwards.
+
+    torch's Adam has one a parameter (each its own, they are advanced in place), Apex's and Transformer Engine's one a group.
+    """
+    inner = optimizer.optimizer
+    with_steps = [state for state in inner.state.values() if "step" in state]
+    for state in with_steps:
+        del state["step"]
+    yield
+    for state in with_steps:
+        state["step"] = torch.tensor(float(updates))
+    for group in inner.param_groups:
+        if "step" in group or not with_steps:
+            group["step"] = updates
+
+
+def check_steps(model: MegatronModel) -> None:
+    """The counters inside the optimizer are the schedule's, which is what is saved of them."""
+    assert model.optimizer is not None
+    for optimizer in _inner(model):
+        steps = {int(state["step"]) for state in optimizer.optimizer.state.values() if "step" in state}
+        assert steps <= {model.optimizer.updates}, (
+            f"the {model.role}'s optimizer counts {steps} updates, its schedule {model.optimizer.updates}"
+        )
+
+
+def inspect(path: Path, prefix: str = "") -> tuple[Manifest | None, list[str]]:
+    """The manifest and what is wrong with the files below ``prefix``, the same on all ranks; each rank reads its share of the files."""
+    rank, size = world()
+    found: Manifest | None = None
+    faults: list[str] = []
+    if rank == 0:
+        try:
+            found = Manifest.read(path)
+        except CheckpointError as error:
+            faults = [str(error)]
+    manifest, faults = broadcast_object((found, faults))
+    if manifest is None:
+        return None, faults
+    mine = sorted(name for name in manifest.files if name.startswith(prefix))[rank::size]
+    return manifest, [fault for part in all_gather_objects(faults_of(path, manifest, mine)) for fault in part]
+
+
+def require_intact(path: str | Path, role: str) -> Path:
+    """The weights of one model of a run's checkpoint, all of whose files are as they were written. A collective.
+
+    Raises CheckpointError naming what is damaged.
+    """
+    weights = saved_weights(path, role)
+    assert weights is not None, f"{path} is no checkpoint of a run"
+    _, faults = inspect(Path(path), f"{role}/{WEIGHTS}/")
+    if faults:
+        raise CheckpointError(f"checkpoint {path} is damaged: {'; '.join(faults[:4])}")
+    return weights

@@ -1,0 +1,172 @@
+"""Continuing a run: choosing a complete checkpoint, comparing configurations, loading everything on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vapo_mcore.checkpoint import files, state
+from vapo_mcore.checkpoint.changes import changes
+from vapo_mcore.checkpoint.files import OPTIMIZER, WEIGHTS, Manifest
+from vapo_mcore.checkpoint.models import OptimizerFormat, inspect, load_optimizer, load_weights
+from vapo_mcore.config.schema import Config
+from vapo_mcore.errors import CheckpointError, ConfigError
+from vapo_mcore.megatron.parallel import ParallelContext
+from vapo_mcore.trainer.collectives import broadcast_object, fail_together
+from vapo_mcore.trainer.models import Models, refresh_critic
+
+Say = Callable[[str], None]
+_SAME_FOR_SHARDS = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size")
+
+
+@dataclass(frozen=True)
+class ResumeOptions:
+    """What ``train --resume`` was told.
+
+    Attributes:
+        checkpoint: name of the one to continue from; None: the newest complete one.
+        allow_config_change: accept differences that change what is learned.
+        restart_data: begin the training prompts anew instead of where the checkpoint stopped.
+    """
+
+    checkpoint: str | None = None
+    allow_config_change: bool = False
+    restart_data: bool = False
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint whose files are all there, unchanged."""
+
+    path: Path
+    manifest: Manifest
+
+
+def choose(run_dir: str, name: str | None, say: Say) -> Checkpoint | None:
+    """The newest complete checkpoint of a run (or the named one); None where the run has none. A collective; the ranks share the reading.
+
+    A damaged one is named and set aside, and the one before is looked at. Raises CheckpointError where the named one is missing or
+    damaged, or where there are checkpoints and all are damaged.
+    """
+    candidates = broadcast_object([path.name for path in files.list_checkpoints(run_dir)])
+    if name is not None:
+        if name not in candidates:
+            shown = ", ".join(candidates) or "none"
+            raise CheckpointError(f"{files.checkpoints_folder(run_dir)} has no checkpoint {name!r}; there are: {shown}")
+        candidates = [name]
+    damaged = []
+    for candidate in reversed(candidates):
+        path = files.checkpoints_folder(run_dir) / candidate
+        manifest, faults = inspect(path)
+        if manifest is not None and not faults:
+            return Checkpoint(path, manifest)
+        shown = "; ".join(faults[:4]) + (f"; and {len(faults) - 4} more" if len(faults) > 4 else "")
+        if name is not None:
+            raise CheckpointError(f"checkpoint {path} is damaged: {shown}")
+        damaged.append(candidate)
+        say(f"warning: checkpoint {path} is damaged and is not used: {shown}")
+    if damaged:
+        raise CheckpointError(
+            f"all checkpoints of {run_dir!r} are damaged ({', '.join(reversed(damaged))}): there is nothing to resume from; repair one, or "
+            "start the run again with --clean"
+        )
+    return None
+
+
+def leave_newer(run_dir: str, chosen: Checkpoint, say: Say) -> None:
+    """Set aside what is newer than the chosen checkpoint: damaged, or of the future that is left. On the first rank."""
+    for path in files.list_checkpoints(run_dir):
+        if files.order(path.name) > files.order(chosen.path.name):
+            say(f"checkpoint {path.name} is newer than the one the run continues from; renamed to {files.set_aside(path).name}")
+
+
+def compare_configs(config: Config, checkpoint: Checkpoint, *, allow: bool, say: Say) -> None:
+    """Say what differs from the saved configuration. Raises ConfigError for differences that change what is learned, unless allowed."""
+    try:
+        before = (checkpoint.path / "config.yaml").read_text(encoding="utf-8")
+    except OSError as error:
+        raise CheckpointError(f"{checkpoint.path / 'config.yaml'} cannot be read: {error.strerror}") from error
+    found = changes(before, config.to_yaml())
+    harmful = [change for change in found if not change.harmless]
+    if harmful and not allow:
+        lines = "\n".join(f"  {change}" for change in harmful)
+        raise ConfigError(
+            f"the configuration is not the one that {checkpoint.path} was saved with, and these changes change what is learned:\n{lines}\n"
+            "take them back, or give --allow-config-change"
+        )
+    for change in found:
+        say(f"configuration changed: {change}" + ("" if change.harmless else " (allowed by --allow-config-change)"))
+
+
+def load_models(config: Config, models: Models, parallel: ParallelContext, checkpoint: Checkpoint) -> None:
+    """Weights, optimizers and schedules of policy and critic. A collective.
+
+    Raises CheckpointError where the checkpoint has other models, or optimizer state that this layout cannot take.
+    """
+    manifest = checkpoint.manifest
+    if manifest.stage == "rl":
+        refresh_critic(config, models)  # the critic of the RL stage has an optimizer of its own
+    present = {"policy": models.policy} | ({} if models.critic is None else {"critic": models.critic})
+    if present.keys() != manifest.updates.keys():
+        raise CheckpointError(
+            f"{checkpoint.path} holds {' and '.join(manifest.updates)}, the configuration trains {' and '.join(present)}; resume with the "
+            "estimator of the run"
+        )
+    _require_loadable(checkpoint, parallel)
+    form: OptimizerFormat = manifest.optimizer_format  # type: ignore[assignment]
+    for role, model in present.items():
+        models.residency.enter("policy_update" if role == "policy" else "critic_update")
+        load_weights(model, checkpoint.path / role / WEIGHTS)
+        if manifest.updates[role]:
+            load_optimizer(model, checkpoint.path / role / OPTIMIZER, form, manifest.updates[role])
+        models.residency.mark_changed(role)
+    models.residency.enter("generate")
+
+
+def _require_loadable(checkpoint: Checkpoint, parallel: ParallelContext) -> None:
+    manifest = checkpoint.manifest
+    if manifest.optimizer_format == "fully_reshardable" or not any(manifest.updates.values()):
+        return
+    different = [
+        f"{name} {manifest.layout[name]} -> {getattr(parallel, name) or 1}"
+        for name in _SAME_FOR_SHARDS
+        if manifest.layout[name] != (getattr(parallel, name) or 1)
+    ]
+    if not different:
+        return
+    other = [path.name for path in files.list_checkpoints(checkpoint.path.parent.parent) if _format(path) == "fully_reshardable"]
+    way = f"continue from {other[-1]} with --resume-from {other[-1]}" if other else "no other checkpoint of the run can be"
+    raise CheckpointError(
+        f"{checkpoint.path} holds optimizer state that cannot be loaded at another layout ({', '.join(different)}); {way}, or resume at "
+        "the old layout with checkpoint.reshardable_every=1 and let it save once"
+    )
+
+
+def _format(path: Path) -> str | None:
+    try:
+        return Manifest.read(path).optimizer_format
+    except CheckpointError:
+        return None
+
+
+def load_state(checkpoint: Checkpoint) -> Mapping[str, Any]:
+    """The state besides the models; each rank reads it."""
+    with fail_together():
+        try:
+            text, tensors = ((checkpoint.path / name).read_bytes() for name in ("state.json", "state.safetensors"))
+        except OSError as error:
+            raise CheckpointError(f"{checkpoint.path}: the state cannot be read: {error}") from error
+        found = state.decode(text, tensors)
+        if not isinstance(found, dict):
+            raise CheckpointError(f"{checkpoint.path / 'state.json'} holds no state")
+    return found
+
+
+def restore_random(checkpoint: Checkpoint, rank: int) -> None:
+    """This rank's generators. A rank that the saved run did not have keeps those it was seeded with."""
+    path = checkpoint.path / "rng" / f"rank_{rank:05d}.safetensors"
+    with fail_together():
+        if path.is_file():
+            state.restore_random_state(path.read_bytes())

@@ -1,0 +1,283 @@
+"""Saving a run: when, the snapshot, the thread that writes, publishing, retrying, keeping.
+
+A save has four moments, all of them on all ranks together: ``begin`` inside the step, when the models are final and the rollout engine
+sleeps, copies the models into host buffers; ``commit`` after the step adds everything else and lets a thread write; ``poll`` after
+each later step publishes once every rank has written; the next ``begin`` waits for a save that is still under way.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from vapo_mcore import __version__, heartbeat
+from vapo_mcore.checkpoint import files, state
+from vapo_mcore.checkpoint.files import HF, OPTIMIZER, WEIGHTS, Manifest, Stage
+from vapo_mcore.checkpoint.models import FolderSave, ModelSaver, OptimizerFormat, check_steps
+from vapo_mcore.config.schema import Config
+from vapo_mcore.errors import CheckpointError
+from vapo_mcore.megatron.engine import MegatronModel
+from vapo_mcore.megatron.parallel import ParallelContext
+from vapo_mcore.trainer.collectives import all_gather_objects, broadcast_object, fail_together
+from vapo_mcore.trainer.models import Models
+from vapo_mcore.weights.writer import copy_companions
+
+LAYOUT = (
+    "world_size",
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+    "context_parallel_size",
+    "data_parallel_size",
+)
+
+
+@dataclass
+class _Save:
+    """A save under way."""
+
+    manifest: Manifest
+    folder: Path
+    folders: dict[str, FolderSave]
+    written: dict[str, tuple[int, str]] = field(default_factory=dict)
+    future: Future[None] | None = None
+
+
+class Checkpointer:
+    """Saves the models of a run with the state it is handed. Every method is a collective, unless it says otherwise.
+
+    Args:
+        models: whose critic may be replaced between stages.
+        say: prints on the first rank.
+    """
+
+    def __init__(self, config: Config, parallel: ParallelContext, models: Models, say: Callable[[str], None]) -> None:
+        self.config = config
+        self.settings = config.checkpoint
+        self.parallel = parallel
+        self.models = models
+        self.say = say
+        self.failures = 0
+        self.published: tuple[Stage, int] | None = None
+        self._saver = ModelSaver(parallel)
+        self._critic: MegatronModel | None = models.critic
+        self._pending: _Save | None = None
+        self._begun: _Save | None = None
+        self._last = time.monotonic()
+        self._saves = 0
+        self._retry_after: int | None = None
+        self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+
+    # ---------------------------------------------------------------------------------------------------------------- when
+
+    def is_due(self, step: int) -> bool:
+        """Whether the state after this step is to be saved: by steps, by the first rank's clock, or to repeat a save that failed."""
+        if self._retry_after is not None:
+            self._retry_after -= 1
+            if self._retry_after <= 0:
+                return True
+        every, minutes = self.settings.every_steps, self.settings.every_minutes
+        if every and step % every == 0:
+            return True
+        return bool(minutes) and broadcast_object(time.monotonic() - self._last >= 60 * minutes)
+
+    # -------------------------------------------------------------------------------------------------------------- saving
+
+    def begin(self, stage: Stage, step: int, *, final: bool = False) -> None:
+        """Take the models' snapshot. A fault (no space) is told, counted and leaves nothing behind; the save is tried again later."""
+        self.wait()
+        self._last = time.monotonic()
+        self._retry_after = None
+        every = self.settings.reshardable_every
+        self._saves += 1
+        reshardable = bool(every) and (final or self._saves % every == 0)
+        manifest = Manifest(
+            stage=stage,
+            step=step,
+            optimizer_format="fully_reshardable" if reshardable else "dp_reshardable",
+            updates={role: model.optimizer.updates for role, model in self._models().items() if model.optimizer is not None},
+            layout={name: getattr(self.parallel, name) or 1 for name in LAYOUT},
+            metrics={},
+            package_version=__version__,
+        )
+        temporary = files.incomplete(self.config.run.dir, manifest.name)
+        try:
+            with fail_together():
+                if self.parallel.rank == 0:
+                    _make_folders(temporary, manifest)
+            self._require_space(temporary, reshardable)
+            folders = self._snapshots(temporary, manifest)
+        except CheckpointError as error:
+            self._failed(manifest, temporary, str(error))
+            return
+        self._begun = _Save(manifest, temporary, folders)
+
+    def commit(self, registry: Mapping[str, Any] | None, metrics: Mapping[str, Any]) -> None:
+        """Add the state after the step and start writing; without ``checkpoint.asynchronous`` it is published on return.
+
+        ``registry``: plain values and tensors; the first rank's are saved. ``metrics``: the step's row.
+        """
+        save, self._begun = self._begun, None
+        if save is None:
+            return
+        numbers = {name: float(value) for name, value in metrics.items() if isinstance(value, int | float) and not isinstance(value, bool)}
+        save.manifest = replace(save.manifest, metrics={name: value for name, value in numbers.items() if math.isfinite(value)})
+        random_state = state.random_state()
+        encoded = state.encode(registry) if self.parallel.rank == 0 else None
+        save.future = self._writer.submit(self._write, save, random_state, encoded)
+        self._pending = save
+        if not self.settings.asynchronous:
+            self.wait()
+
+    def poll(self) -> None:
+        """Publish a save that every rank has written; report one that failed."""
+        if self._pending is None:
+            return
+        save = self._pending
+        assert save.future is not None
+        if all(all_gather_objects(save.future.done())):
+            self._settle(save)
+
+    def wait(self) -> None:
+        """Wait for the save under way and publish it."""
+        if self._pending is not None:
+            assert self._pending.future is not None
+            with heartbeat.entering("checkpoint"):
+                self._pending.future.exception()
+                self._settle(self._pending)
+
+    @property
+    def under_way(self) -> tuple[Stage, int] | None:
+        """(stage, step) of the save that has begun and is not published; no collective."""
+        save = self._begun or self._pending
+        return None if save is None else (save.manifest.stage, save.manifest.step)
+
+    def close(self) -> None:
+        """Let the thread finish what it has; no collective."""
+        self._writer.shutdown(wait=True)
+
+    # ------------------------------------------------------------------------------------------------------------ internal
+
+    def _models(self) -> dict[str, MegatronModel]:
+        models = {"policy": self.models.policy}
+        if self.models.critic is not None:
+            models["critic"] = self.models.critic
+        return models
+
+    def _snapshots(self, folder: Path, manifest: Manifest) -> dict[str, FolderSave]:
+        """One model after the other on the device, as in an update."""
+        if self.models.critic is not self._critic:
+            self._saver.forget("critic")
+            self._critic = self.models.critic
+        form: OptimizerFormat = manifest.optimizer_format  # type: ignore[assignment]
+        found = {}
+        for role, model in self._models().items():
+            self.models.residency.enter("policy_update" if role == "policy" else "critic_update")
+            check_steps(model)
+            found[f"{role}/{WEIGHTS}"] = self._saver.weights(model, folder / role / WEIGHTS)
+            if manifest.updates[role]:
+                found[f"{role}/{OPTIMIZER}"] = self._saver.optimizer(model, folder / role / OPTIMIZER, form)
+        return found
+
+    def _require_space(self, folder: Path, reshardable: bool) -> None:
+        """Before anything is written: this rank's share of the weights and its shard of main parameters and moments, over all ranks."""
+        mine = 0
+        for model in self._models().values():
+            for parameter in (parameter for chunk in model.chunks for parameter in chunk.parameters()):
+                share = parameter.numel() / (self.parallel.data_parallel_size * self.parallel.context_parallel_size)
+                mine += int(share * (parameter.element_size() + (12 if parameter.requires_grad else 0)))
+        total = sum(all_gather_objects(mine))
+        with fail_together():
+            if self.parallel.rank == 0:
+                files.require_space(folder, total)
+
+    def _write(self, save: _Save, random_state: bytes, encoded: tuple[bytes, bytes] | None) -> None:
+        """In the thread: this rank's files; no collective here."""
+        for folder in save.folders.values():
+            folder.write()
+        rng = save.folder / "rng" / f"rank_{self.parallel.rank:05d}.safetensors"
+        save.written[f"rng/{rng.name}"] = files.write_durably(rng, random_state)
+        if encoded is None:
+            return
+        for name, data in (("state.json", encoded[0]), ("state.safetensors", encoded[1]), ("config.yaml", self.config.to_yaml().encode())):
+            save.written[name] = files.write_durably(save.folder / name, data)
+        for role, model in self._models().items():
+            companions = save.folder / role / WEIGHTS / HF
+            source = self.config.critic.path if role == "critic" else None
+            origin = files.model_folder(source or self.config.model.path, role)
+            companions.mkdir()
+            copy_companions(origin, companions, model.architecture, role=model.role, dtype=model.config.params_dtype)
+
+    def _settle(self, save: _Save) -> None:
+        self._pending = None
+        assert save.future is not None
+        error = save.future.exception()
+        try:
+            with fail_together():
+                if isinstance(error, OSError):
+                    raise CheckpointError(f"cannot write {save.folder}: {error.strerror or error}") from error
+                if error is not None and not isinstance(error, CheckpointError):
+                    raise CheckpointError(f"cannot write {save.folder}: {type(error).__name__}: {error}") from error
+                if error is not None:
+                    raise error
+            for name, folder in save.folders.items():
+                save.written |= {f"{name}/{file}": entry for file, entry in folder.finish().items()}
+            written = {name: entry for part in all_gather_objects(save.written) for name, entry in part.items()}
+            with fail_together():
+                if self.parallel.rank == 0:
+                    self._publish(save, written)
+            self.published = (save.manifest.stage, save.manifest.step)
+        except CheckpointError as fault:
+            self._failed(save.manifest, save.folder, str(fault))
+
+    def _publish(self, save: _Save, written: dict[str, tuple[int, str]]) -> None:
+        """Manifest, rename, and deletion of what is no longer kept. On the first rank."""
+        try:
+            for path in sorted(path for path in save.folder.rglob("*") if path.is_file()):
+                name = path.relative_to(save.folder).as_posix()
+                if name not in written:
+                    written[name] = files.seal(path)
+            replace(save.manifest, files=dict(sorted(written.items()))).write(save.folder)
+            files.publish(save.folder, save.manifest)
+        except OSError as error:
+            raise CheckpointError(f"cannot write {save.folder}: {error.strerror or error}") from error
+        self.say(f"checkpoint saved: {files.checkpoints_folder(self.config.run.dir) / save.manifest.name}")
+        self._writer.submit(keep, self.config.run.dir, self.settings.keep_last, self.settings.keep_best, self.settings.best_metric)
+
+    def _failed(self, manifest: Manifest, folder: Path, message: str) -> None:
+        self.failures += 1
+        self._retry_after = min(2 ** (self.failures - 1), 64)
+        if self.parallel.rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+        steps = "step" if self._retry_after == 1 else f"{self._retry_after} steps"
+        self.say(f"warning: checkpoint {manifest.name} failed: {message}; next try after the next {steps}")
+
+
+def keep(run_dir: str, keep_last: int, keep_best: int, best_metric: str | None) -> None:
+    """Delete the checkpoints that are no longer kept."""
+    found = []
+    for path in files.list_checkpoints(run_dir):
+        try:
+            found.append((path.name, Manifest.read(path).metrics))
+        except CheckpointError:
+            continue  # damaged: for a person, or the next resume, to look at
+    for name in files.to_delete(found, keep_last=keep_last, keep_best=keep_best, best_metric=best_metric):
+        files.delete(files.checkpoints_folder(run_dir) / name)
+
+
+def _make_folders(folder: Path, manifest: Manifest) -> None:
+    try:
+        shutil.rmtree(folder, ignore_errors=True)
+        (folder / "rng").mkdir(parents=True)
+        for role, updates in manifest.updates.items():
+            (folder / role / WEIGHTS).mkdir(parents=True)
+            if updates:
+                (folder / role / OPTIMIZER).mkdir()
+    except OSError as error:
+        raise CheckpointError(f"cannot write {folder}: {error.strerror or error}") from error

@@ -1,0 +1,111 @@
+"""One live run a directory: rank 0 holds ``<run.dir>/.lock`` for as long as it lives.
+
+The file says who holds it (host, process, a counter that grows every few seconds). A POSIX record lock on it, which the kernel drops when
+the process ends, however it ends, decides between processes of one host, and of several where the file system passes locks on. Where
+it does not, the counter does: a holder on another host whose counter stands still is taken for dead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from vapo_mcore.errors import ConfigError
+from vapo_mcore.trainer.run_dir import LOCK_NAME
+
+BEAT_SECONDS = 5.0
+WATCH_SECONDS = 20.0
+
+
+class RunLock:
+    """Taken when entered. Raises ConfigError where a live run has the directory.
+
+    Args:
+        run_dir: of the run; it exists.
+        say: is told that the lock of a dead run was taken over.
+        beat_seconds, watch_seconds: how often the counter grows, and how long another host's is watched.
+    """
+
+    def __init__(
+        self, run_dir: str | Path, say: Callable[[str], None], *, beat_seconds: float = BEAT_SECONDS, watch_seconds: float = WATCH_SECONDS
+    ) -> None:
+        self.path = Path(run_dir) / LOCK_NAME
+        self.say = say
+        self.beat_seconds, self.watch_seconds = beat_seconds, watch_seconds
+        self._descriptor = -1
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> Self:
+        self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            self._take()
+        except BaseException:
+            os.close(self._descriptor)
+            raise
+        self._thread = threading.Thread(target=self._beat, name="run lock", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._ended.set()
+        assert self._thread is not None
+        self._thread.join()
+        os.ftruncate(self._descriptor, 0)
+        os.close(self._descriptor)
+
+    def _take(self) -> None:
+        try:
+            fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise ConfigError(self._in_use(self._read())) from error
+        holder = self._read()
+        if holder is None:
+            return
+        here = socket.gethostname()
+        if holder.get("host") != here:
+            self.say(f"run.dir was last used on host {holder.get('host')}: watching for {self.watch_seconds:.0f} s whether that run lives")
+            self._watch(holder)
+        self.say(
+            f"run.dir: the run of process {holder.get('pid')} on {holder.get('host')} has ended without giving up its lock; taken over"
+        )
+
+    def _watch(self, holder: dict[str, Any]) -> None:
+        deadline = time.monotonic() + self.watch_seconds
+        while time.monotonic() < deadline:
+            time.sleep(min(1.0, self.watch_seconds / 4))
+            now = self._read()
+            if now is not None and now != holder:
+                raise ConfigError(self._in_use(now))
+
+    def _in_use(self, holder: dict[str, Any] | None) -> str:
+        who = "another process" if holder is None else f"process {holder.get('pid')} on host {holder.get('host')}"
+        return f"run.dir = {str(self.path.parent)!r} is in use by a live run ({who}); end that run first, or give another run.dir"
+
+    def _read(self) -> dict[str, Any] | None:
+        """What the file says; None if nobody is named."""
+        text = os.pread(self._descriptor, 4096, 0)
+        try:
+            content = json.loads(text)
+        except ValueError:
+            return {"host": "an unknown host", "pid": "?"} if text.strip() else None
+        return content if isinstance(content, dict) else None
+
+    def _beat(self) -> None:
+        count = 0
+        while True:
+            content = json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "beat": count}).encode()
+            with contextlib.suppress(OSError):  # a full disk must not end the run; the kernel's lock still holds
+                os.pwrite(self._descriptor, content.ljust(256), 0)
+            count += 1
+            if self._ended.wait(self.beat_seconds):
+                return
