@@ -1,0 +1,71 @@
+"""A run in one process that is stopped in a step and continued: what it leaves is what the uninterrupted run leaves, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+
+from tests.training_setup import read_metrics, training_config, write_setup
+from vapo_mcore.checkpoint.files import list_checkpoints
+from vapo_mcore.checkpoint.resume import ResumeOptions
+from vapo_mcore.errors import EXIT_REQUEUE, RunStopped
+from vapo_mcore.megatron.parallel import initialize_parallel
+from vapo_mcore.trainer.main import train
+from vapo_mcore.trainer.step import StepOutcome, Trainer
+
+SETTINGS = (
+    "parallel.world_size=1",
+    "run.steps=2",
+    "rollout.max_response_length=24",
+    "critic.value_pretraining={steps: 1, lr: 0.01}",
+    "policy.optimizer.warmup_rollouts=4",
+    "checkpoint={every_minutes: 0, every_steps: 1, keep_last: 9}",
+    "algorithm.kl={place: loss, kind: k3, coef: 0.1}",
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    yield write_setup(tmp_path_factory.mktemp("resume"), model="qwen2_tied")
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def run(folder: Path, name: str, resume: ResumeOptions | None = None) -> None:
+    config = training_config(folder, name, *SETTINGS)
+    train(config, initialize_parallel(config.parallel), clean=False, resume=resume)
+
+
+def rows(run: Path) -> list[dict[str, Any]]:
+    return [
+        {key: value for key, value in row.items() if not key.startswith(("time/", "memory/")) and key != "tokens/per_second"}
+        for row in read_metrics(run)
+    ]
+
+
+def test_a_stopped_run_continues_bit_for_bit(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(folder, "whole")
+    original = Trainer.rl_step
+
+    def stopping(self: Trainer, number: int) -> StepOutcome:
+        self.stop_requests.request("SIGUSR1", exit_code=EXIT_REQUEUE)
+        return original(self, number)
+
+    with mock.patch.object(Trainer, "rl_step", stopping), pytest.raises(RunStopped, match=r"after step 1 \(rl\)") as stopped:
+        run(folder, "stopped")
+    assert stopped.value.exit_code == 75
+    names = [path.name for path in list_checkpoints(folder / "stopped")]
+    assert names == ["value_pretraining_000001", "step_000001"]
+    assert not (folder / "stopped" / ".lock").read_text()
+    run(folder, "stopped", ResumeOptions("value_pretraining_000001"))
+    assert "step_000001 is newer than the one the run continues from" in capsys.readouterr().out
+    assert rows(folder / "stopped") == rows(folder / "whole")
+    assert [(row["stage"], row["step"]) for row in rows(folder / "whole")] == [("rl", 0), ("value_pretraining", 1), ("rl", 1), ("rl", 2)]
+    exports = [folder / name / "export" / "hf" for name in ("whole", "stopped")]
+    weights = [{path.name: path.read_bytes() for path in export.glob("*.safetensors")} for export in exports]
+    assert weights[0] == weights[1] != {}
