@@ -145,11 +145,11 @@ class Run:
 
     # ----------------------------------------------------------------------------------------------------------- checkpoints
 
-    def _snapshot_if_due(self, stage: Stage, step: int, timer: PhaseTimer) -> None:
+    def _snapshot_if_due(self, stage: str, step: int, timer: PhaseTimer) -> None:
         final = stage == "rl" and step == self.config.run.steps and self.config.checkpoint.at_end
         if self.checkpointer.is_due(step) or final:
             with timer.phase("checkpoint"):
-                self.checkpointer.begin(stage, step, final=final)
+                self.checkpointer.begin("rl" if stage == "rl" else "value_pretraining", step, final=final)
 
     def _commit(self, row: dict[str, Any]) -> None:
         state = None
