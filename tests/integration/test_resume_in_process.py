@@ -48,7 +48,7 @@ def rows(run: Path) -> list[dict[str, Any]]:
     ]
 
 
-def test_a_stopped_run_continues_bit_for_bit(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_stopped_run_continues_bit_for_bit(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     run(folder, "whole")
     original = Trainer.rl_step
 
@@ -63,7 +63,7 @@ def test_a_stopped_run_continues_bit_for_bit(folder: Path, capsys: pytest.Captur
     assert names == ["value_pretraining_000001", "step_000001"]
     assert not (folder / "stopped" / ".lock").read_text()
     run(folder, "stopped", ResumeOptions("value_pretraining_000001"))
-    assert "step_000001 is newer than the one the run continues from" in capsys.readouterr().out
+    assert "step_000001 is newer than the one the run continues from" in capfd.readouterr().out
     assert rows(folder / "stopped") == rows(folder / "whole")
     assert [(row["stage"], row["step"]) for row in rows(folder / "whole")] == [("rl", 0), ("value_pretraining", 1), ("rl", 1), ("rl", 2)]
     exports = [folder / name / "export" / "hf" for name in ("whole", "stopped")]
