@@ -107,7 +107,7 @@ def abandoned() -> None:
 def full_disk() -> None:
     """Too little space is found before; a disk that fills while one rank writes fails the save on all ranks; training goes on and the save
     is repeated; what was there stays."""
-    settings = ("checkpoint={every_steps: 2, every_minutes: 0}", "run.steps=5")
+    settings = ("checkpoint={every_steps: 2, every_minutes: 0, at_end: true}", "run.steps=5")
 
     def no_space(_path: Path, _bytes: int) -> None:
         raise CheckpointError("no space for a checkpoint")
@@ -140,7 +140,7 @@ def damage() -> None:
         victim.write_bytes(bytes(data))
         (FOLDER / "full/finished.json").unlink()
     dist.barrier()
-    run("full", "checkpoint={every_steps: 2, every_minutes: 0}", "run.steps=5", resume=ResumeOptions())
+    run("full", "checkpoint={every_steps: 2, every_minutes: 0, at_end: true}", "run.steps=5", resume=ResumeOptions())
     names = sorted(path.name for path in (FOLDER / "full/checkpoints").iterdir())
     assert names == ["step_000004", "step_000005", "step_000005.set_aside"], names
     dist.barrier()

@@ -14,7 +14,7 @@ class CheckpointConfig(Section):
 
     every_steps: NonNegativeInt = 0  # of both stages; 0: not by steps
     every_minutes: Annotated[float, Field(ge=0, le=100_000)] = 30.0  # since the last save began; 0: not by time
-    at_end: bool = True  # after the last step: a run with more steps can go on from there
+    at_end: bool = False  # after the last step: a run with more steps can go on from there
     keep_last: PositiveInt = 2  # newest checkpoints that are kept
     keep_best: NonNegativeInt = 0  # and so many of the highest best_metric
     best_metric: str | None = None  # a metric of the steps, higher is better, such as reward/mean or eval/NAME/avg@1
