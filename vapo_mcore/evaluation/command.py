@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command; ``file`` and ``overrides`` are the command line's."""
-    parser.add_argument("--checkpoint", required=True, metavar="FOLDER", help="Hugging Face folder or Megatron distributed checkpoint")
+    parser.add_argument(
+        "--checkpoint", required=True, metavar="FOLDER", help="Hugging Face folder, Megatron distributed checkpoint, or checkpoint of a run"
+    )
     parser.add_argument(
         "--output", metavar="FOLDER", help="for results and responses; one that was killed goes on (default: <run.dir>_eval/<checkpoint>)"
     )
@@ -30,11 +32,11 @@ def run(options: argparse.Namespace, arguments: list[str], load: Callable[[argpa
     """
     from vapo_mcore.launch import local
 
-    checkpoint = options.checkpoint
+    checkpoint = weights_folder(options.checkpoint)
     megatron = os.path.isfile(os.path.join(checkpoint, ".metadata"))
     # A Hugging Face folder brings architecture and tokenizer: it takes the place of the configuration's model.
     config = load(options, () if megatron else (f"model.path={json.dumps(checkpoint)}",))
-    name = "-".join(part for part in os.path.abspath(checkpoint).split(os.sep)[-2:] if part)
+    name = "-".join(part for part in os.path.abspath(options.checkpoint).split(os.sep)[-2:] if part)
     output = options.output or os.path.join(f"{config.run.dir.rstrip('/')}_eval", name)
     if not local.under_torchrun():
         _check_evaluation(config, checkpoint)
@@ -45,6 +47,12 @@ def run(options: argparse.Namespace, arguments: list[str], load: Callable[[argpa
     from vapo_mcore.trainer.evaluate import run_evaluation
 
     return run_evaluation(config, checkpoint, output, clean=options.clean)
+
+
+def weights_folder(checkpoint: str) -> str:
+    """Where the policy's weights are: of a training checkpoint in ``policy/weights``, else in the folder itself."""
+    inside = os.path.join(checkpoint, "policy", "weights")
+    return inside if os.path.isfile(os.path.join(inside, ".metadata")) else checkpoint
 
 
 def _check_evaluation(config: Config, checkpoint: str) -> None:

@@ -21,6 +21,7 @@ from typing import Any
 
 from vapo_mcore.rewards.extraction import answer_line, marked_answer, marked_answer_or_last_number
 from vapo_mcore.rewards.normalization import as_words, normalize_answer, unwrap_text
+from vapo_mcore.rewards.quantities import as_union, quantities_equal
 from vapo_mcore.rewards.types import UngradableError
 
 MAX_ANSWER_LENGTH = 1000
@@ -99,9 +100,14 @@ def is_equal(answer: str | None, ground_truth: str) -> bool:
         truth_expression = _parsed_truth(truth, ground_truth)
     if not answer or _is_outlandish(answer):
         return False
+    same_quantity = quantities_equal(answer, ground_truth)
+    if same_quantity is not None:
+        return same_quantity
     candidate = normalize_answer(answer)
     if candidate == truth:
         return True
+    if r"\cup" in truth:
+        candidate = as_union(candidate)
     if truth_words is not None:
         return " ".join(unwrap_text(candidate).split()).casefold() == truth_words
     if truth_number is not None:
@@ -173,8 +179,13 @@ def _tuples_equal(candidate: str, truth: str) -> bool | None:
     return all(is_equal(part, truth_part) for part, truth_part in zip(parts, truth_parts, strict=True))
 
 
+_BINOMIAL = re.compile(r"\\[dt]?binom\s*\{\s*(\d+)")
+
+
 def _is_outlandish(answer: str) -> bool:
     if len(answer) > MAX_ANSWER_LENGTH:
+        return True
+    if any(len(match[1]) > 5 for match in _BINOMIAL.finditer(answer)):  # worked out by the parser, before its digits can be counted
         return True
     depth = deepest = 0
     for character in answer:

@@ -16,6 +16,7 @@ from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, pars
 from vapo_mcore.rewards import GradeItem, UngradableError, VerifierPool, knows_answers, stated_answer
 from vapo_mcore.rewards.mathematics import is_equal, math, math_answer_line, math_last_number
 from vapo_mcore.rewards.normalization import as_words, normalize_answer
+from vapo_mcore.rewards.quantities import quantities_equal
 from vapo_mcore.rewards.reading import read_expression
 from vapo_mcore.rewards.shortcuts import compare_linear_equations, compare_scalars, has_more_digits_than
 
@@ -25,10 +26,8 @@ PAIRS = [json.loads(line) for line in (Path(__file__).parents[2] / "cases" / "an
 DISAGREEMENTS = {
     ("i", r"\sqrt{-1}"),  # to math-verify, i is a symbol like any other
     (r"e^{i\pi}", "-1"),  # the same
-    (r"5 \text{ cm}", r"5 \text{ m}"),  # units are dropped, so that 5 answers 5 cm
     ("12:30", "2:5"),  # a time is read as a ratio
     ("1,-2", "-2, 1, 1"),  # a list is read as a set
-    (r"(-\infty,-1)\cup(2,\infty)", r"x<-1 \text{ or } x>2"),  # two inequalities are not read as a union
 }
 
 
@@ -128,7 +127,7 @@ def test_a_truth_that_cannot_be_read_is_no_verdict_whatever_the_response(truth, 
 
 
 def test_labelled_pairs():
-    """405 pairs, exactly the listed ones differ (98.5 % right): a new mistake fails here, and so does a stale list and no new mistake."""
+    """405 pairs, exactly the listed ones differ (99.0 % right): a new mistake fails here, and so does a stale list and no new mistake."""
     assert len(PAIRS) == 405
     assert min(sum(pair["equal"] for pair in PAIRS), sum(not pair["equal"] for pair in PAIRS)) >= 50
     wrong = {(pair["ground_truth"], pair["answer"]) for pair in PAIRS if is_equal(pair["answer"], pair["ground_truth"]) != pair["equal"]}
@@ -210,6 +209,82 @@ def _respelled(text: str) -> st.SearchStrategy[str]:
 def test_the_fast_path_agrees_with_math_verify(pair):
     truth, answer = pair
     assert is_equal(answer, truth) == _raw_verdict(answer, truth)
+
+
+@pytest.mark.parametrize(
+    ("answer", "truth", "equal"),
+    [
+        ("5 cm", r"5 \text{ cm}", True),
+        ("5 m", r"5 \text{ cm}", False),
+        ("0.05 m", r"5 \text{ cm}", True),
+        (r"\frac{1}{2} \text{ hour}", "30 minutes", True),
+        ("30 seconds", "30 minutes", False),
+        (r"12\,\mathrm{cm}^2", "0.0012 m^2", True),
+        ("12 square centimeters", r"12 \text{ cm}^2", True),
+        (r"12 \text{ cm}^2", r"12 \text{ cm}", False),
+        ("1,500 g", "1.5 kg", True),
+        ("1 L", "1000 cm^3", True),
+        ("5 kg", "5 m", False),
+        ("5", "5 cm", None),
+        ("5 apples", "5 cm", None),
+        ("5 cm", "5x", None),
+        (r"\frac{1}{0} m", "1 m", None),
+        ("x m", "1 m", None),
+    ],
+)
+def test_quantities(answer, truth, equal):
+    assert quantities_equal(answer, truth) is equal
+
+
+@pytest.mark.parametrize(
+    ("answer", "truth", "equal"),
+    [
+        (r"x<-1 \text{ or } x>2", r"(-\infty,-1)\cup(2,\infty)", True),
+        (r"x>2 \text{ or } x<-1", r"(-\infty,-1)\cup(2,\infty)", True),
+        (r"x\le -1 \text{ or } x>2", r"(-\infty,-1)\cup(2,\infty)", False),
+        (r"x\leq -1 \text{ or } x \geq 2", r"(-\infty,-1]\cup[2,\infty)", True),
+        (r"x<-1 \text{ or } x>3", r"(-\infty,-1)\cup(2,\infty)", False),
+        (r"x<-1 \text{ or } x<2", r"(-\infty,-1)\cup(2,\infty)", False),
+    ],
+)
+def test_two_inequalities_are_a_union(answer, truth, equal):
+    assert is_equal(answer, truth) is equal
+
+
+HOSTILE = [
+    "__import__('os').system('touch PLACE')",
+    "open('PLACE', 'w')",
+    r"\text{__import__('os').system('touch PLACE')}",
+    "(lambda: open('PLACE','w').write('x'))()",
+    "[c for c in ().__class__.__base__.__subclasses__()]",
+    "exec(\"open('PLACE','w')\")",
+    r"\input{/etc/passwd}",
+    r"\immediate\write18{touch PLACE}",
+    r"\def\x{\x\x}\x",
+    r"\newcommand{\a}{\a\a}\a",
+    r"\directlua{os.execute('touch PLACE')}",
+    "sympify('x')",
+    "x.__class__",
+    r"\sqrt{" * 24 + "2" + "}" * 24,
+    r"\binom{99999999}{44444444}",
+]
+
+
+def test_answers_that_are_code_are_text(tmp_path):
+    place = tmp_path / "touched"
+    for answer in HOSTILE:
+        assert is_equal(answer.replace("PLACE", str(place)), "5") is False, answer
+    assert not place.exists()
+
+
+@pytest.mark.slow
+def test_answers_that_take_forever_cost_their_own_verdict():
+    endless = [r"\sum_{n=1}^{10^{12}} n^{n}", r"\int_0^{10^{9}} x^{x^{x}} dx"]
+    items = [GradeItem("math", rf"\boxed{{{answer}}}", "5") for answer in (*endless, "5", *HOSTILE)]
+    with VerifierPool(1, 5.0) as pool:
+        verdicts = pool.grade(items)
+    assert [verdict.correct for verdict in verdicts] == [False, False, True, *[False] * len(HOSTILE)]
+    assert [verdict.error for verdict in verdicts[2:]] == [None] * (len(HOSTILE) + 1)
 
 
 @pytest.mark.parametrize(
