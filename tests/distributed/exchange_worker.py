@@ -30,7 +30,11 @@ def table(numbers: list[int]) -> Rows:
         finish_reason=["length" if i % 2 else "stop" for i in numbers],
         prompt_length=torch.ones(n, dtype=torch.int64),
         response_length=torch.tensor([LENGTHS[i] - 1 for i in numbers], dtype=torch.int64),
+        tool_length=torch.zeros(n, dtype=torch.int64),
+        turns=torch.ones(n, dtype=torch.int64),
+        observations_cut=torch.zeros(n, dtype=torch.int64),
         source=["set"] * n,
+        step_rewards=[((i % LENGTHS[i], float(i)),) for i in numbers],
     )
 
 

@@ -1,4 +1,4 @@
-"""Every preset for two steps on a tiny model, in one process: presets_worker.py FOLDER."""
+"""Every preset for two steps on a tiny model, in one process: presets_worker.py FOLDER [NAME ...]."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from vapo_mcore.trainer.main import train
 
 FOLDER = Path(sys.argv[1])
 PRESETS = sorted((Path(__file__).parents[2] / "examples" / "configs" / "presets").glob("*.yaml"))
+CHOSEN = [path for path in PRESETS if len(sys.argv) == 2 or path.stem in sys.argv[2:]]
 
 
 def scaled_down(preset: Path) -> Config:
@@ -59,7 +60,7 @@ def check(config: Config) -> None:
 
 if __name__ == "__main__":
     become_single_process()
-    for preset in PRESETS:
+    for preset in CHOSEN:
         config = scaled_down(preset)
         train(config, initialize_parallel(config.parallel), clean=False)
         check(config)

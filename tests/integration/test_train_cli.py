@@ -49,6 +49,27 @@ def test_vllm_run_exports_a_model_that_answers_alike_in_transformers(folder: Pat
     _assert_greedy_answers(run)
 
 
+def test_vllm_plays_turns_with_an_environment(folder: Path) -> None:
+    """One replica of two ranks, which must go on alike: turn by turn, with log-probs that the trainer reproduces."""
+    pytest.importorskip("vllm", reason="vLLM is not installed")
+    run = folder / "vllm_turns"
+    environment = (
+        "{name: 'tests.integration.environments:letters', max_turns: 3, max_observation_length: 9, format: '|{observation}|', "
+        "stop_tokens: [A, B, C, D, E, F, G, H, I, J, K, L, M, N, O, P, a, b, c, d, e]}"
+    )
+    settings = ["rollout.engine=vllm", "parallel.tensor_model_parallel_size=2", f"rollout.environment={environment}", "run.steps=1"]
+    result = train(folder, f"run.dir={run}", *settings, "critic.value_pretraining.steps=0", "data.eval=[]")
+    assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-4000:]
+    row = read_metrics(run)[-1]
+    assert row["turns/mean"] > 1.2
+    assert row["tokens/tool"] > 20
+    assert row["mismatch/logprob_abs_mean"] <= 1e-5
+    assert row["policy/approx_kl_first"] <= 1e-6
+    shown = [sample for sample in read_samples(run, "step_0001") if len(sample.get("turns", ())) > 1]
+    for sample in shown:
+        assert [text[:3] for text in sample["observations"]] == [f"|[{number + 1}" for number in range(len(sample["observations"]))]
+
+
 def _same_weights(one: Path, other: Path) -> bool:
     first, second = load_file(one / "model.safetensors"), load_file(other / "model.safetensors")
     return all(bool((first[name] == second[name]).all()) for name in second)

@@ -17,11 +17,23 @@ from safetensors.torch import load_file
 
 from tests.rollout_models import load_model
 from tests.torchrun import run_torchrun
-from tests.training_setup import read_metrics, read_samples, write_setup
+from tests.training_setup import CHARACTERS, read_metrics, read_samples, write_setup
 from vapo_mcore.trainer.metric_table import METRICS
 
 WORKER = Path(__file__).with_name("train_worker.py")
-RUNS_WITH_LOGPROBS = ["vapo_dp2", "vapo_tp2", "one_update", "all_wrong", "dynamic_sampling", "dying_graders", "critic_free", "after_update"]
+UNREADABLE = "\ufffd"  # what transformers reads the tokens of the letters above ASCII as
+HEAD_OF_TWO_LAYERS = ("dense.weight", "dense.bias", "out.weight", "out.bias")
+RUNS_WITH_LOGPROBS = [
+    "vapo_dp2",
+    "vapo_tp2",
+    "one_update",
+    "all_wrong",
+    "dynamic_sampling",
+    "dying_graders",
+    "critic_free",
+    "after_update",
+    "multi_turn",
+]
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +71,8 @@ def test_metrics_are_complete_and_pretraining_spends_no_logprob_pass(folder: Pat
         *[("value_pretraining", n) for n in (1, 2)],
         *[("rl", n) for n in (1, 2)],
     ]
-    absent = {"kl/reference", "policy/kl_loss", "memory/device_peak_gib"}
+    absent = {"kl/reference", "policy/kl_loss", "memory/device_peak_gib", "time/environment", "time/imitation"}
+    absent |= {metric.name for metric in METRICS if metric.name.startswith("imitation/")}
     assert all({metric.name for metric in METRICS} - set(row) <= absent for row in rows[3:])
     for row in rows[1:3]:
         assert "time/logprobs" not in row
@@ -250,6 +263,160 @@ def test_rollout_logprobs_save_the_pass_and_the_mismatch_is_still_measured(folde
         assert row["mismatch/ess"] == pytest.approx(1.0, abs=1e-6)
         assert row["policy/entropy"] > 0
         assert row["time/logprobs"] < row["time/policy_update"] / 10
+
+
+def test_value_pretraining_is_a_job_whose_critic_a_later_run_begins_with(folder: Path) -> None:
+    """The worker compares the weights bit for bit, on each rank; here, that nothing else was done."""
+    job, later = folder / "pretraining_job", folder / "after_job"
+    rows = read_metrics(job)
+    assert [(row["stage"], row["step"]) for row in rows] == [("rl", 0), ("value_pretraining", 1), ("value_pretraining", 2)]
+    assert all(row["policy/updates"] == 0 and "policy/loss" not in row and "time/logprobs" not in row for row in rows[1:])
+    assert not (job / "export").exists()
+    assert [row["stage"] for row in read_metrics(later)] == ["rl", "rl"]  # the evaluation at the start, and one step
+    assert not (later / "critic_pretrained").exists()
+    saved, initial = (load_file(path / "model.safetensors") for path in (job / "critic_pretrained" / "hf", folder / "model"))
+    trunk = {name for name in saved if not name.startswith("score.")}
+    assert trunk == {name for name in initial if name != "lm_head.weight"}
+    assert all(torch.equal(saved[name], initial[name]) for name in trunk)  # head only
+    assert {name for name in saved if name.startswith("score.")} == {f"score.{part}" for part in HEAD_OF_TWO_LAYERS}
+
+
+def test_self_imitation_equals_plain_torch_in_both_layouts(folder: Path) -> None:
+    """Mean NLL at the rollout's temperature and the norm of its gradient, in float64; the critic's loss from its zero head."""
+    rows = [rl_rows(folder / name) for name in ("imitation_dp2", "imitation_tp2")]
+    samples = [
+        torch.load(folder / f"imitated_{name}_rank{rank}.pt", weights_only=True)
+        for name in ("imitation_dp2", "imitation_tp2")
+        for rank in (0, 1)
+    ]
+    for sample in samples[1:]:  # every rank draws the same, in every layout
+        assert all(torch.equal(sample[name], samples[0][name]) for name in sample)
+    tokens, mask, bounds = samples[0]["tokens"], samples[0]["response_mask"], samples[0]["cu_seqlens"].tolist()
+    assert (samples[0]["rewards"] == 1).all()
+    model = load_model(folder / "model").double().requires_grad_(True)
+    model.get_input_embeddings().padding_idx = None
+    total = torch.zeros((), dtype=torch.float64)
+    for a, b in pairwise(bounds):
+        logprobs = (model(tokens[a:b][None]).logits[0, :-1] / 0.8).log_softmax(-1)
+        total = total - logprobs.gather(-1, tokens[a + 1 : b, None])[mask[a + 1 : b]].sum()
+    nll = total / mask.sum()
+    (0.5 * nll).backward()
+    norm = torch.stack([parameter.grad.norm() for parameter in model.parameters()]).norm().item()
+    for first, second in rows:
+        assert first["imitation/responses"] == len(bounds) - 1
+        assert first["imitation/buffer"] >= first["imitation/responses"]
+        assert first["imitation/nll"] == pytest.approx(nll.item(), rel=1e-5)
+        assert first["imitation/grad_norm"] == pytest.approx(norm, rel=1e-4)
+        assert first["imitation/lr"] == 0.01
+        assert first["imitation/value_loss"] == pytest.approx(0.5, rel=1e-4)  # V is 0, each return 1
+        assert (first["imitation/age_mean"], first["imitation/age_max"]) == (0.0, 0)
+        assert second["imitation/age_max"] == 1
+        assert second["imitation/buffer"] >= first["imitation/buffer"]
+        assert (first["policy/updates"], second["policy/updates"]) == (2, 4)  # imitation steps are not the schedule's
+        assert (first["critic/updates"], second["critic/updates"]) == (3, 6)  # K_v
+        assert second["policy/approx_kl_first"] <= 1e-6  # the sampler got the imitated policy
+
+
+def test_tool_tokens_are_skipped_by_gae_and_turns_have_rewards(folder: Path) -> None:
+    """Each response of a run with an environment, worked out by a plain loop over its sampled tokens."""
+    row = rl_rows(folder / "multi_turn")[0]
+    samples = {(s["prompt_id"], s["sample_index"]): s for s in read_samples(folder / "multi_turn", "step_0001")}
+    assert len(samples) == 16
+    turns = tools = turn_rewards = 0
+    seen, expected, lengths, summed = [], [], [], []
+    for rank in range(2):
+        batch = torch.load(folder / f"turns_rank{rank}.pt", weights_only=True)
+        for number, (a, b) in enumerate(pairwise(batch["cu_seqlens"].tolist())):
+            mask = batch["response_mask"][a:b]
+            places = mask.nonzero()[:, 0].tolist()
+            prompt, length = int(batch["prompt_length"][number]), len(places)
+            assert places[0] == prompt and places[-1] == b - a - 1  # the model's first and last word
+            assert length == int(batch["response_length"][number])
+            assert b - a == prompt + length + int(batch["tool_length"][number])
+            gaps = [place for place in range(prompt, b - a) if place not in places]
+            assert len(gaps) == int(batch["tool_length"][number])
+            assert not batch["rollout_logprobs"][a:b][~mask].any()
+            rewards = dict.fromkeys(places, 0.0)
+            for place, reward in batch["step_rewards"][number]:
+                rewards[place] += reward
+            rewards[places[-1]] += float(batch["reward"][number])
+            turns, tools, turn_rewards = (
+                turns + int(batch["turns"][number]),
+                tools + len(gaps),
+                turn_rewards + len(batch["step_rewards"][number]),
+            )
+            assert batch["rewards"][a:b].tolist() == pytest.approx([rewards.get(place, 0.0) for place in range(b - a)])
+            values = batch["values"][a:b].tolist()
+            lam = max(0.0, 1 - 1 / (0.2 * length))
+            returns = batch["returns"][a:b].tolist()
+            end = returns[places[-1]] - rewards[places[-1]]  # the critic's value where the response was cut, else nothing
+            advantage, following, total = 0.0, end, end
+            for place in reversed(places):
+                advantage = rewards[place] + following - values[place] + lam * advantage
+                following, total = values[place], rewards[place] + total
+                assert returns[place] == pytest.approx(total, abs=1e-5)
+                expected.append(advantage)
+                seen.append(float(batch["advantages"][a:b][place]))
+            assert not batch["advantages"][a:b][~mask].any() and not batch["returns"][a:b][~mask].any()
+            lengths.append(length)
+            summed.append(end != pytest.approx(0.0, abs=1e-7))
+    mean = sum(expected) / len(expected)
+    std = math.sqrt(sum((x - mean) ** 2 for x in expected) / len(expected) + 1e-8)
+    assert seen == pytest.approx([(x - mean) / std for x in expected], abs=1e-4)
+    assert (row["turns/mean"], row["tokens/tool"], row["tokens/response"]) == (turns / 16, tools, sum(lengths))
+    assert row["tokens/trained"] == sum(lengths)
+    assert turns > 20 and tools > 30 and turn_rewards > 5  # enough of everything
+    assert sum(summed) == round(16 * row["response/truncated_frac"])
+    cut = 0
+    for sample in samples.values():
+        if "turns" in sample:
+            assert sample["response"] == "\n".join(sample["turns"])
+            for turn, (text, shown) in enumerate(zip(sample["turns"], sample["observations"], strict=False)):
+                assert shown.startswith(f"|[{turn + 1}:{len(text)}"[:9])
+                cut += len(f"[{turn + 1}:{len(text)}]") > 7
+            for text, reward in zip(sample["turns"], sample["turn_rewards"], strict=True):
+                assert reward in ((-0.5, 0.0) if "Q" in text else (0.25, 0.0)) and (reward != 0.25 or len(text) % 2 == 0)
+    assert row["turns/observations_cut"] == cut
+
+
+def test_an_environment_that_dies_costs_its_responses_their_verdicts(folder: Path) -> None:
+    row = rl_rows(folder / "dying_environment")[0]
+    assert 0 < row["grading/failed"] < 16
+    assert row["tokens/trained"] < row["tokens/response"]
+    assert row["turns/mean"] > 1
+    assert row["mismatch/logprob_abs_mean"] <= 1e-5
+
+
+def test_step_rewards_of_a_verifier_reach_the_returns(folder: Path) -> None:
+    """From sampled tokens to the critic's targets. The tokenizer has a character a token; its three special tokens write nothing."""
+    row = rl_rows(folder / "step_rewards")[0]
+    sums, counts = [], []
+    for rank in range(2):
+        batch = torch.load(folder / f"steps_rank{rank}.pt", weights_only=True)
+        for number, (a, b) in enumerate(pairwise(batch["cu_seqlens"].tolist())):
+            tokens, prompt = batch["tokens"][a:b].tolist(), int(batch["prompt_length"][number])
+            written = [place for place in range(prompt, b - a) if tokens[place] > 2]
+            expected = {place: ord(CHARACTERS[tokens[place]] if tokens[place] < 97 else UNREADABLE) / 100 for place in written[3::4]}
+            assert dict(batch["step_rewards"][number]) == pytest.approx(expected)
+            total = 0.0
+            for place in range(b - a - 1, prompt - 1, -1):
+                total += expected.get(place, 0.0) + (float(batch["reward"][number]) if place == b - a - 1 else 0.0)
+                assert float(batch["returns"][a + place]) == pytest.approx(total, rel=1e-5)
+            sums.append(sum(expected.values()))
+            counts.append(len(expected))
+    assert row["reward/steps_mean"] == pytest.approx(sum(sums) / 16, rel=1e-5)
+    assert row["reward/steps_per_response"] == sum(counts) / 16 > 4
+    for sample in read_samples(folder / "step_rewards", "step_0001"):
+        codes = [ord(character) / 100 for character in sample["response"]]
+        assert sample["step_rewards"] == [[end, codes[end - 1]] for end in range(4, len(codes) + 1, 4)]
+
+
+def test_process_supervision_trains_on_two_data_parallel_ranks(folder: Path) -> None:
+    row = rl_rows(folder / "process_supervision")[0]
+    assert row["policy/updates"] == 2
+    assert row["reward/steps_per_response"] > 1
+    assert "critic/loss" not in row
+    assert row["advantages/std"] > 0
 
 
 def test_a_saved_critic_goes_on_where_it_was_and_head_only_leaves_the_trunk(folder: Path) -> None:

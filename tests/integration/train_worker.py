@@ -1,4 +1,4 @@
-"""Whole runs in two processes, one after another in one launch: torchrun ... train_worker.py FOLDER. test_train_step.py reads what
+"""Whole runs in two processes, one after another: torchrun ... train_worker.py FOLDER [CASE ...]. test_train_step.py reads what
 they leave. Each rank also writes down what only it can see (weights before and after, the batch that the policy learned from).
 """
 
@@ -17,8 +17,11 @@ import torch.distributed as dist
 from tests.training_setup import training_config
 from vapo_mcore.megatron.engine import MegatronModel
 from vapo_mcore.megatron.parallel import initialize_parallel
+from vapo_mcore.trainer import main as main_module
 from vapo_mcore.trainer import step as step_module
+from vapo_mcore.trainer.loop import Run
 from vapo_mcore.trainer.main import train
+from vapo_mcore.trainer.self_imitation import SelfImitation
 from vapo_mcore.trainer.step import Trainer
 from vapo_mcore.weights.checksums import tensor_checksum
 
@@ -64,19 +67,28 @@ def vapo_tp2() -> None:
     run("vapo_tp2", TP2)
 
 
-def one_update_by_hand() -> None:
-    """One mini-batch, one update: what went in is kept, so that the test can redo it with plain torch."""
+@contextmanager
+def batches_kept(prefix: str) -> Iterator[None]:
+    """What each rank's policy learns from goes to a file (of the last step), so that a test can redo it with plain torch."""
     original = step_module.update_policy
 
     def kept(config: Any, model: Any, experience: Any, *more: Any) -> Any:
         batch = experience.batch
-        names = ("tokens", "response_mask", "rollout_logprobs", "old_logprobs", "values", "returns", "advantages")
+        names = ("tokens", "response_mask", "rollout_logprobs", "old_logprobs", "values", "returns", "advantages", "rewards")
         found: dict[str, Any] = {name: batch[name].clone() for name in names}
-        found |= {"cu_seqlens": batch.cu_seqlens, "row_ids": batch.row_ids, "reward": batch.rows.reward, "verdict": batch.rows.verdict}
-        torch.save(found, FOLDER / f"batch_rank{dist.get_rank()}.pt")
+        columns = ("reward", "verdict", "prompt_length", "response_length", "tool_length", "turns", "step_rewards")
+        found |= {"cu_seqlens": batch.cu_seqlens, "row_ids": batch.row_ids}
+        found |= {name: getattr(batch.rows, name) for name in columns}
+        torch.save(found, FOLDER / f"{prefix}_rank{dist.get_rank()}.pt")
         return original(config, model, experience, *more)
 
     with mock.patch.object(step_module, "update_policy", kept):
+        yield
+
+
+def one_update_by_hand() -> None:
+    """One mini-batch, one update."""
+    with batches_kept("batch"):
         run("one_update", "run.steps=1", "batch.mini_batch_size=16", "critic.head_init=zero", NO_PRETRAINING)
 
 
@@ -124,6 +136,87 @@ def rollout_logprobs() -> None:
     run("rollout_logprobs", "rollout.old_logprobs=rollout", NO_PRETRAINING)
 
 
+def pretraining_job() -> None:
+    """Value pretraining alone; each rank notes the critic that it leaves, and the one that a later run begins with."""
+    found: dict[str, list[str]] = {}
+    saving, building = Run._save_critic, main_module.build_models
+
+    def save(self: Run) -> None:
+        assert self.trainer.models.critic is not None
+        found["saved"] = checksums(self.trainer.models.critic)
+        saving(self)
+
+    def build(*arguments: Any) -> Any:
+        models = building(*arguments)
+        found["loaded"] = checksums(models.critic)
+        return models
+
+    with mock.patch.object(Run, "_save_critic", save):
+        run("pretraining_job", "run.steps=0", "critic.value_pretraining={steps: 2, head_only: true, lr: 0.01}", "critic.head=mlp")
+    folder = FOLDER / "pretraining_job" / "critic_pretrained" / "hf"
+    with mock.patch.object(main_module, "build_models", build):
+        run(
+            "after_job",
+            f"critic={{init: saved, path: {folder}, head: null, head_init: null, value_pretraining: {{steps: 0}}}}",
+            "run.steps=1",
+        )
+    assert found["saved"] == found["loaded"]
+
+
+def self_imitation() -> None:
+    """The policy hardly moves by itself, so that what is imitated can be worked out with the initial weights."""
+    original = SelfImitation.imitate
+    settings = "{top_k: 2, batch_size: 6, coef: 0.5, lr: 0.01, value_coef: 2.0}"
+
+    def kept(self: Any, policy: Any, sample: Any, rollout: int, metrics: Any) -> None:
+        found = {name: getattr(sample, name) for name in ("tokens", "response_mask", "cu_seqlens", "returns", "rewards")}
+        if rollout == 1:
+            torch.save(found, FOLDER / f"imitated_{name}_rank{dist.get_rank()}.pt")
+        original(self, policy, sample, rollout, metrics)
+
+    for name, layout in (("imitation_dp2", ()), ("imitation_tp2", (TP2,))):
+        with mock.patch.object(SelfImitation, "imitate", kept):
+            run(
+                name,
+                *layout,
+                NO_PRETRAINING,
+                f"algorithm.self_imitation={settings}",
+                "policy.optimizer.lr=1e-12",
+                "critic={head_init: zero, updates_per_rollout: 3, optimizer: {lr: 1e-12}}",
+                "rollout.temperature=0.8",
+            )
+
+
+def multi_turn() -> None:
+    """Turns end with one of some twenty letters; what the environment writes is between bars."""
+    environment = (
+        "{name: 'tests.integration.environments:letters', max_turns: 3, max_observation_length: 9, format: '|{observation}|', "
+        "stop_tokens: [A, B, C, D, E, F, G, H, I, J, K, L, M, N, O, P, a, b, c, d, e]}"
+    )
+    with batches_kept("turns"):
+        run(
+            "multi_turn",
+            NO_PRETRAINING,
+            f"rollout.environment={environment}",
+            "run.steps=1",
+            "run.samples_per_step=16",
+            "algorithm.advantage.truncation=bootstrap",
+            "algorithm.advantage.lambda_policy.alpha=0.2",
+            "algorithm.policy_loss.aggregation=sequence",
+        )
+    dying = environment.replace(":letters", ":sometimes_dies")
+    run("dying_environment", NO_PRETRAINING, f"rollout.environment={dying}", "run.steps=1", TP2)
+
+
+def step_rewards() -> None:
+    with batches_kept("steps"):
+        run("step_rewards", NO_PRETRAINING, verifier("every_fourth_character"), "run.samples_per_step=16", "run.steps=1")
+
+
+def process_supervision() -> None:
+    run("process_supervision", "algorithm.advantage.estimator=grpo_process", verifier("every_fourth_character"), "run.steps=1")
+
+
 def saved_critic_head_only() -> None:
     folder = FOLDER / "vapo_dp2" / "critic_pretrained" / "hf"
     critic = f"{{init: saved, path: {folder}, value_pretraining: {{steps: 1, head_only: true, lr: 0.01}}}}"
@@ -147,10 +240,15 @@ CASES: list[Callable[[], None]] = [
     after_update_with_epochs,
     rollout_logprobs,
     saved_critic_head_only,
+    pretraining_job,
+    self_imitation,
+    step_rewards,
+    process_supervision,
+    multi_turn,
 ]
 
 if __name__ == "__main__":
-    for case in CASES:
+    for case in [case for case in CASES if len(sys.argv) == 2 or case.__name__ in sys.argv[2:]]:
         case()
         dist.barrier()
         if dist.get_rank() == 0:

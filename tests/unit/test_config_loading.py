@@ -369,3 +369,16 @@ def test_importing_config_imports_no_torch() -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60, check=True)
     assert result.stdout == "[]\n"
+
+
+def test_a_backbone_of_policy_and_critic_is_refused_with_the_reason(tmp_path: Path) -> None:
+    for key in ("critic.shared_backbone", "policy.share_backbone"):
+        (fault,) = faults_of(tmp_path, f"{key}=true")
+        assert fault.startswith(f"{key}: not available: policy and critic are two models")
+        assert "value pretraining could not leave the policy as it is" in fault
+
+
+def test_an_unknown_environment_is_refused_with_the_nearest(tmp_path: Path) -> None:
+    (fault,) = faults_of(tmp_path, "rollout.environment.name=calculater")
+    assert fault.startswith("rollout.environment.name: unknown environment 'calculater': did you mean 'calculator'?")
+    assert load(tmp_path, "rollout.environment={name: 'my_project.games:guess', max_observation_length: 8}").rollout.environment is not None

@@ -144,6 +144,20 @@ BROKEN = [
     ("train_weights_share_between_sources", ["data.train.0.weight=2.0"], {}, "data.train", "weight = 2.0 of 'train' has no effect"),
     ("eval_sources_have_no_weight", ["data.eval.0.weight=2.0"], {}, "data.eval", "weight of 'chain_sum' has no effect"),
     ("training_samples_the_whole_distribution", ["rollout.top_p=0.9"], {}, "rollout.top_p", "0.9 cuts the distribution"),
+    (
+        "observation_format_has_one_place",
+        ["rollout.environment={name: calculator, format: answer, max_observation_length: 10}"],
+        {},
+        "rollout.environment.format",
+        "'answer' must hold {observation} once",
+    ),
+    (
+        "longest_sequence_fits_a_microbatch",
+        ["rollout.environment={name: calculator, max_turns: 3, max_observation_length: 10}", "batch.max_tokens_per_microbatch=224"],
+        {},
+        "batch.max_tokens_per_microbatch",
+        "64 + 160 + 2 x 10 = 244",
+    ),
     ("training_samples_all_tokens", ["rollout.top_k=50"], {}, "rollout.top_k", "50 cuts the distribution"),
     (
         "dynamic_sampling_needs_groups",
@@ -176,6 +190,7 @@ BROKEN = [
         "reward.overlong.cache",
         "below rollout.max_response_length = 160",
     ),
+    ("dropout_is_of_an_mlp_head", ["critic.head_dropout=0.1"], {}, "critic.head_dropout", "this critic's is linear"),
     (
         "group_estimators_need_groups",
         ["algorithm.advantage.estimator=grpo", "batch.responses_per_prompt=1", "batch.mini_batch_size=16"],
@@ -183,7 +198,6 @@ BROKEN = [
         "batch.responses_per_prompt",
         "every advantage of algorithm.advantage.estimator = 'grpo' zero",
     ),
-    ("process_supervision_has_step_rewards", ["algorithm.advantage.estimator=grpo_process"], {}, "algorithm.advantage.estimator", "'grpo'"),
     (
         "length_adaptive_lambda_rises_above_zero",
         ["algorithm.advantage.lambda_policy.alpha=0.00625"],
@@ -358,6 +372,7 @@ def test_what_the_rules_allow(tmp_path: Path) -> None:
     load(tmp_path, "algorithm.advantage.estimator=grpo", "algorithm.advantage.whiten=off", "algorithm.advantage.truncation=mask")
     load(tmp_path, "algorithm.advantage.estimator=reinforce_pp", "algorithm.kl={place: reward, kind: k1, coef: 0.1}")
     load(tmp_path, "algorithm.advantage.estimator=rloo", "algorithm.kl={place: loss, coef: 0.1}")
+    load(tmp_path, "algorithm.advantage={estimator: grpo_process, process: {normalise: batch, outcome: false}}")
     load(tmp_path, "eval.temperature=0")
 
 
@@ -378,6 +393,7 @@ WITHOUT_EFFECT = [
     ([CRITIC_FREE, "algorithm.advantage.whiten=batch"], "algorithm.advantage.whiten"),
     ([CRITIC_FREE, "algorithm.advantage.truncation=bootstrap"], "algorithm.advantage.truncation"),
     (["algorithm.advantage.truncation=mask", "reward.truncated_factor=0.5"], "reward.truncated_factor"),
+    ([CRITIC_FREE, "algorithm.advantage.process.normalise=batch"], "algorithm.advantage.process.normalise"),
     ([f"{LAMBDA}.value=0.9"], f"{LAMBDA}.value"),
     ([f"{LAMBDA}.kind=fixed", f"{LAMBDA}.alpha=0.1"], f"{LAMBDA}.alpha"),
     ([f"{LAMBDA}.min=0.1"], f"{LAMBDA}.min"),
@@ -390,8 +406,11 @@ WITHOUT_EFFECT = [
     (["rollout.engine=transformers", "rollout.tensor_parallel_size=1"], "rollout.tensor_parallel_size"),
     (["rollout.dynamic_sampling.max_rounds=5"], "rollout.dynamic_sampling.max_rounds"),
     (["rollout.dynamic_sampling.on_exhausted=stop"], "rollout.dynamic_sampling.on_exhausted"),
+    (["critic={epochs: 2, updates_per_rollout: 3}"], "critic.epochs"),
+    ([CRITIC_FREE, "algorithm.self_imitation={value_coef: 0.5}"], "algorithm.self_imitation.value_coef"),
     (["critic.path=/tmp"], "critic.path"),
     (["critic.init=reward_model", "critic.path={folder}/model", "critic.head_init=small"], "critic.head_init"),
+    (["critic.init=reward_model", "critic.path={folder}/model", "critic.head=mlp"], "critic.head"),
     ([UNTIL + "{value_loss_below: 0.1, max_steps: 9}", "critic.value_pretraining.steps=9"], "critic.value_pretraining.steps"),
     (["critic.value_pretraining.steps=0", "critic.value_pretraining.lr=1.0"], "critic.value_pretraining.lr"),
     (["critic.value_pretraining.steps=0", "critic.value_pretraining.head_only=true"], "critic.value_pretraining.head_only"),
@@ -405,6 +424,7 @@ WITHOUT_EFFECT = [
     ([f"{LAMBDA}.kind=fixed", "diagnosis.lambda_zero.above=0.9"], "diagnosis.lambda_zero.above"),
     ([*PER_PROMPT, "diagnosis.uniform_groups.above=0.5"], "diagnosis.uniform_groups.above"),
     (["rollout.old_logprobs=rollout", "diagnosis.first_step_kl.above=0.5"], "diagnosis.first_step_kl.above"),
+    (["run.steps=0", "export.at_end=true"], "export.at_end"),
 ]
 CUSTOM_CRITIC = "algorithm.advantage={estimator: custom, custom: {function: a:f, critic: true}, lambda_policy: {alpha: 0.9}}"
 

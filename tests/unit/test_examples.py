@@ -40,7 +40,7 @@ def test_presets_only_hold_the_algorithm(tmp_path: Path) -> None:
 
 
 def test_a_preset_does_not_depend_on_the_one_below(tmp_path: Path) -> None:
-    for lower in ("dapo", "reinforce_pp", "nemo_rl_ppo", "vapo_wo_length_adaptive_gae"):
+    for lower in ("dapo", "reinforce_pp", "nemo_rl_ppo", "vapo_wo_length_adaptive_gae", "grpo_process", "vapo_review"):
         path = tmp_path / "stack.yaml"
         presets = CONFIGS / "presets"
         path.write_text(f"extends: [{CONFIGS}/quickstart.yaml, {presets}/{lower}.yaml, {presets}/vapo.yaml]\n")
@@ -66,6 +66,19 @@ DIFFERENCES_FROM_VAPO = {
     "vapo_wo_positive_lm_loss": {"positive_lm.coef": 0.0},
     "vapo_wo_value_pretraining": {},
     "vapo_wo_group_sampling": {},
+    "vapo_review": {
+        "advantage.lambda_policy.kind": "sigmoid",
+        "advantage.values": "after_update",
+        "positive_lm.coef": 0.0,
+        "self_imitation.capacity": 512,
+        "self_imitation.keep": "top_reward",
+        "self_imitation.top_k": 1,
+        "self_imitation.every_steps": 1,
+        "self_imitation.batch_size": 64,
+        "self_imitation.coef": 1.0,
+        "self_imitation.lr": None,
+        "self_imitation.value_coef": 0.0,
+    },
     "ppo": {
         "advantage.lambda_policy.kind": "fixed",
         "advantage.lambda_policy.value": 0.95,
@@ -77,6 +90,16 @@ DIFFERENCES_FROM_VAPO = {
     "dapo": {"advantage.estimator": "grpo", "advantage.whiten": "off", "positive_lm.coef": 0.0},
     "grpo": {
         "advantage.estimator": "grpo",
+        "advantage.whiten": "off",
+        "policy_loss.clip_high": 0.2,
+        "policy_loss.aggregation": "sequence",
+        "positive_lm.coef": 0.0,
+        "kl.place": "loss",
+        "kl.kind": "k3",
+        "kl.coef": 0.04,
+    },
+    "grpo_process": {
+        "advantage.estimator": "grpo_process",
         "advantage.whiten": "off",
         "policy_loss.clip_high": 0.2,
         "policy_loss.aggregation": "sequence",
@@ -99,8 +122,8 @@ DIFFERENCES_FROM_VAPO = {
 def test_preset_differs_from_vapo_exactly_in(preset: str, tmp_path: Path) -> None:
     vapo = _flat(_on_quickstart("vapo", tmp_path).algorithm.model_dump())
     other = _flat(_on_quickstart(preset, tmp_path).algorithm.model_dump())
-    differences = {key: value for key, value in other.items() if value != vapo[key]}
-    expected = {key: value for key, value in DIFFERENCES_FROM_VAPO[preset].items() if value != vapo[key]}
+    differences = {key: value for key, value in other.items() if key not in vapo or value != vapo[key]}
+    expected = {key: value for key, value in DIFFERENCES_FROM_VAPO[preset].items() if key not in vapo or value != vapo[key]}
     assert differences == expected
 
 

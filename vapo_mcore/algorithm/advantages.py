@@ -20,10 +20,12 @@ from vapo_mcore.algorithm.segments import check_packed, masked_moments, sequence
 __all__ = [
     "group_advantages",
     "length_adaptive_lambda",
+    "normalised_step_rewards",
     "packed_gae",
     "packed_gae_decoupled",
     "process_advantages",
     "reward_to_go",
+    "rewards_of_own_and_later_steps",
     "sigmoid_lambda",
     "whiten",
 ]
@@ -122,6 +124,16 @@ def group_advantages(scores: Tensor, groups: Tensor, kind: Literal["grpo", "dr_g
     return torch.where(valid, result, torch.zeros_like(result)).to(scores.dtype)
 
 
+def normalised_step_rewards(rewards: Tensor, labels: Tensor) -> Tensor:
+    """(reward - mean) / (population std + 1e-6) over all step rewards with the same label; float64 [k], 0 for one step alone.
+
+    rewards: float [k], of the steps of many responses; labels: int [k], the group of each step's response (DeepSeekMath, section
+    4.1.3), or one label for a whole batch.
+    """
+    centred, std, _ = _centre_in_groups(rewards, labels, torch.ones_like(rewards, dtype=torch.bool))
+    return centred / (std + GRPO_STD_EPS)
+
+
 def process_advantages(
     step_rewards: Tensor,
     step_mask: Tensor,
@@ -145,14 +157,19 @@ def process_advantages(
         raise ValueError(f"normalise must be group or batch, got {normalise!r}")
     owner = sequence_ids(cu_seqlens)
     step_mask = step_mask.bool() if valid is None else step_mask.bool() & valid.bool()[owner]
-    rewards = step_rewards[step_mask]
     labels = groups[owner[step_mask]] if normalise == "group" else torch.zeros_like(owner[step_mask])
-    centred, std, _ = _centre_in_groups(rewards, labels, torch.ones_like(rewards, dtype=torch.bool))
     normalised = torch.zeros(mask.numel(), dtype=torch.float64, device=mask.device)
-    normalised[step_mask] = centred / (std + GRPO_STD_EPS)
-    # Over all positions, not over the mask: a step may end on a token that is not trained on, its reward still counts before it.
-    advantages = reward_to_go(normalised, torch.ones_like(step_mask), cu_seqlens)
-    return torch.where(mask.bool(), advantages, torch.zeros_like(advantages)).to(step_rewards.dtype)
+    normalised[step_mask] = normalised_step_rewards(step_rewards[step_mask], labels)
+    return rewards_of_own_and_later_steps(normalised, mask, cu_seqlens).to(step_rewards.dtype)
+
+
+def rewards_of_own_and_later_steps(normalised: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """Sum of the response's normalised step rewards at each unmasked token and after it; [total], 0 at masked tokens.
+
+    Over all positions, not over the mask: a step may end on a token that is not trained on, its reward still counts before it.
+    """
+    advantages = reward_to_go(normalised, torch.ones_like(mask, dtype=torch.bool), cu_seqlens)
+    return torch.where(mask.bool(), advantages, torch.zeros_like(advantages))
 
 
 def whiten(x: Tensor, mask: Tensor, group: "dist.ProcessGroup | None" = None) -> Tensor:

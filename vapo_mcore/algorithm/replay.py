@@ -16,11 +16,13 @@ Eviction = Literal["fifo", "top_reward", "frozen"]
 
 @dataclass(frozen=True)
 class ReplaySample:
-    """Packed responses. tokens int64 [total] (prompt and response); response_mask bool [total]; cu_seqlens int64 [n + 1]; rewards
-    float32 [n]; steps int64 [n], the rollout each was sampled in; prompt_ids, n strings."""
+    """Packed responses. tokens int64 [total] (prompt and response); response_mask bool [total]; returns float32 [total], the
+    Monte-Carlo return of each token when it was sampled; cu_seqlens int64 [n + 1]; rewards float32 [n]; steps int64 [n], the
+    rollout each was sampled in; prompt_ids, n strings."""
 
     tokens: Tensor
     response_mask: Tensor
+    returns: Tensor
     cu_seqlens: Tensor
     rewards: Tensor
     steps: Tensor
@@ -31,6 +33,7 @@ class ReplaySample:
 class _Entry:
     tokens: Tensor
     response_mask: Tensor
+    returns: Tensor
     reward: float
     step: int
     prompt_id: str
@@ -74,6 +77,7 @@ class ReplayBuffer:
         self,
         tokens: Tensor,
         response_mask: Tensor,
+        returns: Tensor,
         cu_seqlens: Tensor,
         rewards: Tensor,
         eligible: Tensor,
@@ -82,9 +86,9 @@ class ReplayBuffer:
     ) -> int:
         """Offer a rollout; returns how many of its responses are in the buffer afterwards.
 
-        tokens int64 [total]; response_mask bool [total]; cu_seqlens int [n + 1]; rewards float [n]; eligible bool [n]: responses the
-        verifier called correct, others are never imitated; prompt_ids: n strings; step: the rollout's number. Tensors are copied
-        to the CPU. A response without unmasked tokens is never a candidate.
+        tokens int64 [total]; response_mask bool [total]; returns float [total]; cu_seqlens int [n + 1]; rewards float [n];
+        eligible bool [n]: responses the verifier called correct, others are never imitated; prompt_ids: n strings; step: the
+        rollout's number. Tensors are copied to the CPU. A response without unmasked tokens is never a candidate.
         """
         if self.is_frozen:
             return 0
@@ -100,7 +104,11 @@ class ReplayBuffer:
         offered = []
         for i in best:
             span = slice(bounds[i], bounds[i + 1])
-            own = (tokens[span].detach().cpu().clone(), response_mask[span].detach().bool().cpu().clone())
+            own = (
+                tokens[span].detach().cpu().clone(),
+                response_mask[span].detach().bool().cpu().clone(),
+                returns[span].detach().float().cpu().clone(),
+            )
             offered.append(_Entry(*own, reward=scores[i], step=step, prompt_id=prompt_ids[i]))
         self._entries = self._trim(self._merge(offered))
         self.is_frozen = self.eviction == "frozen" and len(self._entries) == self.capacity
@@ -126,6 +134,7 @@ class ReplayBuffer:
             "is_frozen": self.is_frozen,
             "tokens": packed.tokens,
             "response_mask": packed.response_mask,
+            "returns": packed.returns,
             "cu_seqlens": packed.cu_seqlens,
             "rewards": packed.rewards,
             "steps": packed.steps,
@@ -140,7 +149,14 @@ class ReplayBuffer:
         bounds = state["cu_seqlens"].tolist()
         columns = zip(bounds, bounds[1:], state["rewards"].tolist(), state["steps"].tolist(), state["prompt_ids"], strict=False)
         self._entries = [
-            _Entry(state["tokens"][lo:hi].clone(), state["response_mask"][lo:hi].clone(), reward, step, prompt_id)
+            _Entry(
+                tokens=state["tokens"][lo:hi].clone(),
+                response_mask=state["response_mask"][lo:hi].clone(),
+                returns=state["returns"][lo:hi].clone(),
+                reward=reward,
+                step=step,
+                prompt_id=prompt_id,
+            )
             for lo, hi, reward, step, prompt_id in columns
         ]
         self.is_frozen = state["is_frozen"]
@@ -178,6 +194,7 @@ def _pack(entries: list[_Entry]) -> ReplaySample:
     return ReplaySample(
         tokens=torch.cat([torch.zeros(0, dtype=torch.int64), *(e.tokens for e in entries)]),
         response_mask=torch.cat([torch.zeros(0, dtype=torch.bool), *(e.response_mask for e in entries)]),
+        returns=torch.cat([torch.zeros(0), *(e.returns for e in entries)]),
         cu_seqlens=lengths.cumsum(0),
         rewards=torch.tensor([e.reward for e in entries], dtype=torch.float32),
         steps=torch.tensor([e.step for e in entries], dtype=torch.int64),

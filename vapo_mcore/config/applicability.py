@@ -57,6 +57,12 @@ INAPPLICABLE: tuple[Inapplicable, ...] = (
         "this estimator has its own normalisation or none; whitening belongs to 'gae', 'reinforce_pp' and 'custom' (give 'off' here)",
     ),
     Inapplicable(
+        ("algorithm.advantage.process",),
+        (_ESTIMATOR,),
+        lambda c: c.algorithm.advantage.estimator != "grpo_process",
+        "only 'grpo_process' reads the rewards of steps by themselves",
+    ),
+    Inapplicable(
         ("algorithm.advantage.truncation",),
         (_ESTIMATOR,),
         lambda c: not c.uses_critic and c.algorithm.advantage.truncation == "bootstrap",
@@ -105,8 +111,22 @@ INAPPLICABLE: tuple[Inapplicable, ...] = (
         lambda c: not c.rollout.dynamic_sampling.enabled,
         "dynamic sampling is off",
     ),
+    Inapplicable(
+        ("critic.epochs",),
+        ("critic.updates_per_rollout",),
+        lambda c: c.critic.updates_per_rollout is not None,
+        "the critic makes that many steps, whatever a pass takes",
+    ),
+    Inapplicable(
+        ("algorithm.self_imitation.value_coef",),
+        (_ESTIMATOR,),
+        lambda c: c.algorithm.self_imitation is not None and not c.uses_critic,
+        "this estimator builds no critic (only 'gae' has one)",
+    ),
     Inapplicable(("critic.path",), ("critic.init",), lambda c: c.critic.init == "policy", "the critic starts from the policy's weights"),
-    Inapplicable(("critic.head_init",), ("critic.init",), lambda c: c.critic.init != "policy", "the loaded critic brings its head"),
+    Inapplicable(
+        ("critic.head", "critic.head_init"), ("critic.init",), lambda c: c.critic.init != "policy", "the loaded critic brings its head"
+    ),
     Inapplicable(
         ("critic.value_pretraining.steps",),
         ("critic.value_pretraining.until",),
@@ -119,6 +139,7 @@ INAPPLICABLE: tuple[Inapplicable, ...] = (
         lambda c: c.critic.value_pretraining.max_steps == 0,
         "there is no value pretraining",
     ),
+    Inapplicable(("export",), ("run.steps",), lambda c: c.run.steps == 0, "the policy is not trained; the critic is saved in any case"),
     Inapplicable(
         ("data.system_prompt",), ("data.chat_template",), lambda c: not c.data.chat_template, "a system prompt needs the chat template"
     ),

@@ -52,6 +52,7 @@ class ModelArchitecture:
     num_experts_per_token: int | None = None
     moe_ffn_hidden_size: int | None = None
     norm_topk_prob: bool = False
+    mlp_value_head: bool = False  # of a critic: two layers with tanh between, not one linear layer
 
     @property
     def is_moe(self) -> bool:
@@ -125,6 +126,7 @@ def architecture_from_config(raw: dict[str, Any], where: str = "config.json") ->
         num_experts_per_token=experts.get("num_experts_per_tok"),
         moe_ffn_hidden_size=experts.get("moe_intermediate_size"),
         norm_topk_prob=bool(raw.get("norm_topk_prob", False)),
+        mlp_value_head=raw.get("value_head") == "mlp",
     )
 
 
@@ -171,6 +173,8 @@ def _unsupported(raw: dict[str, Any], family: str, positions: int) -> Iterator[s
     """What the models here cannot compute, or would compute differently without a word."""
     if raw.get("hidden_act", "silu") != "silu":
         yield f"hidden_act {raw['hidden_act']!r} is not supported, only 'silu'"
+    if raw.get("value_head") not in (None, "linear", "mlp"):
+        yield f"value_head {raw['value_head']!r} is not supported, only 'linear' and 'mlp'"
     if raw.get("quantization_config"):
         yield "quantization_config: quantised weights are not supported; dequantise the model first"
     # Ignoring an active window would change results silently. Qwen models name one that they do not use.

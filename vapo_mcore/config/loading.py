@@ -190,8 +190,18 @@ def _message(item: Any, root: type[BaseModel]) -> str:
     return f"{shown(value)}: {item['msg'][0].lower()}{item['msg'][1:]}"
 
 
+_SHARED_BACKBONE = (
+    "policy and critic are two models here that take turns on the device: with a backbone of both, value pretraining could not leave the "
+    "policy as it is, the value loss would change it in every update, and neither could have rates or updates of its own; remove the key"
+)
+_REFUSED = dict.fromkeys(("shared_backbone", "share_backbone", "shared_trunk", "share_trunk"), _SHARED_BACKBONE)
+"""Names of settings that other systems have and that are left out here for a reason."""
+
+
 def _unknown_key(location: tuple[int | str, ...], root: type[BaseModel]) -> str:
     *parents, name = location
+    if name in _REFUSED:
+        return f"not available: {_REFUSED[str(name)]}"
     siblings = _fields_at(tuple(parents), root)
     hint = _did_you_mean(str(name), siblings)
     if not hint:

@@ -7,7 +7,17 @@ from difflib import get_close_matches
 
 from vapo_mcore.config.references import FORM, is_reference
 
-BUILT_IN_VERIFIERS = ("math", "math_last_number", "math_answer_line", "exact", "regex", "multiple_choice", "reasoning_gym", "code")
+BUILT_IN_VERIFIERS = (
+    "math",
+    "math_last_number",
+    "math_answer_line",
+    "math_steps",
+    "exact",
+    "regex",
+    "multiple_choice",
+    "reasoning_gym",
+    "code",
+)
 
 
 _ENDPOINT = re.compile(r"https?://[^\s/?#@]+(?:[/?]\S*)?")

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from vapo_mcore.data.ragged import cumulative, segment_positions, token_index
 
-FINISH_REASONS = ("stop", "length")
-_TEXT_COLUMNS = ("prompt_id", "finish_reason", "source")
+FINISH_REASONS = ("stop", "length", "turns")
+_LIST_COLUMNS = ("prompt_id", "finish_reason", "source", "step_rewards")
 _DTYPES = {
     "group": torch.int64,
     "sample_index": torch.int64,
@@ -25,7 +25,13 @@ _DTYPES = {
     "reward": torch.float32,
     "prompt_length": torch.int64,
     "response_length": torch.int64,
+    "tool_length": torch.int64,
+    "turns": torch.int64,
+    "observations_cut": torch.int64,
 }
+
+StepRewards = tuple[tuple[int, float], ...]
+"""Rewards inside a response: (position of the token in the whole sequence, reward), in order."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,9 +46,14 @@ class Rows:
         graded: bool, False when grading itself failed; such a row is left out of training and of group statistics.
         score: float32, the verifier's raw score.
         reward: float32, the score after scaling and shaping: what training uses.
-        finish_reason: "stop" or "length" (cut by the length limit).
-        prompt_length, response_length: int64 tokens; a response may be empty, a prompt may not.
+        finish_reason: "stop", "length" (cut by the length limit) or "turns" (its environment would have gone on).
+        prompt_length, response_length: int64 tokens; a response may be empty, a prompt may not. A response's length counts the tokens
+            that the model sampled, over all its turns.
+        tool_length: int64, tokens between the turns of the response that its environment wrote.
+        turns: int64, turns of the model, 1 without an environment.
+        observations_cut: int64, observations of the environment that were longer than their limit.
         source: name of the data source.
+        step_rewards: rewards of the response's steps and turns, besides ``reward``, which stands on its last token.
     """
 
     prompt_id: list[str]
@@ -55,11 +66,15 @@ class Rows:
     finish_reason: list[str]
     prompt_length: Tensor
     response_length: Tensor
+    tool_length: Tensor
+    turns: Tensor
+    observations_cut: Tensor
     source: list[str]
+    step_rewards: list[StepRewards]
 
     def __post_init__(self) -> None:
         n = len(self.prompt_id)
-        for name in _TEXT_COLUMNS:
+        for name in _LIST_COLUMNS:
             if len(getattr(self, name)) != n:
                 raise ValueError(f"rows: column {name} has {len(getattr(self, name))} entries, prompt_id has {n}")
         for name, dtype in _DTYPES.items():
@@ -69,7 +84,7 @@ class Rows:
         unknown = set(self.finish_reason) - set(FINISH_REASONS)
         if unknown:
             raise ValueError(f"rows: finish reason {min(unknown)!r} is not one of {FINISH_REASONS}")
-        if n and (int(self.prompt_length.min()) < 1 or int(self.response_length.min()) < 0):
+        if n and (int(self.prompt_length.min()) < 1 or int(self.response_length.min()) < 0 or int(self.tool_length.min()) < 0):
             raise ValueError("rows: a prompt has at least 1 token, and a response at least 0")
 
     def __len__(self) -> int:
@@ -77,8 +92,18 @@ class Rows:
 
     @property
     def length(self) -> Tensor:
-        """int64 ``[n]``: tokens of prompt and response together."""
-        return self.prompt_length + self.response_length
+        """int64 ``[n]``: tokens of prompt and response together, what an environment wrote included."""
+        return self.prompt_length + self.response_length + self.tool_length
+
+    @property
+    def step_reward(self) -> Tensor:
+        """float32 ``[n]``: sum of the rewards of a response's steps and turns."""
+        return torch.tensor([sum(reward for _, reward in steps) for steps in self.step_rewards], dtype=torch.float32)
+
+    @property
+    def total_reward(self) -> Tensor:
+        """float32 ``[n]``: all that a response earned, its steps and turns included."""
+        return self.reward + self.step_reward
 
     @property
     def truncated(self) -> Tensor:
@@ -102,13 +127,13 @@ class Rows:
         columns: dict[str, Any] = {}
         for field in fields(Rows):
             values = [getattr(part, field.name) for part in parts]
-            columns[field.name] = list(chain.from_iterable(values)) if field.name in _TEXT_COLUMNS else torch.cat(values)
+            columns[field.name] = list(chain.from_iterable(values)) if field.name in _LIST_COLUMNS else torch.cat(values)
         return Rows(**columns)
 
     @staticmethod
     def empty() -> Rows:
         """A table without rows."""
-        columns: dict[str, Any] = {name: [] for name in _TEXT_COLUMNS}
+        columns: dict[str, Any] = {name: [] for name in _LIST_COLUMNS}
         columns |= {name: torch.empty(0, dtype=dtype) for name, dtype in _DTYPES.items()}
         return Rows(**columns)
 
@@ -156,10 +181,13 @@ class RolloutBatch:
         response_token_ids: Sequence[Sequence[int]],
         response_logprobs: Sequence[Sequence[float]],
         row_ids: Tensor | None = None,
+        *,
+        sampled: Sequence[Sequence[bool]] | None = None,
     ) -> RolloutBatch:
-        """Flatten what an engine sampled into ``tokens``, ``response_mask`` and ``rollout_logprobs`` (0 on the prompt).
+        """Flatten what an engine sampled into ``tokens``, ``response_mask`` and ``rollout_logprobs`` (0 where nothing was sampled).
 
-        The sampled ids are taken as they are: nothing is decoded and encoded again. Every response token is trainable.
+        The sampled ids are taken as they are: nothing is decoded and encoded again. ``sampled``: False at the tokens of a response
+        that an environment wrote (whose log-probs are not read); None: the model sampled all of them.
         """
         lengths = rows.length
         cu_seqlens = cumulative(lengths)
@@ -167,9 +195,17 @@ class RolloutBatch:
         tokens = torch.tensor(list(chain.from_iterable(chain(p, r) for p, r in pairs)), dtype=torch.int64)
         response_mask = segment_positions(lengths) >= torch.repeat_interleave(rows.prompt_length, lengths)
         logprobs = torch.tensor(list(chain.from_iterable(response_logprobs)), dtype=torch.float32)
-        if tokens.numel() != response_mask.numel() or logprobs.numel() != int(rows.response_length.sum()):
+        if tokens.numel() != response_mask.numel() or logprobs.numel() != int(response_mask.sum()):
             raise ValueError("token ids or log-probs do not agree with the prompt and response lengths of the rows")
         rollout_logprobs = torch.zeros(tokens.numel()).masked_scatter_(response_mask, logprobs)
+        if sampled is not None:
+            flags = torch.tensor(list(chain.from_iterable(sampled)), dtype=torch.bool)
+            if flags.numel() != logprobs.numel() or int(flags.sum()) != int(rows.response_length.sum()):
+                raise ValueError("the sampled tokens do not agree with the response lengths of the rows")
+            response_mask = response_mask.masked_scatter(response_mask, flags)
+            rollout_logprobs = torch.where(response_mask, rollout_logprobs, 0.0)
+        elif int(rows.tool_length.sum()):
+            raise ValueError("rows have tokens of an environment, so it must be said which were sampled")
         tensors = {"tokens": tokens, "response_mask": response_mask, "rollout_logprobs": rollout_logprobs}
         return cls(rows, cu_seqlens, tensors, row_ids)
 

@@ -143,7 +143,11 @@ def _estimator_probe(config: Config) -> dict[str, Any]:
         finish_reason=["stop", "stop", "length", "stop"],
         prompt_length=torch.full((4,), 2),
         response_length=lengths,
+        tool_length=torch.zeros_like(lengths),
+        turns=torch.ones_like(lengths),
+        observations_cut=torch.zeros_like(lengths),
         source=["probe"] * 4,
+        step_rewards=[()] * 4,
     )
     cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.int64), rows.length.cumsum(0)])
     total = int(cu_seqlens[-1])

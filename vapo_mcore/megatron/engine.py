@@ -25,7 +25,7 @@ from vapo_mcore.config.architecture import ModelArchitecture
 from vapo_mcore.data.microbatch import MicroBatch
 from vapo_mcore.megatron.host import HAS_CUDA, megatron_scope
 from vapo_mcore.megatron.logprob import vocab_parallel_logprobs
-from vapo_mcore.megatron.model import Role, WeightLoader, build_chunks, trunk_parameters
+from vapo_mcore.megatron.model import MlpValueHead, Role, WeightLoader, build_chunks, trunk_parameters
 from vapo_mcore.megatron.optimizer import Optimizer, Skipped
 from vapo_mcore.megatron.parallel import ParallelContext
 
@@ -97,6 +97,7 @@ class MegatronModel:
         optimizer: its settings; None for a model that is never trained.
         warmup_updates: optimizer steps over which the learning rate rises linearly to its peak.
         head_only: train the value head alone, the trunk stays as loaded.
+        head_dropout: of a critic's head of two layers, in training steps.
     """
 
     def __init__(
@@ -110,11 +111,12 @@ class MegatronModel:
         optimizer: OptimizerConfig | None = None,
         warmup_updates: int = 0,
         head_only: bool = False,
+        head_dropout: float = 0.0,
     ) -> None:
         self.role = role
         self.architecture = architecture
         self.parallel = parallel
-        self.chunks = build_chunks(role, architecture, model, parallel)
+        self.chunks = build_chunks(role, architecture, model, parallel, head_dropout=head_dropout)
         load_weights(self.chunks)
         self.optimizer: Optimizer | None = None
         self.wrapped: list[Any] = self.chunks
@@ -185,13 +187,19 @@ class MegatronModel:
     # ----------------------------------------------------------------- training
 
     def train_step(
-        self, microbatches: Sequence[MicroBatch], loss: LossFunction, *, is_spike: Callable[[float], bool] = lambda _: False
+        self,
+        microbatches: Sequence[MicroBatch],
+        loss: LossFunction,
+        *,
+        is_spike: Callable[[float], bool] = lambda _: False,
+        aside_lr: float | None = None,
     ) -> StepResult:
         """Forward and backward over a mini-batch's share of this rank, then one optimizer step, or on no rank any.
 
         All data-parallel ranks call it with the same number of micro-batches (dummies included). The update is skipped where the loss or
-        a gradient is not finite on any rank, or ``is_spike`` (of the mini-batch's loss) says so on any. Raises AssertionError on a model
-        built without an optimizer.
+        a gradient is not finite on any rank, or ``is_spike`` (of the mini-batch's loss) says so on any. ``aside_lr``: the rate of a step
+        that the learning-rate schedule does not count (None: one of the schedule). Raises AssertionError on a model built without an
+        optimizer.
         """
         assert self.optimizer is not None, f"the {self.role} was built without an optimizer"
         metrics = self.accumulate(microbatches, loss)
@@ -200,8 +208,8 @@ class MegatronModel:
             fault = Skipped.LOSS
         elif is_spike(metrics["loss"]):
             fault = Skipped.SPIKE
-        grad_norm, skipped = self.optimizer.step(fault)
-        return StepResult(metrics, grad_norm, self.optimizer.learning_rate, skipped)
+        grad_norm, skipped = self.optimizer.step(fault, aside_lr=aside_lr)
+        return StepResult(metrics, grad_norm, self.optimizer.learning_rate if aside_lr is None else aside_lr, skipped)
 
     def accumulate(self, microbatches: Sequence[MicroBatch], loss: LossFunction) -> dict[str, float]:
         """Forward and backward alone: gradients of the mini-batch in the buffers, and its reduced statistics."""
@@ -210,6 +218,9 @@ class MegatronModel:
         for chunk in self.wrapped:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
+        for chunk in self.chunks:
+            if isinstance(head := getattr(chunk, "output_layer", None), MlpValueHead):
+                head.begin(self.optimizer.updates)
 
         def compute(output: Tensor, number: int) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
             batch = self._prepare(feed, number)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal
@@ -60,14 +61,50 @@ class ValueHead(nn.Linear):
         for parameter in (self.weight, self.bias):
             parameter.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
 
+    def features(self, hidden: Tensor) -> Tensor:
+        """What the last, linear layer reads."""
+        return hidden
+
     def forward(self, hidden: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None) -> tuple[Tensor, None]:  # type: ignore[override]
         """[tokens (local under sequence parallelism), 1, hidden] -> ([tokens, 1, 1] float32, None), as a Megatron output layer."""
-        values = super().forward(hidden.float())
+        values = super().forward(self.features(hidden.float()))
         if self.sequence_parallel:
             from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
             values = gather_from_sequence_parallel_region(values, tensor_parallel_output_grad=False, group=self.group)
         return values, None
+
+
+class MlpValueHead(ValueHead):
+    """Two layers, dropout(tanh(dense(dropout(h)))) onto the scalar, in float32 (a published review's; Linear alone is the default).
+
+    Dropout acts in training steps only, from a stream of its own on each rank that holds other tokens (``stream``).
+    """
+
+    def __init__(self, hidden_size: int, *, sequence_parallel: bool, group: Any, dropout: float, stream: int) -> None:
+        super().__init__(hidden_size, sequence_parallel=sequence_parallel, group=group)
+        self.dense = nn.Linear(hidden_size, hidden_size, bias=True, dtype=torch.float32, device=self.weight.device)
+        self.dropout = dropout
+        self.stream = stream
+        self.update = self.draws = 0
+        for parameter in (self.dense.weight, self.dense.bias):
+            parameter.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
+
+    def features(self, hidden: Tensor) -> Tensor:
+        return self._drop(torch.tanh(self.dense(self._drop(hidden))))
+
+    def begin(self, update: int) -> None:
+        """The passes of an optimizer step follow: its number decides what is dropped, so that a resumed run drops the same."""
+        self.update, self.draws = update, 0
+
+    def _drop(self, x: Tensor) -> Tensor:
+        if self.dropout == 0.0 or not torch.is_grad_enabled():
+            return x
+        self.draws += 1
+        digest = hashlib.blake2b(f"value head/{self.stream}/{self.update}/{self.draws}".encode(), digest_size=4).digest()
+        generator = torch.Generator(x.device).manual_seed(int.from_bytes(digest, "little"))  # the CPU's takes 32 bits
+        kept = torch.rand(x.shape, generator=generator, device=x.device) >= self.dropout
+        return torch.where(kept, x / (1.0 - self.dropout), 0.0)
 
 
 def transformer_config(architecture: ModelArchitecture, model: ModelConfig, parallel: ParallelContext) -> Any:
@@ -218,12 +255,14 @@ def build_chunks(
     *,
     device: torch.device | None = None,
     for_training: bool = True,
+    head_dropout: float = 0.0,
 ) -> list[Any]:
     """This rank's GPTModel chunks (one, or one a virtual pipeline stage), weights unset.
 
     A critic is the same model with an untied :class:`ValueHead`; a tie of the policy's embeddings is cut at construction,
     so that pipeline stages never reduce a [vocabulary, hidden] gradient against a [1, hidden] one.
     ``device=torch.device("meta")`` builds without memory. ``for_training``: refuse what forward passes are proven for, and steps not.
+    ``head_dropout``: of a critic's head of two layers.
     """
     if for_training:
         _refuse_unsupported(architecture)
@@ -232,7 +271,20 @@ def build_chunks(
         attention = choose_attention(model.attention, parallel.context_parallel_size)
         stages = parallel.virtual_pipeline_model_parallel_size
         numbers = range(stages) if stages else (None,)
-        return [_build_chunk(role, architecture, config, attention, parallel, stage) for stage in numbers]
+        chunks = [_build_chunk(role, architecture, config, attention, parallel, stage) for stage in numbers]
+        if role == "critic" and chunks[-1].post_process:
+            chunks[-1].output_layer = _value_head(architecture, parallel, head_dropout)
+        return chunks
+
+
+def _value_head(architecture: ModelArchitecture, parallel: ParallelContext, dropout: float) -> ValueHead:
+    layout: dict[str, Any] = {"sequence_parallel": parallel.sequence_parallel, "group": parallel.tensor_model_parallel_group}
+    if not architecture.mlp_value_head:
+        return ValueHead(architecture.hidden_size, **layout)
+    # Ranks with the same tokens must drop the same: all of a TP group, unless each has its own slice of the sequence.
+    stream = parallel.data_parallel_rank * parallel.context_parallel_size + parallel.context_parallel_rank
+    stream = stream * parallel.tensor_model_parallel_size + (parallel.tensor_model_parallel_rank if parallel.sequence_parallel else 0)
+    return MlpValueHead(architecture.hidden_size, **layout, dropout=dropout, stream=stream)
 
 
 def _refuse_unsupported(architecture: ModelArchitecture) -> None:
@@ -267,10 +319,6 @@ def _build_chunk(
         vp_stage=vp_stage,
     )
     chunk.rotary_pos_emb.inv_freq = _inverse_frequencies(architecture, chunk.rotary_pos_emb.inv_freq)
-    if role == "critic" and last:
-        chunk.output_layer = ValueHead(
-            architecture.hidden_size, sequence_parallel=parallel.sequence_parallel, group=parallel.tensor_model_parallel_group
-        )
     return chunk
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
@@ -83,11 +85,14 @@ class Optimizer:
     def zero_grad(self) -> None:
         self.megatron.zero_grad()
 
-    def step(self, fault: Skipped | None = None) -> tuple[float, Skipped | None]:
+    def step(self, fault: Skipped | None = None, *, aside_lr: float | None = None) -> tuple[float, Skipped | None]:
         """One update from the gradients in the buffers, unless this or any other rank finds a fault.
 
         Args:
             fault: what this rank already knows to be wrong (with the loss).
+
+        Args:
+            aside_lr: the rate of an update beside the schedule, which does not count it (None: the schedule's next update).
 
         Returns:
             (gradient norm before clipping, why the update was not made). One decision of the whole world: where it is skipped, weights,
@@ -101,9 +106,13 @@ class Optimizer:
             agreed = self._agree(fault)
             if agreed is not None:
                 return norm, agreed
-            self.scheduler.step(1)
             self._clip(norm)
-            self.megatron.step_with_ready_grads()
+            if aside_lr is None:
+                self.scheduler.step(1)
+                self.megatron.step_with_ready_grads()
+            else:
+                with self._rate(aside_lr):
+                    self.megatron.step_with_ready_grads()
         return norm, None
 
     def _gradients_are_finite(self) -> bool:
@@ -125,6 +134,19 @@ class Optimizer:
         dist.all_reduce(worst, op=dist.ReduceOp.MAX)
         code = int(worst)
         return Skipped(code) if code else None
+
+    @contextmanager
+    def _rate(self, lr: float) -> Iterator[None]:
+        """All parameter groups at this learning rate."""
+        groups = self.megatron.param_groups
+        rates = [group["lr"] for group in groups]
+        for group in groups:
+            group["lr"] = lr
+        try:
+            yield
+        finally:
+            for group, rate in zip(groups, rates, strict=True):
+                group["lr"] = rate
 
     def _clip(self, norm: float) -> None:
         from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32

@@ -6,12 +6,14 @@ themselves.
 
 from vapo_mcore.rewards.pool import VerifierPool
 from vapo_mcore.rewards.registry import BUILT_IN_NAMES, check_verifier_names, knows_answers, stated_answer
-from vapo_mcore.rewards.types import GradeItem, PoolStats, UngradableError, Verdict
+from vapo_mcore.rewards.types import GradeItem, PoolStats, StepReward, StepScores, UngradableError, Verdict
 
 __all__ = [
     "BUILT_IN_NAMES",
     "GradeItem",
     "PoolStats",
+    "StepReward",
+    "StepScores",
     "UngradableError",
     "Verdict",
     "VerifierPool",

@@ -99,6 +99,11 @@ def marked_answer_or_last_line(response: str) -> str:
     return marked_answer(response) or ""
 
 
+def whole_response(response: str) -> str:
+    """Everything: for verifiers whose judgement may depend on any part."""
+    return response
+
+
 _STATED = re.compile(
     r"\b(?:answer|choice|option)\b(?:\s+is)?\s*:?\s*(?:\*\*|\$)*\s*((?:\\(?:text|mathrm|textbf|mathbf)\{)?\(?[A-Z]\)?\}?)(?![\w'])",
     re.IGNORECASE,

@@ -17,27 +17,31 @@ import signal
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import TracebackType
+from typing import Any
 
 from pebble import ProcessExpired, ProcessPool
 
 from vapo_mcore import heartbeat
+from vapo_mcore.environments.types import Observation, Reply, TurnRequest
 from vapo_mcore.errors import RewardError
 from vapo_mcore.rewards.light_spawn import LightSpawnContext
 from vapo_mcore.rewards.registry import answer_key, check_verifier_names
-from vapo_mcore.rewards.types import GradeItem, PoolStats, Verdict
+from vapo_mcore.rewards.types import GradeItem, PoolStats, StepReward, Verdict
 from vapo_mcore.rewards.worker import (
+    ENVIRONMENT,
     MAX_CHUNK,
     ChunkResult,
     Graded,
     Phase,
     Progress,
     WorkerSettings,
+    described,
     grade_chunk,
     initialize_worker,
 )
@@ -64,6 +68,23 @@ class _WorkersLostError(RewardError):
         self.chunk = chunk
 
 
+_Known = tuple[float, bool, tuple[StepReward, ...]]
+"""A remembered verdict: score, correct, steps."""
+
+
+@dataclass(frozen=True)
+class _Turns:
+    """A request to an environment, with the attributes of a GradeItem."""
+
+    verifier: str
+    response: tuple[str, ...]
+    ground_truth: str
+    metadata: Mapping[str, Any]
+
+
+_Item = GradeItem | _Turns
+
+
 class _Slot:
     """One worker process, the chunk it has, and the means to replace it."""
 
@@ -86,7 +107,7 @@ class _Slot:
             context=self._context,
         )
 
-    def submit(self, names: list[str], chunk: list[int], items: Sequence[GradeItem]) -> None:
+    def submit(self, names: list[str], chunk: list[int], items: Sequence[_Item]) -> None:
         """Hands over a chunk (indices into ``items``; may be empty) and the verifiers to import for it.
 
         Raises:
@@ -168,7 +189,7 @@ class VerifierPool:
         self.stats = PoolStats()
         self._timeout = float(timeout_seconds)
         self._threshold = threshold
-        self._cache: OrderedDict[Hashable, tuple[float, bool]] = OrderedDict()
+        self._cache: OrderedDict[Hashable, _Known] = OrderedDict()
         self._cache_size = cache_size
         memory = None if memory_gib is None else int(memory_gib * 2**30)
         self._settings = WorkerSettings(self._timeout, score_range, memory)
@@ -204,8 +225,8 @@ class VerifierPool:
         if self._closed:
             raise RewardError("the verifier pool is closed")
 
-    def load(self, verifiers: Sequence[str]) -> None:
-        """Imports these verifiers in every worker now, so that faults show before the first response.
+    def load(self, verifiers: Sequence[str], environments: Sequence[str] = ()) -> None:
+        """Imports these verifiers and environments in every worker now, so that faults show before the first response.
 
         Raises:
             RewardError: a name is unknown, or a verifier cannot be imported.
@@ -214,7 +235,7 @@ class VerifierPool:
         with self._lock, self._clean_after_failure():
             self._check_open()
             for slot in self._slots:
-                self._submit(slot, list(dict.fromkeys(verifiers)), [], [])
+                self._submit(slot, list(dict.fromkeys([*verifiers, *(ENVIRONMENT + name for name in environments)])), [], [])
             self._drain(deque(), [], {})
 
     def grade(self, items: Sequence[GradeItem]) -> list[Verdict]:
@@ -232,23 +253,40 @@ class VerifierPool:
             self._check_open()
             keys = [answer_key(item) for item in items]
             firsts: dict[Hashable, int] = {}
-            known: dict[Hashable, tuple[float, bool]] = {}
+            known: dict[Hashable, _Known] = {}
             for index, key in enumerate(keys):
                 if key in self._cache:
                     self._cache.move_to_end(key)
                     known[key] = self._cache[key]
                 else:
                     firsts.setdefault(key, index)
-            graded: dict[int, Graded] = {}
-            queue = deque(firsts.values())
-            with self._clean_after_failure():
-                while True:
-                    try:
-                        self._drain(queue, items, graded)
-                        break
-                    except _WorkersLostError as lost:
-                        self._restart(str(lost), lost.chunk, graded)
-            return self._collect(keys, firsts, known, graded)
+            return self._collect(keys, firsts, known, self._work_off(deque(firsts.values()), items))
+
+    def respond(self, environment: str, requests: Sequence[TurnRequest]) -> list[Reply]:
+        """What an environment answers to each response's newest turn, in their order. Never raises because of a response.
+
+        Raises:
+            RewardError: the environment cannot be imported, or no worker process stays alive.
+        """
+        if not requests:
+            return []
+        items = [_Turns(ENVIRONMENT + environment, r.turns, r.ground_truth, r.metadata) for r in requests]
+        with self._lock:
+            self._check_open()
+            answered = self._work_off(deque(range(len(items))), items)
+        results = [answered[index] for index in range(len(items))]
+        return [Reply(result.observation or Observation(None), result.error) for result in results]
+
+    def _work_off(self, queue: deque[int], items: Sequence[_Item]) -> dict[int, Graded]:
+        """The results of the items in the queue, with all workers anew where they were lost."""
+        results: dict[int, Graded] = {}
+        with self._clean_after_failure():
+            while True:
+                try:
+                    self._drain(queue, items, results)
+                    return results
+                except _WorkersLostError as lost:
+                    self._restart(str(lost), lost.chunk, results)
 
     def take_restarts(self) -> int:
         """How often all workers had to be replaced since this was last asked."""
@@ -276,20 +314,21 @@ class VerifierPool:
         self,
         keys: list[Hashable],
         firsts: dict[Hashable, int],
-        known: dict[Hashable, tuple[float, bool]],
+        known: dict[Hashable, _Known],
         graded: dict[int, Graded],
     ) -> list[Verdict]:
         verdicts: list[Verdict] = []
         for index, key in enumerate(keys):
             if key in known:
                 self.stats.cached += 1
-                verdicts.append(Verdict(*known[key], None, 0.0))
+                score, correct, steps = known[key]
+                verdicts.append(Verdict(score, correct, None, 0.0, steps))
                 continue
             first = firsts[key]
             result = graded[first]
             correct = result.error is None and result.score >= self._threshold - _ROUNDING
             seconds = result.seconds if index == first else 0.0
-            verdicts.append(Verdict(result.score, correct, result.error, seconds))
+            verdicts.append(Verdict(result.score, correct, result.error, seconds, result.steps))
             self.stats.seconds += seconds
             if result.error is not None:
                 self.stats.errors += 1
@@ -297,12 +336,12 @@ class VerifierPool:
                 self.stats.crashes += result.cause == "crash"
             elif index == first:
                 self.stats.graded += 1
-                self._remember(key, (result.score, correct))
+                self._remember(key, (result.score, correct, result.steps))
             else:
                 self.stats.cached += 1
         return verdicts
 
-    def _remember(self, key: Hashable, verdict: tuple[float, bool]) -> None:
+    def _remember(self, key: Hashable, verdict: _Known) -> None:
         self._cache[key] = verdict
         while len(self._cache) > self._cache_size:
             self._cache.popitem(last=False)
@@ -320,7 +359,7 @@ class VerifierPool:
                     self._replace(slot)
             raise
 
-    def _drain(self, queue: deque[int], items: Sequence[GradeItem], results: dict[int, Graded]) -> None:
+    def _drain(self, queue: deque[int], items: Sequence[_Item], results: dict[int, Graded]) -> None:
         size = max(1, min(MAX_CHUNK, len(queue) // (4 * len(self._slots))))
         tick = min(_TICK_SECONDS, self._timeout / 4)
         while True:
@@ -337,7 +376,7 @@ class VerifierPool:
                 if slot.future is not None:
                     self._attend(slot, queue, results, items)
 
-    def _submit(self, slot: _Slot, names: list[str], chunk: list[int], items: Sequence[GradeItem]) -> None:
+    def _submit(self, slot: _Slot, names: list[str], chunk: list[int], items: Sequence[_Item]) -> None:
         while True:
             self._check_open()
             try:
@@ -348,7 +387,7 @@ class VerifierPool:
                 self._replace(slot)
                 self._count_failed_start(f"{type(error).__name__}: {error}", chunk)
 
-    def _attend(self, slot: _Slot, queue: deque[int], results: dict[int, Graded], items: Sequence[GradeItem]) -> None:
+    def _attend(self, slot: _Slot, queue: deque[int], results: dict[int, Graded], items: Sequence[_Item]) -> None:
         """Takes the results of a worker, or finds out what has become of it."""
         assert slot.future is not None
         phase, position, since, pid = slot.progress()
@@ -362,7 +401,7 @@ class VerifierPool:
             else:
                 raise RewardError(f"responses cannot be handed to a worker process: {error!r}") from error
         elif phase is Phase.GRADING and elapsed > self._timeout:
-            reason = f"verifier {{}} took longer than {self._timeout:g} s"
+            reason = f"{{}} took longer than {self._timeout:g} s"
             self._give_up(slot, position, Graded(0.0, reason, elapsed, "timeout"), queue, results, items)
         elif phase is not Phase.QUEUED and not _is_alive(pid):
             # pebble reports the deaths of workers, but takes one with exit status 0 for a regular end.
@@ -382,10 +421,10 @@ class VerifierPool:
         results.update(zip(chunk, outcome.graded, strict=False))
         queue.extendleft(reversed(chunk[len(outcome.graded) :]))
 
-    def _process_ended(self, slot: _Slot, how: str, queue: deque[int], results: dict[int, Graded], items: Sequence[GradeItem]) -> None:
+    def _process_ended(self, slot: _Slot, how: str, queue: deque[int], results: dict[int, Graded], items: Sequence[_Item]) -> None:
         phase, position, since, _ = slot.progress()
         if phase is Phase.GRADING:
-            reason = f"verifier {{}} ended its process ({how})"
+            reason = f"{{}} ended its process ({how})"
             crash = Graded(0.0, reason, time.monotonic() - since, "crash")
             self._give_up(slot, position, crash, queue, results, items)
         else:
@@ -398,18 +437,18 @@ class VerifierPool:
         outcome: Graded,
         queue: deque[int],
         results: dict[int, Graded],
-        items: Sequence[GradeItem],
+        items: Sequence[_Item],
     ) -> None:
         """One response gets an error verdict, the rest of its chunk is graded elsewhere."""
         chunk = slot.release()
         blamed = chunk.pop(position)
         queue.extendleft(reversed(chunk))
         assert outcome.error is not None
-        results[blamed] = replace(outcome, error=outcome.error.format(repr(items[blamed].verifier)))
+        results[blamed] = replace(outcome, error=outcome.error.format(described(items[blamed].verifier)))
         self._failed_starts = 0
         self._replace(slot)
 
-    def _start_over(self, slot: _Slot, how: str, queue: deque[int], items: Sequence[GradeItem]) -> None:
+    def _start_over(self, slot: _Slot, how: str, queue: deque[int], items: Sequence[_Item]) -> None:
         """The process ended outside any verifier: nobody is to blame, the same work goes to a new one."""
         names, chunk = slot.names, slot.release()
         self._replace(slot)

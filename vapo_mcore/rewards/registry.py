@@ -1,25 +1,27 @@
 """Verifiers by name: the built-in ones, and a user's own by reference (``vapo_mcore.extensions``).
 
 A verifier is a module-level pure function ``(response: str, ground_truth: str, metadata: Mapping) -> float`` with a
-score in [0, 1]. It runs in a worker process and may be killed at any moment, so it must not keep state that matters.
+score in [0, 1], or ``StepScores`` where the steps of the response have rewards too. It runs in a worker process and may be
+killed at any moment, so it must not keep state that matters.
 """
 
 from __future__ import annotations
 
 import hashlib
 import inspect
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
+from vapo_mcore.config.environments import environment_reference
 from vapo_mcore.config.verifiers import BUILT_IN_VERIFIERS, is_endpoint, verifier_name_fault
 from vapo_mcore.errors import RewardError
 from vapo_mcore.extensions.loading import load_function
 from vapo_mcore.rewards.endpoint import check_reachable, score
-from vapo_mcore.rewards.types import GradeItem
+from vapo_mcore.rewards.types import GradeItem, StepScores
 
-Score = Callable[[str, str, Mapping[str, Any]], float]
+Score = Callable[[str, str, Mapping[str, Any]], float | StepScores]
 
 _HOME = "vapo_mcore.rewards."
 
@@ -31,6 +33,14 @@ class Verifier:
     name: str
     score: Score
     warm_up: Callable[[], object] | None = None
+
+
+@dataclass(frozen=True)
+class Environment:
+    """An environment, imported (see ``vapo_mcore.environments``)."""
+
+    name: str
+    answer: Callable[[Sequence[str], str, Mapping[str, Any]], Any]
 
 
 @dataclass(frozen=True)
@@ -59,6 +69,9 @@ _BUILT_IN = {
     ),
     "math_answer_line": _BuiltIn(
         "mathematics:math_answer_line", "extraction:answer_line", warm_up="mathematics:warm_up", stated="mathematics:stated_answer_line"
+    ),
+    "math_steps": _BuiltIn(
+        "steps:math_steps", "extraction:whole_response", warm_up="mathematics:warm_up", stated="mathematics:stated_answer"
     ),
     "exact": _BuiltIn("text:exact", "extraction:marked_answer_or_all", stated="text:stated_text"),
     "regex": _BuiltIn("text:regex", "extraction:marked_answer_or_all", stated="text:stated_text"),
@@ -116,6 +129,22 @@ def _checked(name: str, function: Score) -> Score:
     except (TypeError, ValueError) as error:
         raise RewardError(f"verifier {name!r} cannot be called with (response, ground_truth, metadata): {error}") from error
     return function
+
+
+@cache
+def load_environment(name: str) -> Environment:
+    """Imports an environment. Called in the workers.
+
+    Raises:
+        ConfigError: it cannot be imported.
+        RewardError: it does not take what an environment is given.
+    """
+    function = load_function(environment_reference(name))
+    try:
+        inspect.signature(function).bind(("",), "", {})
+    except (TypeError, ValueError) as error:
+        raise RewardError(f"environment {name!r} cannot be called with (turns, ground_truth, metadata): {error}") from error
+    return Environment(name, function)
 
 
 @cache

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,12 +13,44 @@ class UngradableError(ValueError):
 
 
 @dataclass(frozen=True)
+class StepReward:
+    """The reward of one step of a response, which ends after ``end`` characters of it; given to the token that completes the step."""
+
+    end: int
+    reward: float
+
+
+@dataclass(frozen=True)
+class StepScores:
+    """What a verifier may return in place of a number: the score of the whole response, and rewards of its steps.
+
+    ``steps`` are in the order of the response, ``end`` rising from 1 to the response's length at most; rewards are finite.
+    """
+
+    score: float
+    steps: Sequence[StepReward] = ()
+
+    def fault(self, response: str) -> str | None:
+        """What is wrong with the steps, or None."""
+        before = 0
+        for step in self.steps:
+            if not isinstance(step, StepReward):
+                return f"the step {step!r}, must be a StepReward"
+            if not before < step.end <= len(response):
+                return f"a step that ends at character {step.end} of {len(response)}, after one that ended at {before}: ends must rise"
+            if not math.isfinite(step.reward):
+                return f"the step reward {step.reward}, must be a finite number"
+            before = step.end
+        return None
+
+
+@dataclass(frozen=True)
 class GradeItem:
     """One response to grade.
 
     Attributes:
         verifier: name of a built-in verifier (``math``, ``exact``, ...) or a reference to a function of the user's.
-        response: the whole text that the model produced.
+        response: the whole text that the model produced; of a response of several turns, the turns' texts, a line break between them.
         ground_truth: the right answer, as the data file gives it.
         metadata: further columns of the data row that the verifier may need (``choices``, a reasoning-gym entry, ...).
     """
@@ -38,12 +71,14 @@ class Verdict:
         error: why there is no verdict (time-out, crash, an exception, a score that is not a number, a ground truth
             that cannot be read), else None. Such a response must be left out of training: its score means nothing.
         seconds: time spent in the verifier itself, without waiting; 0.0 if the verdict was known already.
+        steps: rewards of the response's steps, from verifiers that give them.
     """
 
     score: float
     correct: bool
     error: str | None
     seconds: float
+    steps: tuple[StepReward, ...] = ()
 
 
 @dataclass

@@ -20,10 +20,14 @@ from enum import IntEnum
 from multiprocessing.context import SpawnContext
 from typing import Any, Literal
 
+from vapo_mcore.environments.types import Observation
 from vapo_mcore.errors import VapoError
 from vapo_mcore.rewards import limits
-from vapo_mcore.rewards.registry import load_verifier
-from vapo_mcore.rewards.types import UngradableError
+from vapo_mcore.rewards.registry import load_environment, load_verifier
+from vapo_mcore.rewards.types import StepReward, StepScores, UngradableError
+
+ENVIRONMENT = "environment/"
+"""Before the names of environments, so that they never mean a verifier."""
 
 MAX_CHUNK = 64
 """Most responses in one chunk."""
@@ -85,6 +89,8 @@ class Graded:
     error: str | None
     seconds: float
     cause: Literal["timeout", "crash", "fault"] | None = None
+    steps: tuple[StepReward, ...] = ()
+    observation: Observation | None = None
 
 
 @dataclass
@@ -168,8 +174,12 @@ def _kill_children() -> None:
     time.sleep(0.001)
 
 
-def grade_chunk(names: Sequence[str], items: Sequence[tuple[str, str, str, Mapping[str, Any]]]) -> ChunkResult:
-    """Imports the verifiers ``names``, then grades ``(verifier, response, ground_truth, metadata)`` in order.
+Item = tuple[str, str | tuple[str, ...], str, Mapping[str, Any]]
+"""(verifier, response, ground truth, metadata) or, asked of an environment, (environment, turns, ground truth, metadata)."""
+
+
+def grade_chunk(names: Sequence[str], items: Sequence[Item]) -> ChunkResult:
+    """Imports the verifiers ``names`` (environments: ``ENVIRONMENT`` before their names), then does the items in order.
 
     May return early, with results for the first few only.
     """
@@ -177,17 +187,20 @@ def grade_chunk(names: Sequence[str], items: Sequence[tuple[str, str, str, Mappi
     for name in names:
         _progress.enter(Phase.LOADING)
         try:
-            load_verifier(name)
+            _load(name)
         except BaseException as error:  # noqa: BLE001 - whatever a user's module does at import, the parent must hear of it
             kind = "" if isinstance(error, VapoError) else f"{type(error).__name__}: "
-            result.load_error = f"verifier {name!r} cannot be loaded: {kind}{error}"
+            result.load_error = f"{described(name)} cannot be loaded: {kind}{error}"
             return result
     began = time.monotonic()
     worker_pid = os.getpid()
     for position, (name, response, ground_truth, metadata) in enumerate(items):
         _progress.enter(Phase.GRADING, position)
         faulthandler.dump_traceback_later(_settings.timeout_seconds + _LAST_RESORT_SECONDS, exit=True, file=_null_file)
-        graded = _grade(name, response, ground_truth, metadata)
+        if isinstance(response, str):
+            graded = _grade(name, response, ground_truth, metadata)
+        else:
+            graded = _answer(name, response, ground_truth, metadata)
         if os.getpid() != worker_pid:  # the verifier forked and this is the copy: it must not go on as a worker
             os._exit(0)
         faulthandler.cancel_dump_traceback_later()
@@ -202,15 +215,47 @@ def grade_chunk(names: Sequence[str], items: Sequence[tuple[str, str, str, Mappi
 def _grade(name: str, response: str, ground_truth: str, metadata: Mapping[str, Any]) -> Graded:
     start = time.perf_counter()
     score, error = 0.0, None
+    steps: tuple[StepReward, ...] = ()
     try:
-        score = load_verifier(name).score(response, ground_truth, metadata)
+        found = load_verifier(name).score(response, ground_truth, metadata)
+        given = found if isinstance(found, StepScores) else StepScores(found)
+        score, steps = given.score, tuple(given.steps)
         error = _score_fault(name, score)
+        if error is None and (fault := given.fault(response)) is not None:
+            error = f"verifier {name!r} returned {_shortened(fault)}"
     except UngradableError as fault:
         error = str(fault)
     except BaseException as fault:  # noqa: BLE001 - SystemExit too: a verifier that exits has given no verdict
         error = f"verifier {name!r} failed: {type(fault).__name__}: {_shortened(str(fault))}"
     seconds = time.perf_counter() - start
-    return Graded(0.0, error, seconds, "fault") if error else Graded(float(score), None, seconds)
+    return Graded(0.0, error, seconds, "fault") if error else Graded(float(score), None, seconds, steps=steps)
+
+
+def _answer(name: str, turns: tuple[str, ...], ground_truth: str, metadata: Mapping[str, Any]) -> Graded:
+    """An environment's observation on the newest turn."""
+    start = time.perf_counter()
+    observation, error = Observation(None), None
+    try:
+        found = load_environment(name.removeprefix(ENVIRONMENT)).answer(turns, ground_truth, metadata)
+        if found is not None and not isinstance(found, Observation):
+            error = f"{described(name)} returned {_shortened(repr(found))}, must be an Observation or None"
+        elif found is not None:
+            observation = found
+            fault = found.fault()
+            error = None if fault is None else f"{described(name)} returned {_shortened(fault)}"
+    except BaseException as fault:  # noqa: BLE001 - as for verifiers
+        error = f"{described(name)} failed: {type(fault).__name__}: {_shortened(str(fault))}"
+    seconds = time.perf_counter() - start
+    return Graded(0.0, error, seconds, "fault") if error else Graded(0.0, None, seconds, observation=observation)
+
+
+def _load(name: str) -> object:
+    return load_environment(name.removeprefix(ENVIRONMENT)) if name.startswith(ENVIRONMENT) else load_verifier(name)
+
+
+def described(name: str) -> str:
+    """A verifier or environment in messages."""
+    return f"environment {name.removeprefix(ENVIRONMENT)!r}" if name.startswith(ENVIRONMENT) else f"verifier {name!r}"
 
 
 def _score_fault(name: str, score: object) -> str | None:

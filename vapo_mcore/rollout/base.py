@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 FinishReason = Literal["stop", "length"]
+TrajectoryEnd = Literal["stop", "length", "turns"]
 
 GREEDY = 0.0
 LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE = 0.01, 2.0  # vLLM's bounds, kept by every engine
@@ -20,12 +21,18 @@ LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE = 0.01, 2.0  # vLLM's bounds, kept by ev
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """One response to be sampled. ``prompt_token_ids`` are given to the model as they are; ``seed`` as of ``seeds.sampling_seed``."""
+    """One response to be sampled. ``prompt_token_ids`` are given to the model as they are; ``seed`` as of ``seeds.sampling_seed``;
+    ``max_tokens``: of this response, where it is less than the sampling settings'."""
 
     prompt_id: str
     sample_index: int
     prompt_token_ids: Sequence[int]
     seed: int
+    max_tokens: int | None = None
+
+    def limit(self, sampling: SamplingConfig) -> int:
+        """Most tokens that may be sampled for this request."""
+        return sampling.max_tokens if self.max_tokens is None else min(self.max_tokens, sampling.max_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +41,14 @@ class SamplingConfig:
 
     Temperature 0 is greedy (``top_p`` and ``top_k`` then do not matter); between 0 and 0.01 vLLM would silently use 0.01, so that is
     refused, as is more than 2. ``top_k`` -1 keeps all tokens. ``max_tokens`` counts the response's tokens, EOS included.
+    ``stop_token_ids`` end a response besides the model's own stop tokens.
     """
 
     temperature: float
     top_p: float
     top_k: int
     max_tokens: int
+    stop_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         faults = []
@@ -69,6 +78,52 @@ class Generation:
     token_ids: list[int]
     logprobs: list[float]
     finish_reason: FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One turn of the model: tokens ``start`` to ``end`` (exclusive) of the response, and the environment's reward for it."""
+
+    start: int
+    end: int
+    reward: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Trajectory:
+    """A whole response: the model's turns and, between them, what an environment wrote.
+
+    Attributes:
+        token_ids: of all turns and observations, in order; the last was sampled by the model.
+        logprobs: of each sampled token as in ``Generation``, 0 at the environment's tokens.
+        sampled: False at the environment's tokens.
+        finish_reason: ``stop``, ``length`` (cut at the limit of sampled tokens) or ``turns`` (the environment would have gone on).
+        turns: the model's turns, at least one.
+        observations_cut: observations that were longer than their limit.
+        error: why the environment gave no answer; the response then has no verdict.
+    """
+
+    request: GenerationRequest
+    token_ids: list[int]
+    logprobs: list[float]
+    sampled: list[bool]
+    finish_reason: TrajectoryEnd
+    turns: tuple[Turn, ...]
+    observations_cut: int = 0
+    error: str | None = None
+
+    @classmethod
+    def of_one_turn(cls, generation: Generation) -> Trajectory:
+        """A response without an environment."""
+        length = len(generation.token_ids)
+        return cls(
+            generation.request,
+            generation.token_ids,
+            generation.logprobs,
+            [True] * length,
+            generation.finish_reason,
+            (Turn(0, length),),
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -138,15 +138,14 @@ class StatefulEngine(ABC):
 
     def _check_requests(self, requests: Sequence[GenerationRequest], sampling: SamplingConfig) -> None:
         """Raise RolloutError naming the first requests that the engine could only cut or misread."""
-        longest = self.max_model_len - sampling.max_tokens
         faults = []
         for request in requests:
             length = len(request.prompt_token_ids)
             if length == 0:
                 faults.append(f"{request.prompt_id!r}: empty prompt")
-            elif length > longest:
+            elif length + request.limit(sampling) > self.max_model_len:
                 faults.append(
-                    f"{request.prompt_id!r}: {length} prompt tokens + max_tokens = {sampling.max_tokens} exceed "
+                    f"{request.prompt_id!r}: {length} prompt tokens + max_tokens = {request.limit(sampling)} exceed "
                     f"the engine's {self.max_model_len}"
                 )
             elif max(request.prompt_token_ids) >= self.vocab_size or min(request.prompt_token_ids) < 0:

@@ -67,7 +67,7 @@ class TransformersEngine(StatefulEngine):
         by_length = sorted(range(len(requests)), key=lambda i: len(requests[i].prompt_token_ids))
         generations: dict[int, Generation] = {}
         while by_length:
-            longest = len(requests[by_length[-1]].prompt_token_ids) + sampling.max_tokens
+            longest = len(requests[by_length[-1]].prompt_token_ids) + max(requests[i].limit(sampling) for i in by_length)
             rows = max(1, self._cached_tokens // longest)
             by_length, batch = by_length[:-rows], by_length[-rows:]
             generations |= zip(batch, self._generate_batch([requests[i] for i in batch], sampling), strict=True)
@@ -75,11 +75,13 @@ class TransformersEngine(StatefulEngine):
 
     def _generate_batch(self, requests: list[GenerationRequest], sampling: SamplingConfig) -> list[Generation]:
         """One padded batch. ``rows`` are the requests in the KV cache, ``live`` marks those of them that are unfinished."""
-        n, steps = len(requests), sampling.max_tokens
+        limits = torch.tensor([request.limit(sampling) for request in requests], device=self.device)
+        n, steps = len(requests), int(limits.max())
+        stop_ids = torch.cat([self.stop_ids, self.stop_ids.new_tensor(sampling.stop_token_ids)])
         uniforms = uniform_numbers([request.seed for request in requests], steps).to(self.device)
         tokens = torch.zeros((n, steps), dtype=torch.int64, device=self.device)
         logprobs = torch.zeros((n, steps), dtype=torch.float32, device=self.device)
-        lengths = torch.full((n,), steps, device=self.device)
+        lengths = limits.clone()
         stopped = torch.zeros(n, dtype=torch.bool, device=self.device)
         rows, live = torch.arange(n, device=self.device), torch.ones(n, dtype=torch.bool, device=self.device)
         batch = _LeftPaddedBatch(self.model, [request.prompt_token_ids for request in requests], self.device)
@@ -87,9 +89,9 @@ class TransformersEngine(StatefulEngine):
             heartbeat.alive()
             sampled, drawn_logprobs = draw(batch.logits, uniforms[rows, step], sampling)
             tokens[rows[live], step], logprobs[rows[live], step] = sampled[live], drawn_logprobs[live]
-            ended = live & torch.isin(sampled, self.stop_ids)
+            ended = live & torch.isin(sampled, stop_ids)
             lengths[rows[ended]], stopped[rows[ended]] = step + 1, True
-            live &= ~ended
+            live &= ~ended & (limits[rows] > step + 1)
             unfinished = int(live.sum())
             if unfinished == 0 or step == steps - 1:
                 break

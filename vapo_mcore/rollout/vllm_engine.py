@@ -302,9 +302,9 @@ def _sampling_parameters(request: GenerationRequest, sampling: SamplingConfig, s
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         top_k=sampling.top_k,
-        max_tokens=sampling.max_tokens,
+        max_tokens=request.limit(sampling),
         seed=request.seed,
-        stop_token_ids=stop_ids,
+        stop_token_ids=[*stop_ids, *sampling.stop_token_ids],
         logprobs=0,  # of the sampled token only
         flat_logprobs=True,
         detokenize=False,

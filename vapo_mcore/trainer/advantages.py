@@ -11,12 +11,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from vapo_mcore.algorithm.advantages import group_advantages, packed_gae_decoupled, reward_to_go, whiten
+from vapo_mcore.algorithm.advantages import (
+    group_advantages,
+    normalised_step_rewards,
+    packed_gae_decoupled,
+    reward_to_go,
+    rewards_of_own_and_later_steps,
+    whiten,
+)
 from vapo_mcore.algorithm.checks import check_finite
 from vapo_mcore.algorithm.importance import importance_weights
 from vapo_mcore.algorithm.kl import kl_estimate
 from vapo_mcore.algorithm.lambdas import lambda_statistics, length_adaptive_lambda, sigmoid_lambda
-from vapo_mcore.algorithm.segments import broadcast_to_tokens, keep_responses, place_terminal_rewards
+from vapo_mcore.algorithm.segments import broadcast_to_tokens, keep_responses, place_rewards, place_terminal_rewards
 from vapo_mcore.algorithm.shaping import kl_penalised_rewards, shape_rewards
 from vapo_mcore.config.schema import Config
 from vapo_mcore.data.rollout_batch import Rows
@@ -58,10 +65,15 @@ class AdvantageEstimator:
         self.custom = CustomEstimator(self.settings.custom) if self.settings.custom is not None else None
 
     def place_rewards(self, experience: Experience, *, kl: bool = True) -> None:
-        """The reward of each response on its last trained token, less the KL penalty of each token if it belongs to the reward."""
+        """The reward of each response on its last trained token, those of its steps and turns where these end, less the KL penalty
+        of each token if it belongs to the reward."""
         per_response = experience.on_rows(experience.rows.reward)
         rewards = place_terminal_rewards(per_response, experience.mask, experience.cu_seqlens)
         batch = experience.batch
+        steps = experience.steps(experience.trainable)
+        if len(steps):
+            positions, mine = experience.positions(steps)
+            rewards += place_rewards(steps.rewards[mine].to(rewards), positions, experience.mask, experience.cu_seqlens)
         if kl and self.kl.place == "reward":
             rewards = kl_penalised_rewards(
                 rewards, batch["old_logprobs"], batch["ref_logprobs"], experience.mask, kind=self.kl.kind, coef=self.kl.coef
@@ -118,10 +130,12 @@ class AdvantageEstimator:
             advantages = self.custom(self._custom_inputs(experience))
         elif estimator in ("reinforce", "reinforce_pp"):
             advantages = reward_to_go(batch["rewards"], mask, cu_seqlens, self.settings.gamma)
+        elif estimator == "grpo_process":
+            advantages = self._process_advantages(experience)
         else:
             # Rewards of cut responses that are masked from the losses stay in their group's statistics.
             rows = experience.rows
-            per_response = group_advantages(rows.reward, rows.group, estimator, rows.graded)  # type: ignore[arg-type]
+            per_response = group_advantages(rows.total_reward, rows.group, estimator, rows.graded)  # type: ignore[arg-type]
             advantages = broadcast_to_tokens(experience.on_rows(per_response), mask, cu_seqlens)
         for name in ("mean", "std", "min", "max"):
             metrics.add_tokens(f"advantages/{name}", advantages, mask)
@@ -144,6 +158,20 @@ class AdvantageEstimator:
             "values": batch.tensors.get("values"),
             "bootstrap": self._bootstrap(experience),
         }
+
+    def _process_advantages(self, experience: Experience) -> Tensor:
+        """GRPO with process supervision. Like the rewards of responses, those of steps are normalised over the whole group or
+        rollout, which every rank knows; cut responses that are masked from the losses stay in the statistics."""
+        rows, settings = experience.rows, self.settings.process
+        steps = experience.steps(rows.graded)
+        if settings.outcome:
+            steps = steps.with_outcomes(rows, rows.graded & (rows.response_length > 0))
+        labels = rows.group[steps.row] if settings.normalise == "group" else torch.zeros_like(steps.row)
+        normalised = normalised_step_rewards(steps.rewards, labels)
+        positions, mine = experience.positions(steps)
+        tokens = torch.zeros(experience.batch.num_tokens, dtype=torch.float64, device=experience.cu_seqlens.device)
+        tokens.index_add_(0, positions, normalised[mine].to(tokens))
+        return rewards_of_own_and_later_steps(tokens, experience.mask, experience.cu_seqlens).float()
 
     def correct_importance(self, experience: Experience) -> None:
         """``importance_weights`` of the policy loss, if a correction is configured."""

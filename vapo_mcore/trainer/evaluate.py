@@ -25,7 +25,7 @@ from vapo_mcore.rollout.base import Replica, RolloutEngine
 from vapo_mcore.trainer.collectives import broadcast_object, fail_together
 from vapo_mcore.trainer.console import Console
 from vapo_mcore.trainer.evaluation import Evaluator, evaluation_settings
-from vapo_mcore.trainer.main import build_engine, configure_logging, ending_together, start_verifiers
+from vapo_mcore.trainer.main import build_engine, build_multi_turn, configure_logging, ending_together, start_verifiers
 from vapo_mcore.trainer.sampling import ResponseSampler
 from vapo_mcore.weights.views import HfView, open_view
 
@@ -70,7 +70,7 @@ def evaluate(config: Config, parallel: ParallelContext, checkpoint: str, output:
             engine = build_engine(config, parallel)
             pool = start_verifiers(config, engine, stack, verifiers)
             _load(engine, view, DTYPES[config.model.dtype])
-            evaluator.sampler = ResponseSampler(engine, pool, tokenizer, config.seed)
+            evaluator.sampler = ResponseSampler(engine, pool, tokenizer, config.seed, build_multi_turn(config, tokenizer))
         evaluation = evaluator.run_stored(store, done, chunks, console.print)
         if store is not None:
             settings = {"checkpoint": checkpoint, **evaluation_settings(config)}

@@ -123,7 +123,9 @@ class Evaluator:
 
 def evaluation_settings(config: Config) -> dict[str, Any]:
     """How responses are sampled, for reports and to recognise an evaluation that goes on."""
-    return {
+    environment = config.rollout.environment
+    turns = {} if environment is None else {"environment": environment.name, "max_turns": environment.max_turns}
+    return turns | {
         "samples_per_prompt": config.eval.samples_per_prompt,
         "temperature": config.eval.temperature,
         "top_p": config.eval.top_p if config.eval.temperature else 1.0,

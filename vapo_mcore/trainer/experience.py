@@ -27,6 +27,36 @@ from vapo_mcore.trainer.sampling import Round
 
 
 @dataclass(frozen=True)
+class StepTable:
+    """Rewards inside responses, replicated: ``row`` int64 [k], ``position`` int64 [k] in the row's sequence, ``rewards`` float64 [k]."""
+
+    row: Tensor
+    position: Tensor
+    rewards: Tensor
+
+    def __len__(self) -> int:
+        return self.row.numel()
+
+    @classmethod
+    def of_rows(cls, rows: Rows, keep: Tensor) -> StepTable:
+        """The step rewards of the rows where ``keep`` (bool [n])."""
+        kept = keep.tolist()
+        entries = [(row, *step) for row, steps in enumerate(rows.step_rewards) if kept[row] for step in steps]
+        columns = list(zip(*entries, strict=True)) if entries else [(), (), ()]
+        row, position = (torch.tensor(column, dtype=torch.int64) for column in columns[:2])
+        return cls(row, position, torch.tensor(columns[2], dtype=torch.float64))
+
+    def with_outcomes(self, rows: Rows, keep: Tensor) -> StepTable:
+        """The same and, for each row where ``keep``, its reward as one more step's, at its last token."""
+        chosen = keep.nonzero().flatten()
+        return StepTable(
+            torch.cat([self.row, chosen]),
+            torch.cat([self.position, rows.length[chosen] - 1]),
+            torch.cat([self.rewards, rows.reward[chosen].double()]),
+        )
+
+
+@dataclass(frozen=True)
 class MiniBatch:
     """One optimizer step: the counts of all its rows on all ranks, and this rank's micro-batches (tokens and mask only)."""
 
@@ -88,6 +118,18 @@ class Experience:
         """The entries of a replicated column [n] that belong to the rows of ``batch``, on its device."""
         return column[self.batch.row_ids].to(self.cu_seqlens.device)
 
+    def steps(self, keep: Tensor) -> StepTable:
+        """The step rewards of the rows where ``keep`` (bool [n]); the same on all ranks."""
+        return StepTable.of_rows(self.rows, keep)
+
+    def positions(self, steps: StepTable) -> tuple[Tensor, Tensor]:
+        """Where the steps of owned rows end in ``batch``: (int64 positions on its device, numbers of these steps in the table)."""
+        local = torch.full((len(self.rows),), -1, dtype=torch.int64)
+        local[self.batch.row_ids] = torch.arange(len(self.batch))
+        owner = local[steps.row]
+        mine = (owner >= 0).nonzero().flatten()
+        return (self.batch.cu_seqlens[owner[mine]] + steps.position[mine]).to(self.cu_seqlens.device), mine
+
     def with_tensors(self, microbatch: MicroBatch, names: Sequence[str]) -> MicroBatch:
         """The micro-batch with token tensors of ``batch`` added."""
         index = token_index(self.cu_seqlens, microbatch.rows.to(self.cu_seqlens.device))
@@ -106,20 +148,41 @@ def shuffle_seed(run_seed: int, rollout: int) -> int:
 
 def plan_minibatches(config: Config, architecture: ModelArchitecture, parallel: ParallelContext, rows: Rows, rollout: int) -> Schedule:
     """Which graded row trains when and where; rows without a verdict get no place."""
+    return plan_rows(
+        config,
+        architecture,
+        parallel,
+        rows.length,
+        rows.graded.nonzero().flatten(),
+        config.batch.mini_batch_size,
+        shuffle_seed(config.seed, rollout),
+    )
+
+
+def plan_rows(
+    config: Config,
+    architecture: ModelArchitecture,
+    parallel: ParallelContext,
+    lengths: Tensor,
+    rows: Tensor,
+    minibatch_size: int,
+    seed: int,
+) -> Schedule:
+    """A schedule of ``rows`` (numbers into ``lengths``) in this run's layout and under its cap."""
     sequence, total = pad_multiples(parallel.context_parallel_size, parallel.tensor_model_parallel_size)
     interleaved = parallel.virtual_pipeline_model_parallel_size is not None
     return schedule(
-        rows.length,
-        config.batch.mini_batch_size,
+        lengths,
+        minibatch_size,
         parallel.data_parallel_size,
         config.batch.max_tokens_per_microbatch,
-        seed=shuffle_seed(config.seed, rollout),
+        seed=seed,
         microbatch_multiple=parallel.microbatch_group,
         min_microbatches=parallel.pipeline_model_parallel_size if interleaved else 1,
         pad_multiple=sequence,
         total_multiple=total,
         attention_cost_ratio=attention_cost_ratio(architecture),
-        rows=rows.graded.nonzero().flatten(),
+        rows=rows,
     )
 
 
@@ -143,14 +206,17 @@ def distribute(
     minibatches = [
         MiniBatch(
             Denominators.from_lengths(lengths[scheduled.rows], rows.verdict[scheduled.rows]),
-            _microbatches(scheduled, owned, local_row, parallel),
+            pack_microbatches(scheduled, owned, local_row, parallel, ("tokens", "response_mask")),
         )
         for scheduled in plan.minibatches
     ]
     return Experience(rows, trainable, owned, cu_seqlens, minibatches)
 
 
-def _microbatches(scheduled: ScheduledMiniBatch, owned: RolloutBatch, local_row: Tensor, parallel: ParallelContext) -> list[MicroBatch]:
+def pack_microbatches(
+    scheduled: ScheduledMiniBatch, owned: RolloutBatch, local_row: Tensor, parallel: ParallelContext, names: tuple[str, ...]
+) -> list[MicroBatch]:
+    """This rank's micro-batches of one scheduled mini-batch; ``local_row``: from row numbers of the schedule to rows of ``owned``."""
     return [
         make_microbatch(
             owned,
@@ -159,7 +225,7 @@ def _microbatches(scheduled: ScheduledMiniBatch, owned: RolloutBatch, local_row:
             context_parallel_rank=parallel.context_parallel_rank,
             tensor_parallel_size=parallel.tensor_model_parallel_size,
             device=parallel.device,
-            names=("tokens", "response_mask"),
+            names=names,
         )
         for pack in scheduled.microbatches[parallel.data_parallel_rank]
     ]

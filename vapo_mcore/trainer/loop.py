@@ -81,9 +81,10 @@ class Run:
             self._write({"step": 0, "stage": "rl"} | metrics)
         if self.stage == "value_pretraining":
             self._pretrain_values()
-        self._train()
+        if self.config.run.steps > 0:
+            self._train()
         self.checkpointer.wait()
-        if self.config.export.at_end:
+        if self.config.run.steps > 0 and self.config.export.at_end:
             self._export()
         if self.run_dir is not None:
             self.run_dir.mark_finished(self.config.run.steps)
@@ -99,8 +100,11 @@ class Run:
             self._complete(outcome, end.max_steps)
         self.console.stop_progress()
         self.console.print(end.describe())
+        if self.trainer.imitation is not None:
+            self.trainer.imitation.end_of_pretraining()
         self._save_critic()
-        refresh_critic(self.config, self.trainer.models)
+        if self.config.run.steps > 0:
+            refresh_critic(self.config, self.trainer.models)
         self.stage, self.step = "rl", 0
 
     def _train(self) -> None:

@@ -127,12 +127,14 @@ class CriticLoss:
 class SupervisedLoss:
     """Plain negative log-likelihood of the masked tokens, weighted by ``loss_weights`` (1 / tokens of the mini-batch for a mean).
 
-    For warm starts: ``response_mask`` marks the target tokens. Statistics: ``tokens`` and ``nll``, sums over these.
+    For warm starts and self-imitation: ``response_mask`` marks the target tokens. Statistics: ``tokens`` and ``nll``, sums over these.
     """
 
-    temperature = 1.0
     needs_entropy = False
     tensors: tuple[str, ...] = ("loss_weights",)
+
+    def __init__(self, temperature: float = 1.0) -> None:
+        self.temperature = temperature
 
     def __call__(self, outputs: dict[str, Tensor], batch: dict[str, Tensor]) -> tuple[Tensor, Stats]:
         mask = batch["mask"]

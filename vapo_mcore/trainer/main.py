@@ -42,6 +42,8 @@ from vapo_mcore.planning.host_memory import check_host_memory
 from vapo_mcore.rewards import VerifierPool, check_verifier_names
 from vapo_mcore.rollout.base import RolloutEngine
 from vapo_mcore.rollout.factory import build_rollout_engine
+from vapo_mcore.rollout.hf_folder import stop_token_ids
+from vapo_mcore.rollout.multi_turn import MultiTurn, ObservationFormat
 from vapo_mcore.trainer.collectives import all_gather_objects, fail_together, lost_a_peer
 from vapo_mcore.trainer.console import Console
 from vapo_mcore.trainer.evaluation import Evaluator
@@ -108,6 +110,7 @@ def train(config: Config, parallel: ParallelContext, *, clean: bool, resume: Res
         console.print(_headline(config))
         past = None if resume is None else _find_past(config, resume, console)
         tokenizer, prompts, held_out = _load_data(config)
+        multi_turn = build_multi_turn(config, tokenizer)
         for dataset in (prompts, held_out):
             if dataset is not None:
                 console.print(dataset.summary)
@@ -120,7 +123,7 @@ def train(config: Config, parallel: ParallelContext, *, clean: bool, resume: Res
         models = build_models(config, parallel, console.print)
         if past is not None:
             load_models(config, models, parallel, past.checkpoint)
-        sampler = ResponseSampler(engine, verifiers, tokenizer, config.seed)
+        sampler = ResponseSampler(engine, verifiers, tokenizer, config.seed, multi_turn)
         sync = WeightSync(models.policy, engine, verify=config.rollout.verify_weights)
         trainer = Trainer(config, parallel, models, sampler, sync, prompts.next_batch)
         trainer.state.register("prompts", prompts)
@@ -251,6 +254,17 @@ def _load_data(config: Config) -> tuple[Any, PromptDataset, PromptDataset | None
     return tokenizer, train, held_out
 
 
+def build_multi_turn(config: Config, tokenizer: Any) -> MultiTurn | None:
+    """How responses of several turns are put together, if there is an environment."""
+    settings = config.rollout.environment
+    multi_turn = None
+    with fail_together():
+        if settings is not None:
+            observation_format = ObservationFormat.build(tokenizer, settings, chat_template=config.data.chat_template)
+            multi_turn = MultiTurn(settings, observation_format, stop_token_ids(config.model.path))
+    return multi_turn
+
+
 def _verifiers(*datasets: PromptDataset | None) -> list[str]:
     return sorted({prompt.verifier for dataset in datasets if dataset is not None for prompt in dataset.items})
 
@@ -275,7 +289,8 @@ def start_verifiers(config: Config, engine: RolloutEngine, stack: ExitStack, ver
     with fail_together():
         if engine.is_replica_leader:
             pool = stack.enter_context(_verifier_pool(config))
-            pool.load(verifiers)
+            environment = config.rollout.environment
+            pool.load(verifiers, [environment.name] if environment is not None else [])
     return pool
 
 

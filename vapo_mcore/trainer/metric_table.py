@@ -20,9 +20,11 @@ _PROGRESS = (
     Metric("critic/updates", SAME, "-", "Optimizer steps of the critic since the start, value pretraining included."),
 )
 _RESPONSES = (
-    Metric("reward/mean", SAME, "graded responses", "Mean reward after scaling and shaping: what training uses."),
+    Metric("reward/mean", SAME, "graded responses", "Mean reward after scaling and shaping: what training uses, besides step rewards."),
     Metric("reward/std", SAME, "graded responses", "Population standard deviation of that reward."),
     Metric("reward/raw_mean", SAME, "graded responses", "Mean raw score of the verifier."),
+    Metric("reward/steps_mean", SAME, "graded responses", "Mean sum of the rewards of a response's steps and turns (0 without any)."),
+    Metric("reward/steps_per_response", SAME, "graded responses", "Mean number of rewards inside a response."),
     Metric("accuracy/mean", SAME, "graded responses", 'Share of responses whose raw verdict is "correct".'),
     Metric(
         "groups/mixed_frac",
@@ -62,7 +64,11 @@ _RESPONSES = (
     Metric("sampling/dropped_all_wrong", SAME, "groups", "Groups dropped by dynamic sampling because all verdicts were wrong."),
     Metric("sampling/dropped_ungraded", SAME, "groups", "Groups dropped by dynamic sampling because no response had a verdict."),
     Metric("sampling/dropped_surplus", SAME, "groups", "Informative groups beyond a full batch, dropped."),
-    Metric("tokens/response", SAME, "response tokens", "Response tokens of the step."),
+    Metric("turns/mean", SAME, "responses", "Mean number of the model's turns in a response (1 without an environment)."),
+    Metric("turns/limit_frac", SAME, "responses", "Share of responses that the environment would have answered after `max_turns` turns."),
+    Metric("turns/observations_cut", SAME, "observations", "Observations longer than `max_observation_length`, which were cut."),
+    Metric("tokens/tool", SAME, "tokens", "Tokens between the turns that the environment wrote; they carry no loss."),
+    Metric("tokens/response", SAME, "response tokens", "Response tokens of the step, sampled by the model."),
     Metric("tokens/total", SAME, "tokens", "Prompt and response tokens of the step."),
     Metric("tokens/trained", SAME, "response tokens", "Response tokens that carry a loss (graded, and not masked by `truncation: mask`)."),
 )
@@ -159,6 +165,17 @@ _ADVANTAGES = (
         "kl/reference", MEAN, "response tokens", "KL estimate to the frozen reference, of the configured kind, before the step's updates."
     ),
 )
+_IMITATION = (
+    Metric("imitation/nll", SAME, "response tokens drawn", "Mean NLL of the responses of the imitation step, before its coefficient."),
+    Metric("imitation/responses", SAME, "responses", "Responses drawn from the buffer for it."),
+    Metric("imitation/grad_norm", SAME, "-", "Global gradient norm of the imitation step, before clipping."),
+    Metric("imitation/lr", SAME, "-", "Its learning rate."),
+    Metric("imitation/skipped", SAME, "-", "1 if it was skipped because a gradient was not finite."),
+    Metric("imitation/value_loss", SAME, "response tokens drawn", "Value loss on these responses, before its coefficient."),
+    Metric("imitation/buffer", SAME, "responses", "Responses in the buffer after the step."),
+    Metric("imitation/age_mean", SAME, "responses in the buffer", "Mean number of rollouts since a response was last sampled."),
+    Metric("imitation/age_max", SAME, "responses in the buffer", "Largest such number."),
+)
 _MISMATCH = (
     Metric(
         "mismatch/logprob_abs_mean",
@@ -187,6 +204,7 @@ _SYSTEM = (
     Metric("tokens/per_second", SAME, "tokens", "tokens/total divided by time/step."),
     Metric("time/step", MAX, "ranks", "Seconds of the whole step."),
     Metric("time/generate", MAX, "ranks", "Seconds of sampling."),
+    Metric("time/environment", MAX, "ranks", "Seconds of waiting for the environment between the turns (only with one)."),
     Metric("time/engine_rebuild", MAX, "ranks", "Seconds of rebuilding a failed rollout engine, in steps that had to."),
     Metric("time/reward", MAX, "ranks", "Seconds of grading, waiting for the slowest replica included."),
     Metric("time/exchange", MAX, "ranks", "Seconds of packing and of moving tokens to their owners."),
@@ -195,6 +213,7 @@ _SYSTEM = (
     Metric("time/advantages", MAX, "ranks", "Seconds of rewards, advantages, whitening and checks."),
     Metric("time/critic_update", MAX, "ranks", "Seconds of the critic's updates."),
     Metric("time/policy_update", MAX, "ranks", "Seconds of the policy's updates."),
+    Metric("time/imitation", MAX, "ranks", "Seconds of the self-imitation steps of policy and critic."),
     Metric("time/checkpoint", MAX, "ranks", "Seconds that the step waited to be copied for a checkpoint."),
     Metric("time/weight_sync", MAX, "ranks", "Seconds of export and loading into the rollout engine."),
     Metric("time/other", MAX, "ranks", "Seconds of the step outside the phases above."),
@@ -213,7 +232,7 @@ def metrics_of(loss_terms: Iterable[str]) -> tuple[Metric, ...]:
     return (*METRICS, *(replace(_TERM, name=_TERM.name.replace("<name>", name)) for name in loss_terms))
 
 
-METRICS: tuple[Metric, ...] = (*_PROGRESS, *_RESPONSES, *_ADVANTAGES, *_POLICY, *_CRITIC, *_MISMATCH, *_SYSTEM)
+METRICS: tuple[Metric, ...] = (*_PROGRESS, *_RESPONSES, *_ADVANTAGES, *_POLICY, *_CRITIC, *_IMITATION, *_MISMATCH, *_SYSTEM)
 
 EVALUATION = (
     ("avg@k", "Mean over problems of the mean verdict of their k graded responses."),

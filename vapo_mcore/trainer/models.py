@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -78,7 +78,10 @@ def _first_critic(config: Config, policy: ModelArchitecture, parallel: ParallelC
     """The critic as it enters the run, with the settings of value pretraining if there is one."""
     folder = config.model.path if config.critic.init == "policy" else config.critic.path
     assert folder is not None, "the configuration requires critic.path for this critic.init"
-    architecture = policy if config.critic.init == "policy" else read_architecture(model_folder(folder, "critic"))
+    fresh = config.critic.init == "policy"
+    architecture = (
+        replace(policy, mlp_value_head=config.critic.head == "mlp") if fresh else read_architecture(model_folder(folder, "critic"))
+    )
     if architecture.vocab_size != policy.vocab_size:
         raise ConfigError(
             f"critic.path: the critic's vocabulary has {architecture.vocab_size} entries, the policy's {policy.vocab_size}; "
@@ -122,8 +125,9 @@ def _build_critic(
         parallel,
         load_weights=load,
         optimizer=settings,
-        warmup_updates=settings.warmup_rollouts * config.batch.updates_per_step * config.critic.epochs,
+        warmup_updates=settings.warmup_rollouts * config.critic_updates_per_step,
         head_only=head_only,
+        head_dropout=config.critic.head_dropout,
     )
 
 

@@ -10,16 +10,30 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from vapo_mcore.data.prompts import Prompt, split_evenly
 from vapo_mcore.data.rollout_batch import RolloutBatch, Rows, gather_rows
-from vapo_mcore.errors import EngineFailure, RewardError, StepAbandoned
-from vapo_mcore.rewards.pool import GradeItem, Verdict, VerifierPool
-from vapo_mcore.rollout.base import Generation, GenerationRequest, RolloutEngine, SamplingConfig
+from vapo_mcore.environments.types import Reply, TurnRequest
+from vapo_mcore.errors import EngineFailure, RewardError, StepAbandoned, VapoError
+from vapo_mcore.rewards.pool import VerifierPool
+from vapo_mcore.rollout.base import Generation, GenerationRequest, RolloutEngine, SamplingConfig, Trajectory
+from vapo_mcore.rollout.multi_turn import MultiTurn
 from vapo_mcore.rollout.seeds import sampling_seed
-from vapo_mcore.trainer.collectives import all_gather_objects
+from vapo_mcore.trainer.collectives import all_gather_objects, world
+from vapo_mcore.trainer.responses import Response, grade_responses, response_rows, sample_record, step_rewards
 from vapo_mcore.trainer.timing import PhaseTimer
+
+
+def _replica_group(engine: RolloutEngine) -> dist.ProcessGroup | None:
+    """The ranks of this rank's replica, which are contiguous; None where it is the only one. A collective."""
+    rank, size = world()
+    width = size // engine.num_replicas
+    if width == 1:
+        return None
+    groups = [dist.new_group(list(range(first, first + width))) for first in range(0, size, width)]
+    return groups[rank // width]
 
 
 @dataclass(frozen=True)
@@ -42,15 +56,22 @@ class Round:
 class ResponseSampler:
     """Draws graded responses from the rollout engine; used by training, value pretraining and evaluation alike."""
 
-    def __init__(self, engine: RolloutEngine, verifiers: VerifierPool | None, tokenizer: Any, run_seed: int) -> None:
-        """``verifiers`` is None on ranks that do not lead a replica. ``recover_engine`` is the trainer's, which has the weights: it is
-        called on all ranks with what went wrong on which of them, and returns with an engine that can generate, or raises."""
+    def __init__(
+        self, engine: RolloutEngine, verifiers: VerifierPool | None, tokenizer: Any, run_seed: int, multi_turn: MultiTurn | None = None
+    ) -> None:
+        """``verifiers`` is None on ranks that do not lead a replica. With ``multi_turn`` responses have several turns. A collective.
+
+        ``recover_engine`` is the trainer's, which has the weights: it is called on all ranks with what went wrong on which of them, and
+        returns with an engine that can generate, or raises.
+        """
         self.recover_engine: Callable[[dict[int, str], PhaseTimer], None] = _no_recovery
         self.grader_restarts = 0  # of all replicas, since it was last set to 0
         self.engine = engine
         self.verifiers = verifiers
         self.tokenizer = tokenizer
         self.run_seed = run_seed
+        self.multi_turn = multi_turn
+        self._replica_group = _replica_group(engine) if multi_turn is not None else None
 
     def sample(
         self,
@@ -68,38 +89,31 @@ class ResponseSampler:
 
         Raises StepAbandoned on all ranks when an engine or the graders of a replica are gone for good.
         """
-        with timer.phase("generate"):
-            requests = [
-                GenerationRequest(
-                    prompt_id=prompt.prompt_id,
-                    sample_index=index,
-                    prompt_token_ids=prompt.token_ids,
-                    seed=sampling_seed(self.run_seed, seed_step, prompt.prompt_id, index),
-                )
-                for prompt in prompts
-                for index in range(samples_per_prompt)
-            ]
-            # Contiguous parts: the responses to one prompt mostly meet in one replica's prefix cache.
-            mine = split_evenly(len(requests), self.engine.num_replicas)[self.engine.replica_index]
+        requests = [
+            GenerationRequest(
+                prompt_id=prompt.prompt_id,
+                sample_index=index,
+                prompt_token_ids=prompt.token_ids,
+                seed=sampling_seed(self.run_seed, seed_step, prompt.prompt_id, index),
+            )
+            for prompt in prompts
+            for index in range(samples_per_prompt)
+        ]
+        # Contiguous parts: the responses to one prompt mostly meet in one replica's prefix cache.
+        mine = split_evenly(len(requests), self.engine.num_replicas)[self.engine.replica_index]
+        asked = [prompts[number // samples_per_prompt] for number in mine]
         while True:
-            with timer.phase("generate"):
-                generations, broken = self._generate([requests[number] for number in mine], sampling)
+            trajectories, broken, ungradable = self._try_to_play([requests[number] for number in mine], asked, sampling, timer)
             with timer.phase("reward"):
-                numbers, responses = (list(mine), generations) if self.engine.is_replica_leader and broken is None else ([], [])
-                local, shown, ungradable = self._try_to_grade(prompts, samples_per_prompt, numbers, responses, show)
+                leads = self.engine.is_replica_leader and broken is None and ungradable is None
+                numbers, led = (list(mine), trajectories) if leads else ([], [])
+                local, shown, fault = self._try_to_grade(prompts, samples_per_prompt, numbers, led, show)
                 # Told only now: a replica that is ready first grades while the others still generate.
-                failures = self._tell(broken, ungradable)
+                failures = self._tell(broken, ungradable or fault)
                 if not failures:
                     rows, holder = gather_rows(local)
                     return Round(rows, holder, local, shown)
             self.recover_engine(failures, timer)  # the same requests with the same seeds again, on every rank
-
-    def _generate(self, requests: list[GenerationRequest], sampling: SamplingConfig) -> tuple[list[Generation], str | None]:
-        """This replica's responses, or what went wrong on this rank."""
-        try:
-            return (self.engine.generate(requests, sampling) if requests else []), None
-        except EngineFailure as error:
-            return [], str(error)
 
     def _tell(self, broken: str | None, ungradable: str | None) -> dict[int, str]:
         """What went wrong with the engine on which rank; a collective. Raises StepAbandoned on all ranks if one cannot grade any more."""
@@ -117,33 +131,92 @@ class ResponseSampler:
         except RewardError as error:
             return _no_rows(), {}, str(error)
 
+    def _try_to_play(
+        self, requests: list[GenerationRequest], prompts: list[Prompt], sampling: SamplingConfig, timer: PhaseTimer
+    ) -> tuple[list[Trajectory], str | None, str | None]:
+        """This replica's responses, and what went wrong with the engine or with the environment's processes on this rank."""
+        try:
+            return (self._play(requests, prompts, sampling, timer) if requests else []), None, None
+        except EngineFailure as error:
+            return [], str(error), None
+        except RewardError as error:
+            return [], None, str(error)
+
+    def _play(
+        self, requests: list[GenerationRequest], prompts: list[Prompt], sampling: SamplingConfig, timer: PhaseTimer
+    ) -> list[Trajectory]:
+        """Whole responses of this replica: one turn each, or as many as the environment and the limits allow."""
+
+        def generate(wanted: Sequence[GenerationRequest], how: SamplingConfig) -> list[Generation]:
+            with timer.phase("generate"):
+                return self.engine.generate(wanted, how)
+
+        def generate_turn(wanted: Sequence[GenerationRequest], how: SamplingConfig) -> list[Generation]:
+            found, failure = [], None
+            try:
+                found = generate(wanted, how)
+            except EngineFailure as error:
+                failure = str(error)
+            self._raise_together(EngineFailure, failure)  # or the others would wait for this rank after the turn
+            return found
+
+        def respond(asked: Sequence[TurnRequest]) -> list[Reply]:
+            with timer.phase("environment"):
+                replies, failure = [], None
+                try:
+                    replies = self._ask(asked)
+                except RewardError as error:
+                    failure = str(error)
+                self._raise_together(RewardError, failure)
+                return self._share(replies)
+
+        if self.multi_turn is None:
+            return [Trajectory.of_one_turn(generation) for generation in generate(requests, sampling)]
+        return self.multi_turn.play(requests, prompts, sampling, generate_turn, respond)
+
+    def _ask(self, asked: Sequence[TurnRequest]) -> list[Reply]:
+        if not self.engine.is_replica_leader or self.multi_turn is None:
+            return []
+        assert self.verifiers is not None, "the first rank of a replica asks the environment, so it needs the worker processes"
+        return self.verifiers.respond(self.multi_turn.settings.name, asked)
+
+    def _raise_together(self, kind: type[VapoError], failure: str | None) -> None:
+        """Raise on all ranks of this replica what failed on any of them."""
+        told = [failure]
+        if self._replica_group is not None:
+            told = [None] * dist.get_world_size(self._replica_group)
+            dist.all_gather_object(told, failure, group=self._replica_group)
+        found = [text for text in told if text is not None]
+        if found:
+            raise kind(found[0])
+
+    def _share(self, replies: list[Reply]) -> list[Reply]:
+        """The replies of the replica's first rank on all its ranks, which must go on alike."""
+        if self._replica_group is None:
+            return replies
+        box = [replies]
+        dist.broadcast_object_list(box, group=self._replica_group, group_src=0)
+        return box[0]
+
     def _grade(
-        self, prompts: Sequence[Prompt], samples_per_prompt: int, numbers: list[int], responses: list[Generation], show: Collection[int]
+        self, prompts: Sequence[Prompt], samples_per_prompt: int, numbers: list[int], trajectories: list[Trajectory], show: Collection[int]
     ) -> tuple[RolloutBatch, dict[int, dict[str, Any]]]:
         """Verdicts of the responses that this rank leads, as rows with their tokens."""
-        asked = [prompts[number // samples_per_prompt] for number in numbers]
-        texts = [self.tokenizer.decode(response.token_ids, skip_special_tokens=True) for response in responses]
-        items = [
-            GradeItem(verifier=prompt.verifier, response=text, ground_truth=prompt.ground_truth, metadata=prompt.metadata)
-            for prompt, text in zip(asked, texts, strict=True)
-        ]
-        verdicts: list[Verdict] = []
-        if items:
-            assert self.verifiers is not None, "the first rank of a replica grades, so it needs verifiers"
-            verdicts = self.verifiers.grade(items)
-        rows = _rows(asked, [number // samples_per_prompt for number in numbers], responses, verdicts)
+        groups = [number // samples_per_prompt for number in numbers]
+        played = zip(groups, trajectories, strict=True)
+        responses = [Response.decode(prompts[group], trajectory, self.tokenizer) for group, trajectory in played]
+        verdicts = grade_responses(responses, self.verifiers)
+        graded = list(zip(responses, verdicts, strict=True))
+        rows = response_rows(groups, responses, verdicts, [step_rewards(*pair, self.tokenizer) for pair in graded])
         local = RolloutBatch.from_responses(
             rows,
-            [prompt.token_ids for prompt in asked],
-            [response.token_ids for response in responses],
-            [response.logprobs for response in responses],
+            [response.prompt.token_ids for response in responses],
+            [trajectory.token_ids for trajectory in trajectories],
+            [trajectory.logprobs for trajectory in trajectories],
             row_ids=torch.tensor(numbers, dtype=torch.int64),
+            sampled=[trajectory.sampled for trajectory in trajectories],
         )
-        shown = {
-            number: _record(prompt, response, text, verdict)
-            for number, prompt, response, text, verdict in zip(numbers, asked, responses, texts, verdicts, strict=True)
-            if number in show
-        }
+        shown = {number: sample_record(*pair, self.tokenizer) for number, pair in zip(numbers, graded, strict=True) if number in show}
         return local, shown
 
 
@@ -153,39 +226,6 @@ def _no_recovery(failures: dict[int, str], timer: PhaseTimer) -> None:
 
 def _no_rows() -> RolloutBatch:
     return RolloutBatch.from_responses(Rows.empty(), [], [], [])
-
-
-def _rows(prompts: list[Prompt], groups: list[int], responses: list[Generation], verdicts: list[Verdict]) -> Rows:
-    scores = torch.tensor([verdict.score for verdict in verdicts], dtype=torch.float32)
-    return Rows(
-        prompt_id=[prompt.prompt_id for prompt in prompts],
-        group=torch.tensor(groups, dtype=torch.int64),
-        sample_index=torch.tensor([response.request.sample_index for response in responses], dtype=torch.int64),
-        verdict=torch.tensor([verdict.correct for verdict in verdicts], dtype=torch.bool),
-        graded=torch.tensor([verdict.error is None for verdict in verdicts], dtype=torch.bool),
-        score=scores,
-        reward=scores.clone(),
-        finish_reason=[response.finish_reason for response in responses],
-        prompt_length=torch.tensor([len(prompt.token_ids) for prompt in prompts], dtype=torch.int64),
-        response_length=torch.tensor([len(response.token_ids) for response in responses], dtype=torch.int64),
-        source=[prompt.source for prompt in prompts],
-    )
-
-
-def _record(prompt: Prompt, response: Generation, text: str, verdict: Verdict) -> dict[str, Any]:
-    return {
-        "prompt_id": prompt.prompt_id,
-        "sample_index": response.request.sample_index,
-        "source": prompt.source,
-        "prompt": prompt.text,
-        "response": text,
-        "ground_truth": prompt.ground_truth,
-        "correct": verdict.correct,
-        "score": verdict.score,
-        "error": verdict.error,
-        "finish_reason": response.finish_reason,
-        "response_length": len(response.token_ids),
-    }
 
 
 def keep_groups(rounds: Sequence[Round], kept: Sequence[tuple[int, int]]) -> Round:

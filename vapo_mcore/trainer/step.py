@@ -36,6 +36,7 @@ from vapo_mcore.trainer.records import (
 )
 from vapo_mcore.trainer.run_dir import faults_folder
 from vapo_mcore.trainer.sampling import ResponseSampler
+from vapo_mcore.trainer.self_imitation import SelfImitation
 from vapo_mcore.trainer.stopping import StopRequests
 from vapo_mcore.trainer.timing import PhaseTimer
 from vapo_mcore.trainer.updates import StoppedUpdate, update_critic, update_policy
@@ -88,6 +89,7 @@ class Trainer:
         self.sync = sync
         self.next_prompts = next_prompts
         self.estimator = AdvantageEstimator(config, parallel.data_parallel_group)
+        self.imitation = SelfImitation(config, models.architecture, parallel) if config.algorithm.self_imitation is not None else None
         self.stop_requests = StopRequests()
         self.diagnosis = Monitor(config)
         self._table = metrics_of(term.name for term in config.algorithm.loss_terms)
@@ -98,6 +100,8 @@ class Trainer:
         self.state = StateRegistry()
         self.state.register("trainer", self)
         self.state.register("diagnosis", self.diagnosis)
+        if self.imitation is not None:
+            self.state.register("self_imitation", self.imitation)
         for role, guard in self.guards.items():
             self.state.register(f"update_guard/{role}", guard)
         self.before_sync: Callable[[str, int, PhaseTimer], None] | None = None
@@ -122,12 +126,35 @@ class Trainer:
                 self._log_probs(step, experience)
             if not step.cut_short:
                 self._update_policy(step, experience)
+        if not step.cut_short:
+            self._imitate(step)
         self._sync(step)
         return self._finish(step)
 
     def _begin(self, stage: str, number: int) -> _Step:
         heartbeat.at_step(f"{stage} {number}")
         return _Step(stage, number, StepMetrics(self._table))
+
+    def _imitate(self, step: _Step) -> None:
+        """The self-imitation step, where one is due: the policy's first, which is on the device already."""
+        if self.imitation is None:
+            return
+        sample = self.imitation.draw(step.number, self.rollouts)
+        if sample is not None:
+            self.models.residency.enter("policy_update")
+            with step.timer.phase("imitation"):
+                self.imitation.imitate(self.models.policy, sample, self.rollouts, step.metrics)
+                self.models.residency.mark_changed("policy")
+            if self.models.critic is not None and self.imitation.settings.value_coef > 0:
+                self.models.residency.enter("critic_update")
+                with step.timer.phase("imitation"):
+                    self.imitation.learn_values(self.models.critic, sample, step.metrics)
+                    self.models.residency.mark_changed("critic")
+        self.imitation.record(self.rollouts, step.metrics)
+
+    def _remember(self, step: _Step, experience: Experience) -> None:
+        if self.imitation is not None:
+            self.imitation.remember(experience, self.rollouts, pretraining=step.stage == "value_pretraining")
 
     def _update_policy(self, step: _Step, experience: Experience) -> None:
         self.models.residency.enter("policy_update")
@@ -182,6 +209,7 @@ class Trainer:
                 self.estimator.returns(experience, monte_carlo=True)
                 record_values(step.metrics, experience, self.parallel.data_parallel_group)
                 check_experience(experience)
+                self._remember(step, experience)
             self._update_critic(step, experience)
         self._sync(step)
         return self._finish(step)
@@ -252,6 +280,7 @@ class Trainer:
             if not late:
                 estimator.advantages(experience, step.metrics)
             check_experience(experience)
+            self._remember(step, experience)
         if critic is None:
             return
         self._update_critic(step, experience)

@@ -6,8 +6,9 @@ them, with one change of the model on the device instead of one per epoch.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import count, islice
 
 from vapo_mcore.algorithm.weights import positive_token_weights, token_weights
 from vapo_mcore.config.schema import Config
@@ -50,7 +51,8 @@ def update_critic(
         metrics.add("critic/grad_norm", result.grad_norm, 1)
         metrics.add("critic/clip_frac", result.metrics["clip"], result.metrics["tokens"])
 
-    return _update("critic", model, experience, loss, config.critic.epochs, weigh, record, metrics, guard)
+    order = update_order(experience.minibatches, config.critic.epochs, config.critic.updates_per_rollout)
+    return _update("critic", model, experience, loss, order, weigh, record, metrics, guard)
 
 
 def update_policy(
@@ -82,7 +84,18 @@ def update_policy(
 
     positive = sum(minibatch.denominators.positive_tokens for minibatch in experience.minibatches)
     metrics.put("policy/positive_tokens", positive)
-    return _update("policy", model, experience, loss, config.policy.epochs, weigh, record, metrics, guard, extra=("positive_mask",))
+    order = update_order(experience.minibatches, config.policy.epochs, None)
+    return _update("policy", model, experience, loss, order, weigh, record, metrics, guard, extra=("positive_mask",))
+
+
+def update_order(minibatches: Sequence[MiniBatch], epochs: int, updates: int | None) -> list[tuple[int, int, MiniBatch]]:
+    """(pass, number, mini-batch) of each update: ``epochs`` passes over the mini-batches or, given ``updates``, so many of those
+    with a trainable token, round and round."""
+    numbered = list(enumerate(minibatches))
+    if updates is None:
+        return [(epoch, *entry) for epoch in range(epochs) for entry in numbered]
+    trainable = [entry for entry in numbered if not entry[1].is_masked]
+    return list(islice(((epoch, *entry) for epoch in count() for entry in trainable), updates)) if trainable else []
 
 
 def _update(
@@ -90,21 +103,20 @@ def _update(
     model: MegatronModel,
     experience: Experience,
     loss: LossFunction,
-    epochs: int,
+    order: Sequence[tuple[int, int, MiniBatch]],
     weigh: Callable[[MicroBatch, MiniBatch], MicroBatch],
     record: Callable[[StepResult], None],
     metrics: StepMetrics,
     guard: UpdateGuard,
     extra: tuple[str, ...] = (),
 ) -> StoppedUpdate | None:
-    """Epochs over the mini-batches. One without a trainable token is skipped on all ranks, since its counts are replicated."""
+    """One update a mini-batch, in order. One without a trainable token is skipped on all ranks, since its counts are replicated."""
     names = [name for name in (*loss.tensors, *extra) if name not in _WEIGHTS]
     masked = 0
     skipped: list[Skipped] = []
     rate: float | None = None
     stopped: StoppedUpdate | None = None
-    numbered = [(epoch, *entry) for epoch in range(epochs) for entry in enumerate(experience.minibatches)]
-    for epoch, number, minibatch in numbered:
+    for epoch, number, minibatch in order:
         if minibatch.is_masked:
             masked += 1
             continue

@@ -19,6 +19,7 @@ from vapo_mcore.config.architecture import ModelArchitecture
 from vapo_mcore.errors import CheckpointError
 from vapo_mcore.weights.checksums import tensor_checksum
 from vapo_mcore.weights.distcp import DistributedCheckpointWriter
+from vapo_mcore.weights.families import HEAD_PREFIX
 from vapo_mcore.weights.plan import MappedTensor, Role, hf_manifest
 from vapo_mcore.weights.read_ahead import read_ahead
 from vapo_mcore.weights.views import HF_SUBFOLDER, HfFolderView, HfView, MegatronFolderView, open_view, placements, require_finite
@@ -90,7 +91,7 @@ def hf_to_megatron(
 
 def stored_dtype(source: torch.dtype, name: str, wanted: torch.dtype | None) -> torch.dtype:
     """Type to store a HF tensor in; a scalar head keeps its own, it is tiny and trained in float32."""
-    return source if wanted is None or name.startswith("score.") else wanted
+    return source if wanted is None or name.startswith(HEAD_PREFIX) else wanted
 
 
 def _write_entry(

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from vapo_mcore import heartbeat
 from vapo_mcore.config.architecture import ModelArchitecture
 from vapo_mcore.errors import CheckpointError
+from vapo_mcore.weights.families import HEAD_PREFIX
 from vapo_mcore.weights.loader import ParallelLayout
 from vapo_mcore.weights.plan import MappedTensor, Role, global_parameters, match_parameters, plan_mapping, require_complete
 from vapo_mcore.weights.writer import DEFAULT_MAX_SHARD_BYTES, SafetensorsWriter, companion_files, copy_companions, new_folder
@@ -311,4 +312,4 @@ def _write_hf(
 
 
 def _stored_type(name: str, kept: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
-    return kept if wanted is None or name.startswith("score.") else wanted
+    return kept if wanted is None or name.startswith(HEAD_PREFIX) else wanted

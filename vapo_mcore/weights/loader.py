@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from vapo_mcore import heartbeat
 from vapo_mcore.config.architecture import ModelArchitecture
 from vapo_mcore.errors import CheckpointError
+from vapo_mcore.weights.families import HEAD_PREFIX
 from vapo_mcore.weights.plan import (
     Bijection,
     MappedTensor,
@@ -78,8 +79,8 @@ def load_hf_into(
 
     Each rank reads its own part of each tensor; values are cast to the parameter's type. Names and shapes of the whole model are
     compared with the folder before anything is read, and the pipeline ranks make sure together that no layer is left out, so
-    all ranks of a pipeline must call this. A critic loads the trunk; its scalar head comes from the folder's ``score.weight`` (and
-    ``score.bias``, zero if there is none) where ``head_init`` is None, else it is zeros or the same small random numbers on every
+    all ranks of a pipeline must call this. A critic loads the trunk; its scalar head comes from the folder's ``score.*`` (a missing
+    ``score.bias`` is zero) where ``head_init`` is None, else its last layer is zeros or the same small random numbers on every
     rank (``seed``). Raises CheckpointError naming every missing, surplus or mis-shaped tensor, or the first one with NaN or inf.
     """
     assert role == "critic" or head_init is None, "only a critic has a head to initialise"
@@ -93,7 +94,7 @@ def load_hf_into(
         report = LoadReport(dropped=bijection.dropped)
         for index, parameter in parameters.items():
             entry = plan[index]
-            if entry.hf_names[0].startswith("score."):
+            if entry.hf_names[0].startswith(HEAD_PREFIX):
                 _fill_head(parameter, entry, source, bijection, head_init, seed)
             else:
                 _fill(parameter, entry, source, architecture, parallel)
@@ -102,7 +103,8 @@ def load_hf_into(
         if bijection.tied_duplicate:
             _require_tied(source, architecture, parallel)
     if role == "critic":
-        report.head = head_init or ("score.weight" if bijection.missing_head else "score.weight + score.bias")
+        names = [name for entry in plan for name in entry.hf_names if name.startswith(HEAD_PREFIX)]
+        report.head = head_init or " + ".join(name for name in names if name not in bijection.missing_head)
     return report
 
 
@@ -142,12 +144,18 @@ def _fill_head(
         value = source.read(name)
         _require_finite(value, entry, source)
         _copy(parameter, value, entry)
-    elif head_init == "small" and name == "score.weight":
-        generator = torch.Generator().manual_seed(seed)
-        value = torch.randn(entry.hf_shapes[0], generator=generator) * (SMALL_HEAD_OUTPUT_STD / math.sqrt(entry.hf_shapes[0][-1]))
-        _copy(parameter, value, entry)
+    elif name == "score.dense.weight":  # whatever the last layer is: zeros in both would never receive a gradient
+        _copy(parameter, _random(entry, 1.0, seed + 1), entry)
+    elif head_init == "small" and name.endswith("weight"):
+        _copy(parameter, _random(entry, SMALL_HEAD_OUTPUT_STD, seed), entry)
     else:
         parameter.zero_()
+
+
+def _random(entry: MappedTensor, output_std: float, seed: int) -> Tensor:
+    """A weight matrix that gives outputs of this standard deviation on inputs of unit root mean square."""
+    shape = entry.hf_shapes[0]
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * (output_std / math.sqrt(shape[-1]))
 
 
 def _copy(parameter: Tensor, value: Tensor, entry: MappedTensor) -> None:

@@ -12,14 +12,13 @@ from torch import Tensor, nn
 
 from vapo_mcore.config.architecture import ModelArchitecture
 from vapo_mcore.errors import CheckpointError
-from vapo_mcore.weights.families import FAMILIES, LM_HEAD, VALUE_HEAD
+from vapo_mcore.weights.families import FAMILIES, HEAD_PREFIX, LM_HEAD, VALUE_HEAD
 from vapo_mcore.weights.rules import DIMENSIONS, KINDS, Copy, Rule
 
 Role = Literal["policy", "critic"]
 
 _DERIVED_BUFFER = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
 _HEADS_OF_CAUSAL_LM = ("lm_head.weight",)
-_HEADS_OF_CRITIC = ("score.weight", "score.bias")
 _MAX_NAMED = 12
 
 
@@ -112,19 +111,21 @@ def check_bijection(
     surplus = []
     for name in found:
         if name in expected:
-            if new_head and name in _HEADS_OF_CRITIC:
+            if new_head and name.startswith(HEAD_PREFIX):
                 dropped[name] = "the value head is initialised anew"
         elif _DERIVED_BUFFER.fullmatch(name):
             dropped[name] = "rotary frequencies are computed from the config"
         elif role == "critic" and name in _HEADS_OF_CAUSAL_LM:
             dropped[name] = "a critic has no language-model head"
+        elif role == "critic" and new_head and name.startswith(HEAD_PREFIX):
+            dropped[name] = "the value head is initialised anew"
         elif name in _HEADS_OF_CAUSAL_LM and arch.tie_word_embeddings:
             tied_duplicate = True
             dropped[name] = "tied to the embedding, which it equals"
         else:
             surplus.append(name)
     missing = [name for name in expected if name not in found]
-    missing_head = tuple(name for name in missing if name in _HEADS_OF_CRITIC and (new_head or name == "score.bias"))
+    missing_head = tuple(name for name in missing if name.startswith(HEAD_PREFIX) and (new_head or name == "score.bias"))
     missing = [name for name in missing if name not in missing_head]
     wrong = [
         f"{name} is {list(found[name])}, expected {list(shape)}"
@@ -147,9 +148,9 @@ def _listed(title: str, items: Sequence[str]) -> list[str]:
 
 
 def _hint(missing: Sequence[str], surplus: Sequence[str], wrong: Sequence[str], arch: ModelArchitecture, role: Role) -> str:
-    if role == "critic" and "score.weight" in missing:
+    if role == "critic" and any(name.startswith(HEAD_PREFIX) for name in missing):
         return "\n  to start a critic from this folder, initialise its head (head_init zero or small)"
-    if role != "critic" and "score.weight" in surplus:
+    if role != "critic" and any(name.startswith(HEAD_PREFIX) for name in surplus):
         return "\n  this is a reward or value model's folder; it can start a critic, not a policy"
     if any(".k_proj." in item or ".v_proj." in item for item in wrong):
         return f"\n  check num_key_value_heads = {arch.num_key_value_heads} and head_dim = {arch.head_dim} in config.json"

@@ -16,6 +16,7 @@ from torch import Tensor
 from vapo_mcore.config.architecture import ModelArchitecture, read_architecture
 from vapo_mcore.errors import CheckpointError
 from vapo_mcore.weights.distcp import METADATA_NAME, DistributedCheckpointReader
+from vapo_mcore.weights.families import HEAD_PREFIX
 from vapo_mcore.weights.loader import all_finite
 from vapo_mcore.weights.plan import MappedTensor, Role, check_bijection, plan_mapping
 from vapo_mcore.weights.reader import SafetensorsFolder
@@ -109,7 +110,7 @@ class HfFolderView(HfView):
     def __init__(self, folder: Path, role: Role | None) -> None:
         self._source = SafetensorsFolder(folder)
         shapes = self._source.shapes
-        super().__init__(folder, folder, role or ("critic" if "score.weight" in shapes else "policy"))
+        super().__init__(folder, folder, role or ("critic" if any(name.startswith(HEAD_PREFIX) for name in shapes) else "policy"))
         check = check_bijection(self.plan, shapes, arch=self.architecture, role=self.role, where=str(folder))
         if check.tied_duplicate and not self._source.equal("lm_head.weight", "model.embed_tokens.weight"):
             raise CheckpointError(f"{folder}: config.json says tie_word_embeddings, but lm_head.weight differs from the embedding")

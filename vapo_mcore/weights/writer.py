@@ -205,7 +205,9 @@ def _config(source: Path, architecture: ModelArchitecture, role: Role, dtype: to
     config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(dtype).removeprefix("torch.")
     prefix = HF_CLASS_PREFIX[architecture.family]
     if role == "critic":
-        config["architectures"] = [f"{prefix}ForTokenClassification"]
+        # transformers has no class with a head of two layers; its trunk is an ordinary model
+        config["architectures"] = [f"{prefix}Model" if architecture.mlp_value_head else f"{prefix}ForTokenClassification"]
+        config["value_head"] = "mlp" if architecture.mlp_value_head else "linear"
         config["id2label"], config["label2id"] = {"0": "value"}, {"value": 0}
     else:
         config["architectures"] = [f"{prefix}ForCausalLM"]

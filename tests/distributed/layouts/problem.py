@@ -20,6 +20,8 @@ CLIP_LOW, CLIP_HIGH, MU, ENTROPY, VALUE_CLIP = 0.2, 0.28, 0.1, 0.01, 0.3
 MAX_LENGTH = 20
 VOCAB = 70
 MODELS = ("qwen2", "qwen2_tied", "qwen3", "llama_tied", "one_kv_head")
+MLP_HEAD = "qwen2_tied_mlp"
+"""A model whose critic has a head of two layers."""
 
 
 def make_model(name: str, folder: Path) -> None:
@@ -35,13 +37,13 @@ def make_model(name: str, folder: Path) -> None:
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "max_position_embeddings": 256,
-        "tie_word_embeddings": name.endswith("tied"),
+        "tie_word_embeddings": "tied" in name,
         "initializer_range": 0.15,
     }
     torch.manual_seed(sum(map(ord, name)))
     model: torch.nn.Module
     if name.startswith("qwen2"):
-        model = Qwen2ForCausalLM(Qwen2Config(**common))
+        model = Qwen2ForCausalLM(Qwen2Config(**common, value_head="mlp" if name == MLP_HEAD else "linear"))
     elif name == "qwen3":
         model = Qwen3ForCausalLM(Qwen3Config(**common, head_dim=24))
     elif name == "one_kv_head":
@@ -94,6 +96,12 @@ def head_weights(hidden_size: int) -> tuple[Tensor, Tensor]:
     return torch.randn(1, hidden_size, generator=generator) * 0.1, torch.full((1,), 0.05)
 
 
+def dense_weights(hidden_size: int) -> tuple[Tensor, Tensor]:
+    """The first layer of a head of two: weight [hidden, hidden], bias [hidden]."""
+    generator = torch.Generator().manual_seed(12)
+    return torch.randn(hidden_size, hidden_size, generator=generator) * 0.1, torch.randn(hidden_size, generator=generator) * 0.1
+
+
 def per_token_weights(batch: dict[str, list[Tensor]], aggregation: str) -> list[Tensor]:
     """Weight of each token's term in the loss, from the definitions of the three aggregations."""
     counts = [int(mask.sum()) for mask in batch["response_mask"]]
@@ -118,6 +126,9 @@ class Oracle:
         self.tied = self.model.config.tie_word_embeddings
         weight, bias = head_weights(self.model.config.hidden_size)
         self.head = torch.nn.Parameter(weight.double()), torch.nn.Parameter(bias.double())
+        self.dense: tuple[torch.nn.Parameter, ...] = ()
+        if getattr(self.model.config, "value_head", "linear") == "mlp":
+            self.dense = tuple(torch.nn.Parameter(tensor.double()) for tensor in dense_weights(self.model.config.hidden_size))
 
     def policy_outputs(self) -> tuple[list[Tensor], list[Tensor]]:
         """Log-probs of each token (0 for the first) and entropies of the distributions they were drawn from."""
@@ -133,6 +144,8 @@ class Oracle:
         values, last = [], []
         for tokens in self.batch["tokens"]:
             hidden = self.model.model(tokens[None]).last_hidden_state[0]
+            if self.dense:
+                hidden = torch.tanh(hidden @ self.dense[0].T + self.dense[1])
             raw = hidden @ self.head[0][0] + self.head[1]
             values.append(torch.cat([raw.new_zeros(1), raw[:-1]]))
             last.append(raw[-1])
@@ -166,10 +179,15 @@ class Oracle:
     def gradients(self, loss: Tensor, critic: bool) -> dict[str, Tensor]:
         """HF name -> gradient; the head as ``score.*``."""
         self.model.zero_grad(set_to_none=True)
-        for parameter in self.head:
+        for parameter in (*self.head, *self.dense):
             parameter.grad = None
         loss.backward()
         result = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
         if critic:
-            result |= {"score.weight": self.head[0].grad, "score.bias": self.head[1].grad}
+            names = ("score.out.weight", "score.out.bias", "score.dense.weight", "score.dense.bias")
+            if not self.dense:
+                names = ("score.weight", "score.bias")
+            for name, parameter in zip(names, (*self.head, *self.dense), strict=True):
+                assert parameter.grad is not None
+                result[name] = parameter.grad
         return result

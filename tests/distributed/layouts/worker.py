@@ -68,6 +68,7 @@ def cases(world: int) -> list[Case]:
             Case("qwen2", microbatches=12),
             Case("qwen2", recompute="full"),
             Case("qwen3", recompute="selective"),
+            Case(problem.MLP_HEAD),
         ]
         return [Case(model, aggregation=kind) for model in every for kind in ("token", "sequence", "fixed_length")] + extra
     if world == 2:
@@ -80,6 +81,7 @@ def cases(world: int) -> list[Case]:
             Case("qwen2_tied", tp=2, recompute="full"),
             Case("qwen3", tp=2, recompute="selective"),
             Case("qwen2", cp=2, recompute="full"),
+            *(Case(problem.MLP_HEAD, **degrees) for degrees in ({"tp": 2}, {"tp": 2, "sequence_parallel": False}, {"pp": 2}, {})),
         ]
         return result
     if world == 4:
@@ -94,6 +96,7 @@ def cases(world: int) -> list[Case]:
         return [Case(model, **degrees) for model in ("qwen2", "qwen2_tied", "qwen3") for degrees in degrees4] + [
             Case("one_kv_head", tp=2, pp=2),
             Case("llama_tied", tp=2, pp=2),
+            Case(problem.MLP_HEAD, tp=2, cp=2),
             Case("qwen2", cp=4),
             Case("qwen2", pp=4),
             Case("qwen2", tp=2, cp=2, aggregation="sequence"),
@@ -188,6 +191,10 @@ def build(role: str, case: Case, folder: Path, parallel: ParallelContext) -> Meg
             with torch.no_grad():
                 chunks[-1].output_layer.weight.copy_(weight)
                 chunks[-1].output_layer.bias.copy_(bias)
+                if architecture.mlp_value_head:
+                    weight, bias = problem.dense_weights(architecture.hidden_size)
+                    chunks[-1].output_layer.dense.weight.copy_(weight)
+                    chunks[-1].output_layer.dense.bias.copy_(bias)
 
     model = SimpleNamespace(dtype="float32", attention="auto", recompute=case.recompute)
     return MegatronModel(role, architecture, model, parallel, load_weights=load, optimizer=OPTIMIZER)  # type: ignore[arg-type]

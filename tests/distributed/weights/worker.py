@@ -10,6 +10,7 @@ import os
 import sys
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from vapo_mcore.config.architecture import read_architecture
+from vapo_mcore.config.architecture import ModelArchitecture, read_architecture
 from vapo_mcore.config.schema import ModelConfig, ParallelConfig
 from vapo_mcore.errors import CheckpointError
 from vapo_mcore.megatron.host import megatron_scope
@@ -41,8 +42,15 @@ LAYOUTS: dict[str, dict[str, int]] = {
 }
 
 
-def load(folder: Path, parallel: ParallelContext, role: Any = "policy", head_init: Any = None, dtype: str = "bfloat16") -> list[Any]:
-    arch = read_architecture(folder)
+def load(
+    folder: Path,
+    parallel: ParallelContext,
+    role: Any = "policy",
+    head_init: Any = None,
+    dtype: str = "bfloat16",
+    arch: ModelArchitecture | None = None,
+) -> list[Any]:
+    arch = arch or read_architecture(folder)
     chunks = build_chunks(role, arch, ModelConfig(path=str(folder), dtype=dtype), parallel)
     with torch.no_grad():
         for chunk in chunks:
@@ -202,15 +210,33 @@ def case_saved_critic_loads_back(parallel: ParallelContext) -> None:
     require_equal(checkpoint(target), expected)
 
 
+def case_saved_critic_with_two_layers_loads_back(parallel: ParallelContext) -> None:
+    """Its folder says what the head is; the first layer is random, so that a gradient reaches it from a last layer of zeros."""
+    source, target = WORK / "model_qwen2_tied", WORK / f"mlp_critic_{os.environ['CASE_LAYOUT']}"
+    architecture = replace(read_architecture(source), mlp_value_head=True)
+    first = Exporter(load(source, parallel, "critic", "zero", arch=architecture), architecture, parallel, role="critic")
+    expected = collected(first)
+    assert not expected["score.out.weight"].any()
+    dense = expected["score.dense.weight"]
+    assert abs(dense.std().item() * dense.shape[0] ** 0.5 - 1) < 0.1
+    save_hf(first, source, target)
+    assert read_architecture(target) == architecture
+    again = Exporter(load(target, parallel, "critic"), architecture, parallel, role="critic")
+    require_equal(collected(again), expected)
+    require_equal(checkpoint(target), expected)
+
+
 def case_checkpoints_of_megatron_and_of_the_converter(parallel: ParallelContext) -> None:
     """``dist_checkpointing`` loads in this layout what the converter wrote without one, and the converter reads what
     ``dist_checkpointing`` saved in this layout. Vocabulary paddings differ on both ways."""
     from megatron.core import dist_checkpointing
 
-    for name, role in (("qwen2", "policy"), ("qwen2_tied", "policy"), ("qwen3", "critic")):
-        source = WORK / f"model_{name}"
+    mlp_critic = WORK / f"mlp_critic_{os.environ['CASE_LAYOUT']}"
+    folders = {name: WORK / f"model_{name}" for name in ("qwen2", "qwen2_tied", "qwen3")} | {"mlp_critic": mlp_critic}
+    for name, role in (("qwen2", "policy"), ("qwen2_tied", "policy"), ("qwen3", "critic"), ("mlp_critic", "critic")):
+        source = folders[name]
         converted, saved, back = (WORK / f"{kind}_{name}_{os.environ['CASE_LAYOUT']}" for kind in ("converted", "saved", "back"))
-        chunks = load(source, parallel, role, "small" if role == "critic" else None)
+        chunks = load(source, parallel, role, "small" if name == "qwen3" else None)
         exporter = Exporter(chunks, read_architecture(source), parallel, role=role)  # type: ignore[arg-type]
         expected = collected(exporter)
         if role == "policy":
@@ -242,6 +268,7 @@ CASES: list[Callable[[ParallelContext], None]] = [
     case_temporary_memory_is_about_one_bucket,
     case_saved_folder,
     case_saved_critic_loads_back,
+    case_saved_critic_with_two_layers_loads_back,
     case_checkpoints_of_megatron_and_of_the_converter,
 ]
 

@@ -18,6 +18,7 @@ def offer(buffer: ReplayBuffer, step: int, *responses: tuple[str, float, list[in
     return buffer.add(
         torch.tensor([t for _, _, tokens in responses for t in tokens]),
         mask,
+        torch.tensor([float(10 * t) for _, _, tokens in responses for t in tokens]),
         cu_seqlens,
         torch.tensor([reward for _, reward, _ in responses]),
         torch.tensor(correct if correct is not None else [True] * len(responses)),
@@ -100,6 +101,7 @@ def test_sample_is_without_repetition_seeded_and_packed() -> None:
         span = slice(int(sample.cu_seqlens[k]), int(sample.cu_seqlens[k + 1]))
         assert sample.tokens[span].tolist() == [0] * int(prompt) + [int(prompt)] * 2
         assert sample.response_mask[span].tolist() == [False] + [True] * (int(prompt) + 1)
+        assert sample.returns[span].tolist() == [10.0 * token for token in sample.tokens[span].tolist()]
     assert buffer.sample(4, torch.Generator().manual_seed(0)).prompt_ids == sample.prompt_ids
     assert sorted(buffer.sample(99, torch.Generator().manual_seed(0)).prompt_ids) == list("012345")
     assert ReplayBuffer(1).sample(3, torch.Generator()).tokens.shape == (0,)
@@ -117,6 +119,7 @@ def test_state_round_trip_through_a_file_without_pickled_code() -> None:
     for each in (buffer, loaded):
         offer(each, 2, ("c", 0.2, [3, 1]))
     assert contents(loaded) == contents(buffer)
+    assert torch.equal(loaded.state_dict()["returns"], buffer.state_dict()["returns"])
     with pytest.raises(ValueError, match="capacity 3"):
         ReplayBuffer(4, top_k=2).load_state_dict(buffer.state_dict())
 
@@ -124,7 +127,8 @@ def test_state_round_trip_through_a_file_without_pickled_code() -> None:
 def test_the_buffer_owns_its_tensors() -> None:
     buffer = ReplayBuffer(3)
     tokens = torch.tensor([1, 2])
-    buffer.add(tokens, torch.tensor([False, True]), torch.tensor([0, 2]), torch.ones(1), torch.ones(1, dtype=torch.bool), ["a"], 1)
+    mask, verdict = torch.tensor([False, True]), torch.ones(1, dtype=torch.bool)
+    buffer.add(tokens, mask, torch.ones(2), torch.tensor([0, 2]), torch.ones(1), verdict, ["a"], 1)
     tokens.zero_()
     assert contents(buffer)[0][2] == [1, 2]
 
@@ -134,4 +138,4 @@ def test_wrong_arguments_are_refused() -> None:
         with pytest.raises(ValueError, match="must be"):
             ReplayBuffer(**arguments)
     with pytest.raises(ValueError, match="for 1 responses"):
-        ReplayBuffer(1).add(torch.ones(2), torch.ones(2), torch.tensor([0, 2]), torch.ones(2), torch.ones(1), ["a"], 1)
+        ReplayBuffer(1).add(torch.ones(2), torch.ones(2), torch.ones(2), torch.tensor([0, 2]), torch.ones(2), torch.ones(1), ["a"], 1)

@@ -78,7 +78,8 @@ def test_a_replay_buffer_goes_through_a_checkpoint() -> None:
         buffer = ReplayBuffer(3, top_k=2)
         tokens = torch.arange(10)
         mask = torch.tensor([False, True, True, True, True, False, True, True, True, True])
-        buffer.add(tokens, mask, torch.tensor([0, 5, 10]), torch.tensor([1.0, 0.5]), torch.tensor([True, True]), ["a#0", "b#0"], step=4)
+        bounds, rewards, verdicts = torch.tensor([0, 5, 10]), torch.tensor([1.0, 0.5]), torch.tensor([True, True])
+        buffer.add(tokens, mask, tokens / 10, bounds, rewards, verdicts, ["a#0", "b#0"], step=4)
         return buffer
 
     registry, fresh = StateRegistry(), ReplayBuffer(3, top_k=2)
@@ -88,7 +89,7 @@ def test_a_replay_buffer_goes_through_a_checkpoint() -> None:
     target.load_state_dict(decode(*encode(registry.state_dict())))
     one, other = (buffer.sample(2, torch.Generator().manual_seed(1)) for buffer in (filled(), fresh))
     assert torch.equal(one.tokens, other.tokens) and torch.equal(one.response_mask, other.response_mask)
-    assert one.prompt_ids == other.prompt_ids and torch.equal(one.rewards, other.rewards)
+    assert one.prompt_ids == other.prompt_ids and torch.equal(one.rewards, other.rewards) and torch.equal(one.returns, other.returns)
     assert fresh.ages(6).tolist() == [2, 2]
 
 

@@ -25,7 +25,11 @@ def rows_of(prompt_lengths: list[int], response_lengths: list[int], **changes: A
         "finish_reason": ["stop"] * n,
         "prompt_length": torch.tensor(prompt_lengths, dtype=torch.int64),
         "response_length": torch.tensor(response_lengths, dtype=torch.int64),
+        "tool_length": torch.zeros(n, dtype=torch.int64),
+        "turns": torch.ones(n, dtype=torch.int64),
+        "observations_cut": torch.zeros(n, dtype=torch.int64),
         "source": ["p"] * n,
+        "step_rewards": [()] * n,
     }
     return Rows(**{**columns, **changes})
 

@@ -6,7 +6,10 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Mapping, Sequence
 
+from vapo_mcore.environments import Observation
+from vapo_mcore.rewards import StepReward, StepScores
 from vapo_mcore.rewards.worker import initialize_worker
 
 
@@ -130,3 +133,41 @@ def start_or_die(progress, settings):
 
 
 not_a_function = 3
+
+
+def steps(response: str, ground_truth: str, metadata: object) -> StepScores:
+    return StepScores(0.5, [StepReward(2, -0.25), StepReward(6, 1.0)])
+
+
+def steps_unordered(response: str, ground_truth: str, metadata: object) -> StepScores:
+    return StepScores(0.5, [StepReward(3, 1.0), StepReward(3, 1.0)])
+
+
+def steps_outside(response: str, ground_truth: str, metadata: object) -> StepScores:
+    return StepScores(0.5, [StepReward(7, 1.0)])
+
+
+def steps_nan(response: str, ground_truth: str, metadata: object) -> StepScores:
+    return StepScores(0.5, [StepReward(3, float("nan"))])
+
+
+def steps_wrong_type(response: str, ground_truth: str, metadata: object) -> StepScores:
+    return StepScores(0.5, [(3, 1.0)])  # type: ignore[list-item]
+
+
+def answers(turns: Sequence[str], ground_truth: str, metadata: Mapping[str, int]) -> object:
+    """Does what the newest turn says."""
+    word = turns[-1]
+    if word == "hang":
+        time.sleep(60)
+    if word == "exit":
+        os._exit(1)
+    if word == "raise":
+        raise ValueError("no")
+    if word == "number":
+        return 1.0
+    if word == "nan":
+        return Observation("x", math.nan)
+    if word == "over":
+        return Observation(None, 0.5)
+    return Observation(f"{len(turns)} turns, {ground_truth}, {metadata['of']}: {word}")

@@ -28,8 +28,8 @@ def make_config(*, rollout: dict | None = None, reward: dict | None = None, **al
     )
 
 
-def make_rows(lengths, scores, *, groups=None, graded=None, cut=(), prompt_length=2) -> Rows:
-    """One row a response; ``cut``: numbers of those that the length limit ended."""
+def make_rows(lengths, scores, *, groups=None, graded=None, cut=(), prompt_length=2, steps=None) -> Rows:
+    """One row a response; ``cut``: numbers of those that the length limit ended; ``steps``: (token of the response, reward) pairs."""
     n = len(lengths)
     groups = list(groups or range(n))
     return Rows(
@@ -43,7 +43,11 @@ def make_rows(lengths, scores, *, groups=None, graded=None, cut=(), prompt_lengt
         finish_reason=["length" if i in cut else "stop" for i in range(n)],
         prompt_length=torch.full((n,), prompt_length),
         response_length=torch.tensor(lengths),
+        tool_length=torch.zeros(n, dtype=torch.int64),
+        turns=torch.ones(n, dtype=torch.int64),
+        observations_cut=torch.zeros(n, dtype=torch.int64),
         source=["set"] * n,
+        step_rewards=[tuple((prompt_length + t, reward) for t, reward in (steps or {}).get(i, ())) for i in range(n)],
     )
 
 

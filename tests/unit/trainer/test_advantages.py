@@ -1,5 +1,6 @@
 """What training reads, from rewards to advantages, on rollouts small enough for hand computation."""
 
+import dataclasses
 import math
 
 import pytest
@@ -78,6 +79,95 @@ def test_sigmoid_lambda_is_relative_to_the_lengths_of_the_whole_rollout():
     std = math.sqrt(32 / 3)  # of 4, 8 and 12: the cut response counts, the one without a verdict does not
     expected = [0.3 + 0.65 / (1 + math.exp(-(length - 8) / std)) for length in (4, 8)]
     assert lam[:2].tolist() == pytest.approx(expected, rel=1e-12)
+
+
+def test_step_rewards_are_added_where_steps_end_and_reach_advantages_and_returns():
+    config = make_config(advantage={"lambda_policy": FIXED, "whiten": "off"})
+    experience = make_experience(config, make_rows([3, 2], [1.0, 0.0], steps={0: [(0, 0.5), (2, 0.25)], 1: [(0, -1.0)]}))
+    row = estimate(config, experience, [0.0] * 5)
+    assert responses(experience, "rewards") == [[0.5, 0.0, 1.25], [-1.0, 0.0]]
+    assert responses(experience, "returns") == [[1.75, 1.25, 1.25], [-1.0, 0.0]]
+    assert responses(experience, "advantages") == [[1.75, 1.25, 1.25], [-1.0, 0.0]]
+    assert row["advantages/max"] == 1.75
+
+
+def process_config(**process):
+    return make_config(advantage={"estimator": "grpo_process", "process": process, "truncation": "mask"}, positive_lm={"coef": 0.0})
+
+
+def test_process_supervision_sums_normalised_rewards_of_own_and_later_steps():
+    # Group 0: rewards 1 and 0 of the first response's steps, 1 of the second's; the outcomes are 1 and 0. Group 1 has no verdict.
+    rows = make_rows(
+        [4, 2, 2],
+        [1.0, 0.0, 0.0],
+        groups=[0, 0, 1],
+        graded=[True, True, False],
+        steps={0: [(1, 1.0), (2, 0.0)], 1: [(0, 1.0)], 2: [(0, 9.0)]},
+    )
+    config = process_config(outcome=False)
+    experience = make_experience(config, rows)
+    estimate(config, experience)
+    mean, std = 2 / 3, math.sqrt(2) / 3
+    right, wrong = (1 - mean) / (std + 1e-6), -mean / (std + 1e-6)
+    first, second, third = responses(experience, "advantages")
+    assert first == pytest.approx([right + wrong, right + wrong, wrong, 0.0], rel=1e-5)
+    assert second == pytest.approx([right, 0.0], rel=1e-5)
+    assert third == [0.0, 0.0]
+    config = process_config(outcome=True)
+    experience = make_experience(config, rows)
+    estimate(config, experience)
+    mean, std = 3 / 5, math.sqrt(6) / 5  # of 1, 0, 1 and the outcomes 1 and 0
+    right, wrong = (1 - mean) / (std + 1e-6), -mean / (std + 1e-6)
+    first, second, _ = responses(experience, "advantages")
+    assert first == pytest.approx([2 * right + wrong, 2 * right + wrong, right + wrong, right], rel=1e-5)
+    assert second == pytest.approx([right + wrong, wrong], rel=1e-5)
+
+
+def test_process_supervision_normalised_over_the_rollout_or_the_group():
+    rows = make_rows([1, 1, 1, 1], [0.0] * 4, groups=[0, 0, 1, 1], steps={0: [(0, 0.0)], 1: [(0, 1.0)], 2: [(0, 2.0)], 3: [(0, 3.0)]})
+    got = {}
+    for normalise in ("group", "batch"):
+        config = process_config(outcome=False, normalise=normalise)
+        experience = make_experience(config, rows)
+        estimate(config, experience)
+        got[normalise] = [x for response in responses(experience, "advantages") for x in response]
+    assert got["group"] == pytest.approx([-1.0, 1.0, -1.0, 1.0], rel=1e-5)
+    assert got["batch"] == pytest.approx([(r - 1.5) / math.sqrt(1.25) for r in range(4)], rel=1e-5)
+
+
+def test_process_supervision_without_steps_is_grpo():
+    rows = make_rows([2, 3, 1], [1.0, 0.0, 0.0], groups=[0, 0, 0], cut=[2])
+    config = process_config()
+    experience = make_experience(config, rows)
+    estimate(config, experience)
+    process = responses(experience, "advantages")
+    config = make_config(advantage={"estimator": "grpo", "truncation": "mask"}, positive_lm={"coef": 0.0})
+    experience = make_experience(config, rows)
+    estimate(config, experience)
+    for one, other in zip(process, responses(experience, "advantages"), strict=True):
+        assert one == pytest.approx(other, rel=1e-6)
+    assert process[2] == [0.0]  # cut: no loss, in the statistics
+
+
+def test_process_supervision_is_the_same_whichever_rank_owns_a_response():
+    """A rank that owns one response of a group normalises with the whole group's steps."""
+    rows = make_rows([3, 2], [1.0, 0.0], groups=[0, 0], steps={0: [(0, 1.0)], 1: [(1, 0.5)]})
+    config = process_config()
+    whole = make_experience(config, rows)
+    estimate(config, whole)
+    part = make_experience(config, rows)
+    batch = part.batch.select([1])
+    part = dataclasses.replace(part, batch=batch, cu_seqlens=batch.cu_seqlens)
+    estimate(config, part)
+    assert part.batch["advantages"].tolist() == whole.batch["advantages"][5:].tolist()
+    assert part.batch["advantages"].abs().sum() > 0
+
+
+def test_group_estimators_compare_all_that_a_response_earned():
+    config = make_config(advantage={"estimator": "dr_grpo"}, positive_lm={"coef": 0.0})
+    experience = make_experience(config, make_rows([1, 1], [1.0, 0.0], groups=[0, 0], steps={1: [(0, 3.0)]}))
+    estimate(config, experience)
+    assert responses(experience, "advantages") == [[-1.0], [1.0]]
 
 
 def test_masked_cut_responses_stay_in_group_statistics_and_failed_gradings_do_not():

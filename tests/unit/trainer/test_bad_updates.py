@@ -98,6 +98,10 @@ def rows(count: int) -> Rows:
         finish_reason=["stop"] * count,
         prompt_length=number + 1,
         response_length=number + 1,
+        tool_length=torch.zeros_like(number),
+        turns=torch.ones_like(number),
+        observations_cut=torch.zeros_like(number),
+        step_rewards=[()] * count,
         source=["s"] * count,
     )
 
@@ -126,6 +130,10 @@ def test_a_bad_batch_comes_back_as_the_loss_read_it(tmp_path: Path) -> None:
         "finish_reason": "stop",
         "prompt_length": 3,
         "response_length": 3,
+        "tool_length": 0,
+        "turns": 1,
+        "observations_cut": 0,
+        "step_rewards": [],
         "source": "s",
     }
     assert [batch.rows.tolist() for batch in found] == [[0, 2], []]  # numbers of the whole rollout

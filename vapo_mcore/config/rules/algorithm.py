@@ -32,13 +32,6 @@ def loss_terms_have_distinct_names(s: Subject) -> str | None:
     return f"several terms are named {', '.join(map(repr, repeated))}; metrics go by name, so give each its own" if repeated else None
 
 
-@rule("algorithm.advantage.estimator")
-def process_supervision_has_step_rewards(s: Subject) -> str | None:
-    if s.config.algorithm.advantage.estimator != "grpo_process":
-        return None
-    return "'grpo_process' needs a reward for each step of a response, which no verifier gives yet; use 'grpo'"
-
-
 @rule("algorithm.advantage.lambda_policy.alpha", "algorithm.advantage.lambda_policy.kind", "rollout.max_response_length")
 def length_adaptive_lambda_rises_above_zero(s: Subject) -> str | None:
     lam, longest = s.config.algorithm.advantage.lambda_policy, s.config.rollout.max_response_length

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from vapo_mcore.config.rules.base import Subject, rule
+from vapo_mcore.config.schema import Config
 
 
 @rule("batch.mini_batch_size", "batch.prompts_per_step", "batch.responses_per_prompt")
@@ -31,8 +32,7 @@ def longest_sequence_fits_a_microbatch(s: Subject) -> str | None:
         return None
     padding = f", padded to {padded} (a multiple of {c.parallel.microbatch_multiple} for TP/CP)" if padded != longest else ""
     return (
-        f"{c.batch.max_tokens_per_microbatch} tokens cannot hold the longest sequence: data.max_prompt_length + "
-        f"rollout.max_response_length = {c.data.max_prompt_length} + {c.rollout.max_response_length} = {longest}{padding}; "
+        f"{c.batch.max_tokens_per_microbatch} tokens cannot hold the longest sequence: {_longest_sequence(c)}{padding}; "
         f"use at least {padded}"
     )
 
@@ -43,10 +43,16 @@ def longest_sequence_fits_the_model(s: Subject) -> str | None:
     c, limit = s.config, s.architecture.max_position_embeddings
     if c.max_sequence_length <= limit:
         return None
-    return (
-        f"data.max_prompt_length + rollout.max_response_length = {c.data.max_prompt_length} + {c.rollout.max_response_length} = "
-        f"{c.max_sequence_length} tokens, above the model's max_position_embeddings = {limit}"
-    )
+    return f"{_longest_sequence(c)} tokens, above the model's max_position_embeddings = {limit}"
+
+
+def _longest_sequence(c: Config) -> str:
+    """The sum behind ``max_sequence_length``, written out."""
+    names, numbers = "data.max_prompt_length + rollout.max_response_length", f"{c.data.max_prompt_length} + {c.rollout.max_response_length}"
+    if (environment := c.rollout.environment) is not None:
+        names += " + (rollout.environment.max_turns - 1) x max_observation_length"
+        numbers += f" + {environment.max_turns - 1} x {environment.max_observation_length}"
+    return f"{names} = {numbers} = {c.max_sequence_length}"
 
 
 @rule("rollout.vllm.max_num_batched_tokens", "rollout.vllm.max_num_seqs", "rollout.engine")

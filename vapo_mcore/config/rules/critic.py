@@ -13,6 +13,15 @@ def critic_init_has_a_path(s: Subject) -> str | None:
     return f"is required with critic.init = {critic.init!r}: the folder to load the critic from"
 
 
+@rule("critic.head_dropout", "critic.head", "critic.init", "critic.path")
+def dropout_is_of_an_mlp_head(s: Subject) -> str | None:
+    critic = s.config.critic
+    if not s.config.uses_critic or critic.head_dropout == 0.0:
+        return None
+    mlp = critic.head == "mlp" if critic.init == "policy" else s.critic_architecture is None or s.critic_architecture.mlp_value_head
+    return None if mlp else f"{critic.head_dropout} is for a head of two layers, and this critic's is linear; use 0, or critic.head: mlp"
+
+
 @rule("critic.value_pretraining.steps", "critic.init", "algorithm.advantage.estimator")
 def saved_critic_says_whether_to_pretrain(s: Subject) -> str | None:
     critic = s.config.critic

@@ -40,6 +40,8 @@ def read_model(key: str, folder: str, faults: list[Fault]) -> ModelArchitecture 
 
 def references(config: Config) -> Iterator[tuple[str, str]]:
     """Dotted key and reference of every piece of the user's own code that the run imports."""
+    if config.rollout.environment is not None and is_reference(config.rollout.environment.name):
+        yield "rollout.environment.name", config.rollout.environment.name
     advantage = config.algorithm.advantage
     if advantage.estimator == "custom" and advantage.custom is not None:
         yield "algorithm.advantage.custom.function", advantage.custom.function

@@ -23,6 +23,14 @@ def training_samples_all_tokens(s: Subject) -> str | None:
     return f"{top_k} {_CUTS_THE_DISTRIBUTION}; use -1"
 
 
+@rule("rollout.environment.format")
+def observation_format_has_one_place(s: Subject) -> str | None:
+    environment = s.config.rollout.environment
+    if environment is None or environment.format is None or environment.format.count("{observation}") == 1:
+        return None
+    return f"{environment.format!r} must hold {{observation}} once: what the environment writes goes there"
+
+
 @rule("rollout.dynamic_sampling.enabled", "batch.responses_per_prompt")
 def dynamic_sampling_needs_groups(s: Subject) -> str | None:
     if s.config.rollout.dynamic_sampling.enabled and s.config.batch.responses_per_prompt == 1:

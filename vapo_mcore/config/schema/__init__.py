@@ -23,6 +23,8 @@ from vapo_mcore.config.schema.algorithm import (
     LossTermConfig,
     PolicyLossConfig,
     PositiveLmConfig,
+    ProcessConfig,
+    SelfImitationConfig,
     ValueLossConfig,
 )
 from vapo_mcore.config.schema.base import GROUP_ESTIMATORS, Estimator, Section, Seed
@@ -32,6 +34,7 @@ from vapo_mcore.config.schema.diagnosis import DiagnosisConfig
 from vapo_mcore.config.schema.faults import FaultsConfig, LossSpikeConfig
 from vapo_mcore.config.schema.rollout import (
     DynamicSamplingConfig,
+    EnvironmentConfig,
     OverlongConfig,
     RewardConfig,
     RewardScaleConfig,
@@ -63,6 +66,7 @@ __all__ = [
     "DiagnosisConfig",
     "DynamicSamplingConfig",
     "EntropyConfig",
+    "EnvironmentConfig",
     "Estimator",
     "EvalConfig",
     "ExportConfig",
@@ -81,12 +85,14 @@ __all__ = [
     "PolicyConfig",
     "PolicyLossConfig",
     "PositiveLmConfig",
+    "ProcessConfig",
     "ReasoningGymSource",
     "RewardConfig",
     "RewardScaleConfig",
     "RolloutConfig",
     "RunConfig",
     "Section",
+    "SelfImitationConfig",
     "Source",
     "UntilConfig",
     "ValueLossConfig",
@@ -121,6 +127,11 @@ class Config(Section):
         return self.algorithm.advantage.uses_critic
 
     @property
+    def critic_updates_per_step(self) -> int:
+        """Optimizer steps of the critic on one full rollout."""
+        return self.critic.updates_per_rollout or self.batch.updates_per_step * self.critic.epochs
+
+    @property
     def uses_reference(self) -> bool:
         return self.algorithm.kl.place != "off"
 
@@ -130,8 +141,10 @@ class Config(Section):
 
     @property
     def max_sequence_length(self) -> int:
-        """Longest prompt plus longest response, in tokens."""
-        return self.data.max_prompt_length + self.rollout.max_response_length
+        """Longest prompt plus longest response, in tokens, what an environment writes between the turns included."""
+        environment = self.rollout.environment
+        observations = (environment.max_turns - 1) * environment.max_observation_length if environment is not None else 0
+        return self.data.max_prompt_length + self.rollout.max_response_length + observations
 
     def to_yaml(self) -> str:
         """The resolved configuration: every key that has an effect, defaults included; loads back to the same Config."""

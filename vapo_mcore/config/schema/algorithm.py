@@ -12,6 +12,7 @@ from vapo_mcore.config.schema.base import (
     Name,
     NonNegativeFloat,
     PositiveFloat,
+    PositiveInt,
     Reference,
     Section,
     UnitFloat,
@@ -28,6 +29,13 @@ class LambdaConfig(Section):
     max: UnitFloat = 0.95  # lambda that long responses approach
 
 
+class ProcessConfig(Section):
+    """Process supervision (DeepSeekMath, arXiv 2402.03300, section 4.1.3): step rewards come from a verifier that gives them."""
+
+    normalise: Literal["group", "batch"] = "group"  # step rewards, over all steps of the prompt's responses or of the rollout
+    outcome: bool = True  # the response's own reward counts as one more step's, at its last token; false: the steps' alone
+
+
 class CustomEstimatorConfig(Section):
     """A user's advantage estimator (extending.md)."""
 
@@ -37,7 +45,7 @@ class CustomEstimatorConfig(Section):
 
 
 class AdvantageConfig(Section):
-    # gae has a critic, the others build none (custom: on request); grpo_process has no step rewards yet and is refused
+    # gae has a critic, the others build none (custom: on request); grpo_process reads the step rewards of a verifier
     estimator: Estimator = "gae"
     custom: CustomEstimatorConfig | None = None
     gamma: Fraction = 1.0  # discount
@@ -51,6 +59,8 @@ class AdvantageConfig(Section):
     )
     # After a response cut by the length limit: V = 0, the critic's V, or the response carries no loss.
     truncation: Literal["terminal", "bootstrap", "mask"] = "terminal"
+
+    process: ProcessConfig = ProcessConfig()  # of grpo_process
 
     @property
     def uses_critic(self) -> bool:
@@ -109,6 +119,20 @@ class LossTermConfig(Section):
     options: dict[str, Any] = Field({})  # its keyword-only parameters
 
 
+class SelfImitationConfig(Section):
+    """Correct responses of the run are kept and imitated: an NLL step of its own on some of them (Oh et al., arXiv 1806.05635)."""
+
+    capacity: PositiveInt = 512  # responses kept
+    # Which stay: the best of all time, the newest, or the first (of value pretraining, if there is one) for good.
+    keep: Literal["top_reward", "fifo", "frozen"] = "top_reward"
+    top_k: PositiveInt = 1  # of each prompt, the best in each rollout
+    every_steps: PositiveInt = 1  # RL steps between imitation steps
+    batch_size: PositiveInt = 64  # responses of an imitation step, drawn uniformly
+    coef: PositiveFloat = 1.0  # of their mean NLL; it acts through clip_grad and the optimizer's moments, which both losses share
+    lr: PositiveFloat | None = None  # null: the policy's rate at that time
+    value_coef: NonNegativeFloat = 0.0  # of the value loss on the same responses, a step of the critic; 0: none
+
+
 class AlgorithmConfig(Section):
     advantage: AdvantageConfig = AdvantageConfig()
     policy_loss: PolicyLossConfig = PolicyLossConfig()
@@ -117,3 +141,4 @@ class AlgorithmConfig(Section):
     kl: KlConfig = KlConfig()
     entropy: EntropyConfig = EntropyConfig()
     loss_terms: tuple[LossTermConfig, ...] = Field(strict=False, default=())  # of the user's own (extending.md)
+    self_imitation: SelfImitationConfig | None = None

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
+from vapo_mcore.config.environments import environment_name_fault
 from vapo_mcore.config.schema.base import Fraction, Interval, PositiveFloat, PositiveInt, SamplingTemperature, Section, UnitFloat
 
 
@@ -26,10 +27,28 @@ class DynamicSamplingConfig(Section):
     on_exhausted: Literal["train", "stop"] = "train"  # batch not full after max_rounds: train on what there is, or stop the run
 
 
+def _known_environment(name: str) -> str:
+    fault = environment_name_fault(name)
+    if fault is not None:
+        raise ValueError(fault)
+    return name
+
+
+class EnvironmentConfig(Section):
+    """Responses of several turns: what the model writes is answered by a tool or a game, and it goes on (environments.md)."""
+
+    name: Annotated[str, AfterValidator(_known_environment)]  # calculator, or package.module:function
+    max_turns: Annotated[int, Field(ge=2, lt=2**31)] = 4  # of the model; the sampled tokens of all turns share max_response_length
+    max_observation_length: PositiveInt = 128  # tokens, format included; longer observations are cut and counted
+    # Text around {observation}; null: the chat template's user turn, without a chat template the observation alone.
+    format: str | None = None
+    stop_tokens: tuple[str, ...] = Field(strict=False, default=())  # tokens that end a turn, besides the model's own stop tokens
+
+
 class RolloutConfig(Section):
     engine: Literal["vllm", "transformers"] = "vllm"  # transformers: for machines without vLLM
     tensor_parallel_size: PositiveInt | None = None  # null: parallel.tensor_model_parallel_size
-    max_response_length: PositiveInt  # tokens, EOS included
+    max_response_length: PositiveInt  # sampled tokens, EOS included
     temperature: SamplingTemperature = 1.0  # of training; the trainer's log-probs are at this temperature too
     top_p: Fraction = 1.0  # 1.0 alone: training samples from the whole distribution
     top_k: int = -1  # -1 alone, for the same reason
@@ -37,6 +56,7 @@ class RolloutConfig(Section):
     verify_weights: bool = False  # compare checksums of all tensors in each weight sync
     vllm: VllmConfig = VllmConfig()
     dynamic_sampling: DynamicSamplingConfig = DynamicSamplingConfig()
+    environment: EnvironmentConfig | None = None
 
 
 class RewardScaleConfig(Section):

@@ -55,9 +55,13 @@ class ValuePretrainingConfig(Section):
 
 class CriticConfig(Section):
     epochs: PositiveInt = 1  # passes over each rollout
+    # Optimizer steps a rollout in place of whole passes, through its mini-batches in turn; null: epochs decides.
+    updates_per_rollout: PositiveInt | None = None
     # Weights of model.path with a new head, of a reward model, or of a critic saved by an earlier run.
     init: Literal["policy", "reward_model", "saved"] = "policy"
     path: Path | None = None  # folder of the reward model or of the saved critic; or a checkpoint of an earlier run with a critic
-    head_init: Literal["zero", "small"] = "zero"  # of a new head; small: values of about 0.1
+    head: Literal["linear", "mlp"] = "linear"  # of a new head; mlp: two layers with tanh between
+    head_init: Literal["zero", "small"] = "zero"  # of a new head's last layer; small: values of about 0.1
+    head_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0  # in training steps, before both layers of an mlp head
     optimizer: CriticOptimizerConfig = CriticOptimizerConfig()
     value_pretraining: ValuePretrainingConfig = ValuePretrainingConfig()

@@ -1,0 +1,34 @@
+"""From places in a decoded response to the sampled tokens that wrote them. The text is never encoded again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+
+def completing_tokens(tokenizer: Any, token_ids: Sequence[int], ends: Sequence[int]) -> list[int]:
+    """For each place in the decoded text, the number of the first token whose prefix decodes to so many characters or more.
+
+    ``ends`` lie between 1 and the length of ``tokenizer.decode(token_ids, skip_special_tokens=True)``. A bisection, so a place
+    costs the decoding of about log2(tokens) prefixes.
+    """
+    text = tokenizer.decode(token_ids, skip_special_tokens=True) if ends else ""
+    known: dict[int, int] = {}
+
+    def characters(tokens: int) -> int:
+        """Characters that the first ``tokens`` tokens write for good: a last one whose bytes are not all there yet is another then."""
+        if tokens not in known:
+            prefix = tokenizer.decode(token_ids[:tokens], skip_special_tokens=True)
+            while not text.startswith(prefix):
+                prefix = prefix[:-1]
+            known[tokens] = len(prefix)
+        return known[tokens]
+
+    found = []
+    for end in ends:
+        low, high = 0, len(token_ids)  # the first ``low`` tokens are too few; ``high`` are enough
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (low, middle) if characters(middle) >= end else (middle, high)
+        found.append(high - 1)
+    return found

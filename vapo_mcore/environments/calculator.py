@@ -1,0 +1,23 @@
+"""The ``calculator`` environment: a turn that ends with ``<calc>expression</calc>`` is answered with the expression's value."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from vapo_mcore.environments.types import Observation
+from vapo_mcore.rewards.arithmetic import ArithmeticFault, evaluate, written
+
+_CALL = re.compile(r"<calc>([^<>]*)</calc>\s*\Z")
+
+
+def calculator(turns: Sequence[str], ground_truth: str, metadata: Mapping[str, Any]) -> Observation | None:
+    """The value of the call that ends the newest turn, or why there is none (``error: division by zero``); None without a call."""
+    call = _CALL.search(turns[-1])
+    if call is None:
+        return None
+    try:
+        return Observation(written(evaluate(call[1])))
+    except ArithmeticFault as fault:
+        return Observation(f"error: {fault}")

@@ -1,0 +1,46 @@
+"""What goes to an environment and what comes back."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Observation:
+    """An environment's answer to the newest turn.
+
+    Attributes:
+        text: what the model reads next; None ends the response here (as returning None in place of an Observation does).
+        reward: of the newest turn, given to its last token; any finite number.
+    """
+
+    text: str | None
+    reward: float = 0.0
+
+    def fault(self) -> str | None:
+        """What is wrong with it, or None."""
+        if self.text is not None and not isinstance(self.text, str):
+            return f"an observation of type {type(self.text).__name__}, must be text or None"
+        if not isinstance(self.reward, int | float) or not math.isfinite(self.reward):
+            return f"the turn reward {self.reward!r}, must be a finite number"
+        return None
+
+
+@dataclass(frozen=True)
+class TurnRequest:
+    """One response whose newest turn has ended: the texts of its turns, and the ground truth and other columns of its prompt's row."""
+
+    turns: tuple[str, ...]
+    ground_truth: str
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What became of a request: an observation, or the reason why there is none (time-out, crash, exception)."""
+
+    observation: Observation
+    error: str | None = None

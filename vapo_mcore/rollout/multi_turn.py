@@ -1,0 +1,224 @@
+"""Responses of several turns: generate, ask the environment, feed its observation to the model, generate on.
+
+The sampled ids are kept as they are and never encoded again; an observation is encoded once, by itself. Each turn is one call of the
+engine for all responses that go on, with the prompt, the turns and the observations so far as its prompt (the engine's prefix
+cache has most of it).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from vapo_mcore.config.schema import EnvironmentConfig
+from vapo_mcore.environments.types import Reply, TurnRequest
+from vapo_mcore.errors import ConfigError
+from vapo_mcore.rollout.base import Generation, GenerationRequest, SamplingConfig, Trajectory, TrajectoryEnd, Turn
+
+_PLACE = "{observation}"
+
+Respond = Callable[[Sequence[TurnRequest]], list[Reply]]
+"""The environment's replies to some responses; every rank of a replica gets the same."""
+
+
+class Subject(Protocol):
+    """What an environment is told of a prompt."""
+
+    @property
+    def ground_truth(self) -> str: ...
+    @property
+    def metadata(self) -> dict[str, Any]: ...
+
+
+@dataclass(frozen=True)
+class ObservationFormat:
+    """Tokens around an observation.
+
+    ``before`` follows a turn that ended with one of the model's stop tokens, ``before_open`` one that did not (it was ended by one of
+    ``environment.stop_tokens``): a chat template's end of turn is then still to come.
+    """
+
+    tokenizer: Any
+    before: tuple[int, ...]
+    before_open: tuple[int, ...]
+    after: tuple[int, ...]
+    stop_token_ids: tuple[int, ...]
+    limit: int
+
+    @classmethod
+    def build(cls, tokenizer: Any, settings: EnvironmentConfig, *, chat_template: bool) -> ObservationFormat:
+        """From the configured text, or from the tokenizer's chat template. Raises ConfigError where the tokenizer cannot do it."""
+        ended = opened = ""
+        if settings.format is not None:
+            ended, _, after = settings.format.partition(_PLACE)
+            opened = ended
+        elif chat_template:
+            opened, after = _template_parts(tokenizer)
+            ended = opened.removeprefix(tokenizer.eos_token or "")
+        else:
+            after = ""
+        encode = lambda text: tuple(tokenizer(text, add_special_tokens=False)["input_ids"]) if text else ()  # noqa: E731
+        made = cls(
+            tokenizer,
+            encode(ended),
+            encode(opened),
+            encode(after),
+            _stop_ids(tokenizer, settings.stop_tokens),
+            settings.max_observation_length,
+        )
+        around = max(len(made.before), len(made.before_open)) + len(made.after)
+        if around >= made.limit:
+            raise ConfigError(
+                f"rollout.environment.max_observation_length = {made.limit}: the text around an observation alone has {around} tokens; "
+                "give more, or another format"
+            )
+        return made
+
+    def encode(self, observation: str, *, open_turn: bool) -> tuple[list[int], bool]:
+        """Token ids to feed, and whether the observation was cut to the limit. Names of special tokens in it are plain text."""
+        before = self.before_open if open_turn else self.before
+        ids = self.tokenizer(observation, add_special_tokens=False, split_special_tokens=True)["input_ids"] if observation else []
+        room = self.limit - len(before) - len(self.after)
+        return [*before, *ids[:room], *self.after], len(ids) > room
+
+
+def _template_parts(tokenizer: Any) -> tuple[str, str]:
+    """What the chat template writes between an assistant's text and the user's answer, and after that up to the next turn."""
+    turn, answer = "qturnq", "qanswerq"
+    messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": turn}, {"role": "user", "content": answer}]
+    text = str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+    if text.count(turn) != 1 or text.count(answer) != 1 or text.index(turn) > text.index(answer):
+        raise ConfigError(
+            "rollout.environment.format: the tokenizer's chat template does not write a second user turn as it is; give the text around "
+            "{observation} yourself"
+        )
+    _, _, rest = text.partition(turn)
+    before, _, after = rest.partition(answer)
+    return before, after
+
+
+def _stop_ids(tokenizer: Any, tokens: Sequence[str]) -> tuple[int, ...]:
+    known = tokenizer.get_vocab()
+    unknown = [token for token in tokens if token not in known]
+    if unknown:
+        raise ConfigError(f"rollout.environment.stop_tokens: not tokens of the model's vocabulary: {', '.join(map(repr, unknown))}")
+    return tuple(known[token] for token in tokens)
+
+
+@dataclass
+class _Episode:
+    """One response in the making."""
+
+    request: GenerationRequest
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    sampled: list[bool] = field(default_factory=list)
+    turns: list[Turn] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+    finish_reason: TrajectoryEnd = "stop"
+    observations_cut: int = 0
+    error: str | None = None
+
+    @property
+    def tokens_sampled(self) -> int:
+        return sum(turn.end - turn.start for turn in self.turns)
+
+    def next_request(self, budget: int) -> GenerationRequest:
+        """The next turn: everything so far as its prompt, and a seed of its own."""
+        number = len(self.turns)
+        return replace(
+            self.request,
+            prompt_token_ids=[*self.request.prompt_token_ids, *self.token_ids],
+            seed=turn_seed(self.request.seed, number),
+            max_tokens=budget - self.tokens_sampled,
+        )
+
+    def take(self, generation: Generation, tokenizer: Any) -> None:
+        start = len(self.token_ids)
+        self.token_ids += generation.token_ids
+        self.logprobs += generation.logprobs
+        self.sampled += [True] * len(generation.token_ids)
+        self.turns.append(Turn(start, len(self.token_ids)))
+        self.texts.append(tokenizer.decode(generation.token_ids, skip_special_tokens=True))
+        self.finish_reason = generation.finish_reason
+
+    def observe(self, token_ids: list[int], *, cut: bool) -> None:
+        self.token_ids += token_ids
+        self.logprobs += [0.0] * len(token_ids)
+        self.sampled += [False] * len(token_ids)
+        self.observations_cut += cut
+
+    def trajectory(self) -> Trajectory:
+        return Trajectory(
+            self.request,
+            self.token_ids,
+            self.logprobs,
+            self.sampled,
+            self.finish_reason,
+            tuple(self.turns),
+            self.observations_cut,
+            self.error,
+        )
+
+
+def turn_seed(seed: int, turn: int) -> int:
+    """Seed of a response's turn: the response's own for the first, a hash of it for later ones."""
+    if turn == 0:
+        return seed
+    digest = hashlib.blake2b(f"{seed}\x00turn\x00{turn}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+class MultiTurn:
+    """Plays responses against an environment. All ranks of a replica call ``play`` with the same arguments."""
+
+    def __init__(self, settings: EnvironmentConfig, observation_format: ObservationFormat, model_stop_ids: Sequence[int]) -> None:
+        self.settings = settings
+        self.format = observation_format
+        self.model_stop_ids = frozenset(model_stop_ids)
+
+    def play(
+        self,
+        requests: Sequence[GenerationRequest],
+        subjects: Sequence[Subject],
+        sampling: SamplingConfig,
+        generate: Callable[[Sequence[GenerationRequest], SamplingConfig], list[Generation]],
+        respond: Respond,
+    ) -> list[Trajectory]:
+        """The whole responses, in order. ``generate`` is the engine's, ``respond`` asks the environment.
+
+        A response ends when the environment says so or fails, when its sampled tokens reach ``sampling.max_tokens``, or after
+        ``max_turns`` turns. The environment also sees the last turn, whose reward counts and whose observation is not read.
+        """
+        sampling = replace(sampling, stop_token_ids=self.format.stop_token_ids)
+        episodes = [_Episode(request) for request in requests]
+        playing = list(range(len(episodes)))
+        for turn in range(self.settings.max_turns):
+            if not playing:
+                break
+            generations = generate([episodes[i].next_request(sampling.max_tokens) for i in playing], sampling)
+            for i, generation in zip(playing, generations, strict=True):
+                episodes[i].take(generation, self.format.tokenizer)
+            asked = [i for i in playing if episodes[i].finish_reason == "stop"]
+            replies = respond([TurnRequest(tuple(episodes[i].texts), subjects[i].ground_truth, subjects[i].metadata) for i in asked])
+            last = turn == self.settings.max_turns - 1
+            goes_on = [self._answer(episodes[i], reply, sampling.max_tokens, last=last) for i, reply in zip(asked, replies, strict=True)]
+            playing = [i for i, on in zip(asked, goes_on, strict=True) if on]
+        return [episode.trajectory() for episode in episodes]
+
+    def _answer(self, episode: _Episode, reply: Reply, budget: int, *, last: bool) -> bool:
+        """Take the reply to the newest turn; whether another turn follows."""
+        episode.error = reply.error
+        episode.turns[-1] = replace(episode.turns[-1], reward=reply.observation.reward)
+        text = reply.observation.text
+        if reply.error is not None or text is None:
+            return False
+        if last or episode.tokens_sampled >= budget:
+            episode.finish_reason = "turns" if last else "length"
+            return False
+        open_turn = episode.token_ids[-1] not in self.model_stop_ids
+        token_ids, cut = self.format.encode(text, open_turn=open_turn)
+        episode.observe(token_ids, cut=cut)
+        return True

@@ -1,0 +1,118 @@
+"""From played responses and their verdicts to rows: what is graded, where rewards stand, what the samples file shows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from vapo_mcore.data.prompts import Prompt
+from vapo_mcore.data.rollout_batch import Rows, StepRewards
+from vapo_mcore.data.text_positions import completing_tokens
+from vapo_mcore.rewards.pool import GradeItem, Verdict, VerifierPool
+from vapo_mcore.rollout.base import Trajectory, Turn
+
+
+@dataclass(frozen=True)
+class Response:
+    """A played response to a prompt, with the texts of its turns; ``text`` is what the verifier reads."""
+
+    prompt: Prompt
+    trajectory: Trajectory
+    turns: list[str]
+
+    @property
+    def text(self) -> str:
+        """The model's own words: what an environment wrote could hold the answer and is left out."""
+        return "\n".join(self.turns)
+
+    @classmethod
+    def decode(cls, prompt: Prompt, trajectory: Trajectory, tokenizer: Any) -> Response:
+        texts = [tokenizer.decode(trajectory.token_ids[turn.start : turn.end], skip_special_tokens=True) for turn in trajectory.turns]
+        return cls(prompt, trajectory, texts)
+
+
+def grade_responses(responses: Sequence[Response], verifiers: VerifierPool | None) -> list[Verdict]:
+    """Verdicts in order; a response whose environment failed has none, and is not shown to its verifier."""
+    items = [
+        GradeItem(r.prompt.verifier, r.text, r.prompt.ground_truth, r.prompt.metadata) for r in responses if r.trajectory.error is None
+    ]
+    graded: list[Verdict] = []
+    if items:
+        assert verifiers is not None, "the first rank of a replica grades, so it needs verifiers"
+        graded = verifiers.grade(items)
+    verdicts = iter(graded)
+    return [next(verdicts) if r.trajectory.error is None else Verdict(0.0, False, r.trajectory.error, 0.0) for r in responses]
+
+
+def step_rewards(response: Response, verdict: Verdict, tokenizer: Any) -> StepRewards:
+    """The verifier's step rewards at the tokens of the sequence that complete the steps, and the turns' at their last tokens."""
+    start, trajectory = len(response.prompt.token_ids), response.trajectory
+    placed = [(start + turn.end - 1, turn.reward) for turn in trajectory.turns if turn.reward != 0.0]
+    begin = 0
+    steps = list(verdict.steps)
+    for turn, text in zip(trajectory.turns, response.turns, strict=True):
+        stop = begin + len(text) + 1  # with the line break after it
+        mine = [step for step in steps if begin < step.end <= stop]
+        placed += _in_turn(trajectory, turn, start, [(min(step.end - begin, len(text)), step.reward) for step in mine], tokenizer)
+        begin = stop
+    return tuple(sorted(placed, key=lambda step: step[0]))
+
+
+def _in_turn(trajectory: Trajectory, turn: Turn, start: int, steps: list[tuple[int, float]], tokenizer: Any) -> list[tuple[int, float]]:
+    tokens = completing_tokens(tokenizer, trajectory.token_ids[turn.start : turn.end], [end for end, _ in steps])
+    return [(start + turn.start + token, reward) for token, (_, reward) in zip(tokens, steps, strict=True)]
+
+
+def response_rows(groups: Sequence[int], responses: Sequence[Response], verdicts: Sequence[Verdict], steps: list[StepRewards]) -> Rows:
+    """One row a response; ``groups``: the number of each one's prompt."""
+    trajectories = [response.trajectory for response in responses]
+    sampled = [sum(trajectory.sampled) for trajectory in trajectories]
+    integers = {
+        "group": groups,
+        "sample_index": [trajectory.request.sample_index for trajectory in trajectories],
+        "prompt_length": [len(response.prompt.token_ids) for response in responses],
+        "response_length": sampled,
+        "tool_length": [len(trajectory.token_ids) - own for trajectory, own in zip(trajectories, sampled, strict=True)],
+        "turns": [len(trajectory.turns) for trajectory in trajectories],
+        "observations_cut": [trajectory.observations_cut for trajectory in trajectories],
+    }
+    scores = torch.tensor([verdict.score for verdict in verdicts], dtype=torch.float32)
+    return Rows(
+        prompt_id=[response.prompt.prompt_id for response in responses],
+        verdict=torch.tensor([verdict.correct for verdict in verdicts], dtype=torch.bool),
+        graded=torch.tensor([verdict.error is None for verdict in verdicts], dtype=torch.bool),
+        score=scores,
+        reward=scores.clone(),
+        finish_reason=[trajectory.finish_reason for trajectory in trajectories],
+        source=[response.prompt.source for response in responses],
+        step_rewards=steps,
+        **{name: torch.tensor(list(column), dtype=torch.int64) for name, column in integers.items()},
+    )
+
+
+def sample_record(response: Response, verdict: Verdict, tokenizer: Any) -> dict[str, Any]:
+    """A line of the samples file."""
+    prompt, trajectory = response.prompt, response.trajectory
+    record: dict[str, Any] = {
+        "prompt_id": prompt.prompt_id,
+        "sample_index": trajectory.request.sample_index,
+        "source": prompt.source,
+        "prompt": prompt.text,
+        "response": response.text,
+        "ground_truth": prompt.ground_truth,
+        "correct": verdict.correct,
+        "score": verdict.score,
+        "step_rewards": [[step.end, step.reward] for step in verdict.steps],
+        "error": verdict.error,
+        "finish_reason": trajectory.finish_reason,
+        "response_length": sum(trajectory.sampled),
+    }
+    if len(trajectory.turns) > 1 or any(turn.reward for turn in trajectory.turns):
+        between = zip(trajectory.turns, trajectory.turns[1:], strict=False)
+        record["turns"] = response.turns
+        record["turn_rewards"] = [turn.reward for turn in trajectory.turns]
+        record["observations"] = [tokenizer.decode(trajectory.token_ids[one.end : other.start]) for one, other in between]
+    return record

@@ -1,0 +1,182 @@
+"""Self-imitation in the loop: correct responses are remembered on every rank, and imitated in steps of their own.
+
+The contents of the buffer follow from the replicated rows and from tokens that are exchanged once, so every rank has the same
+buffer and draws the same responses from it; their micro-batches are then shared out like those of a rollout.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from vapo_mcore.algorithm.advantages import reward_to_go
+from vapo_mcore.algorithm.replay import ReplayBuffer, ReplaySample
+from vapo_mcore.algorithm.weights import token_weights
+from vapo_mcore.config.architecture import ModelArchitecture
+from vapo_mcore.config.schema import Config, SelfImitationConfig
+from vapo_mcore.data.microbatch import MicroBatch
+from vapo_mcore.data.ragged import cumulative, token_index
+from vapo_mcore.data.rollout_batch import RolloutBatch, Rows
+from vapo_mcore.megatron.engine import MegatronModel
+from vapo_mcore.megatron.parallel import ParallelContext
+from vapo_mcore.trainer.experience import Experience, pack_microbatches, plan_rows
+from vapo_mcore.trainer.losses import CriticLoss, SupervisedLoss
+from vapo_mcore.trainer.metrics import StepMetrics
+
+_TENSORS = ("tokens", "response_mask", "returns")
+
+
+class SelfImitation:
+    """The buffer of a run and the steps on it. ``remember`` and the steps are collectives over all ranks."""
+
+    def __init__(self, config: Config, architecture: ModelArchitecture, parallel: ParallelContext) -> None:
+        settings = config.algorithm.self_imitation
+        assert settings is not None, "built where it is configured only"
+        self.settings: SelfImitationConfig = settings
+        self.config = config
+        self.architecture = architecture
+        self.parallel = parallel
+        self.buffer = ReplayBuffer(settings.capacity, eviction=settings.keep, top_k=settings.top_k)
+
+    def remember(self, experience: Experience, rollout: int, *, pretraining: bool) -> None:
+        """Offer the rollout's correct responses, their token rewards placed; ``pretraining``: only a frozen buffer takes those."""
+        if pretraining and self.settings.keep != "frozen":
+            return
+        chosen = best_rows(experience.rows, experience.trainable, self.settings.top_k)
+        batch = experience.batch
+        gamma = self.config.algorithm.advantage.gamma
+        returns = reward_to_go(batch["rewards"], experience.mask, experience.cu_seqlens, gamma)
+        local = torch.isin(batch.row_ids, chosen).nonzero().flatten()
+        index = token_index(batch.cu_seqlens, local).to(experience.cu_seqlens.device)
+        held = zip(_TENSORS, (batch["tokens"], experience.mask, returns), strict=True)
+        own = {name: tensor.index_select(0, index).cpu() for name, tensor in held}
+        parts = _gather({**own, "row": batch.row_ids[local], "lengths": batch.lengths[local]}, self.parallel.data_parallel_group)
+        row = torch.cat([part["row"] for part in parts])
+        order = torch.argsort(row)
+        bounds = cumulative(torch.cat([part["lengths"] for part in parts]))
+        sorted_tokens = token_index(bounds, order)
+        tensors = {name: torch.cat([part[name] for part in parts]).index_select(0, sorted_tokens) for name in _TENSORS}
+        rows = experience.rows.select(row[order])
+        self.buffer.add(
+            tensors["tokens"],
+            tensors["response_mask"],
+            tensors["returns"],
+            cumulative(bounds.diff()[order]),
+            rows.total_reward,
+            torch.ones(len(rows), dtype=torch.bool),
+            [prompt_id.rsplit("#", 1)[0] for prompt_id in rows.prompt_id],  # without the pass through the data
+            rollout,
+        )
+
+    def end_of_pretraining(self) -> None:
+        """A frozen buffer that value pretraining has filled takes nothing from the changing policy."""
+        if self.settings.keep == "frozen" and len(self.buffer) > 0:
+            self.buffer.freeze()
+
+    def draw(self, number: int, rollout: int) -> ReplaySample | None:
+        """The responses of RL step ``number``; None where no imitation is due or nothing was remembered yet."""
+        if number % self.settings.every_steps or len(self.buffer) == 0:
+            return None
+        digest = hashlib.sha256(f"self-imitation/{self.config.seed}/{rollout}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+        return self.buffer.sample(self.settings.batch_size, generator)
+
+    def imitate(self, policy: MegatronModel, sample: ReplaySample, rollout: int, metrics: StepMetrics) -> None:
+        """One NLL step of the policy, with a rate of its own if given, at the rollout's temperature."""
+        assert policy.optimizer is not None
+        loss = SupervisedLoss(self.config.rollout.temperature)
+        rate = self.settings.lr if self.settings.lr is not None else policy.optimizer.learning_rate
+        result = policy.train_step(self._microbatches(sample, "loss_weights", self.settings.coef), loss, aside_lr=rate)
+        tokens = result.metrics["tokens"]
+        metrics.put("imitation/responses", len(sample.prompt_ids))
+        metrics.put("imitation/nll", result.metrics["nll"] / tokens)
+        metrics.put("imitation/grad_norm", result.grad_norm)
+        metrics.put("imitation/lr", rate)
+        metrics.put("imitation/skipped", int(result.skipped is not None))
+
+    def learn_values(self, critic: MegatronModel, sample: ReplaySample, metrics: StepMetrics) -> None:
+        """One step of the critic on the returns that the responses had when they were sampled, at the critic's present rate."""
+        assert critic.optimizer is not None
+        coef = self.settings.value_coef
+        result = critic.train_step(
+            self._microbatches(sample, "value_weights", coef), CriticLoss(None), aside_lr=critic.optimizer.learning_rate
+        )
+        metrics.put("imitation/value_loss", result.metrics["loss"] / coef)
+
+    def record(self, rollout: int, metrics: StepMetrics) -> None:
+        """What the buffer holds, and how old it is."""
+        metrics.put("imitation/buffer", len(self.buffer))
+        if len(self.buffer):
+            ages = self.buffer.ages(rollout).double()
+            metrics.put("imitation/age_mean", float(ages.mean()))
+            metrics.put("imitation/age_max", int(ages.max()))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Tensors, strings and numbers only."""
+        return self.buffer.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with saved contents. ``ValueError`` if they are of a buffer with other settings."""
+        self.buffer.load_state_dict(state)
+
+    def _microbatches(self, sample: ReplaySample, weights: str, coef: float) -> list[MicroBatch]:
+        """This rank's share of the responses, with coef / (number of their tokens) at each response token."""
+        batch = replay_batch(sample)
+        count = len(batch)
+        batch[weights] = coef * token_weights(batch["response_mask"], batch.cu_seqlens, "token")
+        plan = plan_rows(self.config, self.architecture, self.parallel, batch.lengths, torch.arange(count), count, seed=0)
+        return pack_microbatches(
+            plan.minibatches[0], batch, torch.arange(count), self.parallel, ("tokens", "response_mask", "returns", weights)
+        )
+
+
+def best_rows(rows: Rows, trainable: Tensor, top_k: int) -> Tensor:
+    """int64, rising: of each group the ``top_k`` correct rows of highest reward that carry a loss, the first of equals."""
+    eligible = (rows.verdict & rows.graded & trainable & (rows.response_length > 0)).nonzero().flatten()
+    rewards, groups = rows.total_reward[eligible], rows.group[eligible]
+    order = torch.argsort(rewards, descending=True, stable=True)
+    order = order[torch.argsort(groups[order], stable=True)]  # by group, the best first
+    _, sizes = torch.unique_consecutive(groups[order], return_counts=True)
+    rank = torch.arange(order.numel()) - torch.repeat_interleave(cumulative(sizes)[:-1], sizes)
+    return eligible[order[rank < top_k]].sort().values
+
+
+def replay_batch(sample: ReplaySample) -> RolloutBatch:
+    """The drawn responses as a rollout batch with ``tokens``, ``response_mask`` and ``returns``."""
+    n = len(sample.prompt_ids)
+    lengths = sample.cu_seqlens.diff()
+    sampled = torch.stack([part.sum() for part in sample.response_mask.split(lengths.tolist())]) if n else lengths
+    prompts = torch.stack([part.long().argmax() for part in sample.response_mask.split(lengths.tolist())]) if n else lengths
+    known = torch.ones(n, dtype=torch.bool)
+    rows = Rows(
+        prompt_id=sample.prompt_ids,
+        group=torch.arange(n),
+        sample_index=torch.zeros(n, dtype=torch.int64),
+        verdict=known,
+        graded=known,
+        score=sample.rewards,
+        reward=sample.rewards,
+        finish_reason=["stop"] * n,
+        prompt_length=prompts,
+        response_length=sampled,
+        tool_length=lengths - prompts - sampled,
+        turns=torch.ones(n, dtype=torch.int64),
+        observations_cut=torch.zeros(n, dtype=torch.int64),
+        source=["replay"] * n,
+        step_rewards=[()] * n,
+    )
+    tensors = {"tokens": sample.tokens, "response_mask": sample.response_mask, "returns": sample.returns}
+    return RolloutBatch(rows, sample.cu_seqlens, tensors)
+
+
+def _gather(part: dict[str, Tensor], group: dist.ProcessGroup | None) -> list[dict[str, Tensor]]:
+    """The parts of all data-parallel ranks."""
+    if group is None or dist.get_world_size(group) == 1:
+        return [part]
+    parts: list[dict[str, Tensor]] = [{} for _ in range(dist.get_world_size(group))]
+    dist.all_gather_object(parts, part, group=group)
+    return parts
