@@ -11,6 +11,7 @@ and one number a token).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
@@ -31,6 +32,7 @@ from vapo_mcore.megatron.model import build_chunks
 from vapo_mcore.megatron.parallel import ParallelContext, initialize_parallel
 from vapo_mcore.planning.live_bytes import LiveBytes
 from vapo_mcore.planning.state import FlatBuffer, Role, StateBytes
+from vapo_mcore.trainer.losses import CriticLoss, PolicyLoss
 
 if TYPE_CHECKING:
     from vapo_mcore.config.schema import Config, ParallelConfig
@@ -45,7 +47,7 @@ class ChunkActivations:
     Attributes:
         saved: kept from the forward pass for the backward pass, logits included.
         peak: most that is alive in a forward and backward pass.
-        forward_peak: most that is alive in a forward pass without gradients.
+        forward_peak: most that is alive in a forward pass without gradients, with the output of the one before.
         logits: of all three, the output layer's result.
     """
 
@@ -148,6 +150,8 @@ class ActivationProbe:
         on_gpu: bool,
     ) -> ChunkActivations:
         """Of a chunk with ``layers`` layers that holds the embedding (``first``) and the head (``last``)."""
+        if layers < 2:
+            return self._run(config, role, architecture, tuple(lengths), first, last, layers, on_gpu)
         two, three = (self._run(config, role, architecture, tuple(lengths), first, last, depth, on_gpu) for depth in (2, 3))
         return two.deeper(three, layers - 2)
 
@@ -215,29 +219,47 @@ class _ChunkRun:
         *,
         on_gpu: bool,
     ) -> None:
-        from vapo_mcore.trainer.losses import CriticLoss, PolicyLoss
-
         self.role, self.architecture, self.parallel, self.layout = role, architecture, parallel, layout
         self.chunk, self.module = chunk, chunk.module
         self.chunk_elements = CHUNK_ELEMENTS["cuda" if on_gpu else "cpu"]
         self.temperature = config.rollout.temperature
-        self.loss = PolicyLoss(config) if role == "policy" else CriticLoss(config.algorithm.value_loss.clip)
+        self.loss: PolicyLoss | CriticLoss
+        if role == "policy":
+            self.loss = PolicyLoss(config)
+            self.loss.terms = self.loss.terms[:0]  # a user's terms hold vectors of the tokens, and need not run on tensors without data
+        else:
+            self.loss = CriticLoss(config.algorithm.value_loss.clip)
         buffers = (*chunk.buffers, *chunk.expert_parallel_buffers)
         self.ignored = [tensor for buffer in buffers for tensor in (buffer.param_data, buffer.grad_data)]
         self.ignored += [*self.module.parameters(), *self.module.buffers()]
 
     def measure(self) -> ChunkActivations:
         with megatron_scope(META), _CpuAttentionOnMeta():
+            release_shared_buffers()
             with torch.no_grad(), LiveBytes("meta", self.ignored) as live:
                 output = self._forward(live)
-                logits = output.untyped_storage().nbytes() if self.module.post_process and self.role == "policy" else 0
+                num_bytes = output.untyped_storage().nbytes()
                 if self.module.post_process:
                     self._head(output, entropy=True)
-                forward_peak = live.peak
+                forward_peak = live.peak + num_bytes  # the schedule holds a micro-batch's output until the next one's is there
                 del output
+            logits = num_bytes if self.module.post_process and self.role == "policy" else 0
+            release_shared_buffers()
             with LiveBytes("meta", self.ignored) as live:
                 saved, peak = self._train(live)
+                if not self.module.pre_process:
+                    peak += self._message_bytes()  # the schedule keeps the gradient that it sent until it has the next one
         return ChunkActivations(saved, peak, forward_peak, logits)
+
+    def _message_shape(self) -> tuple[int, int, int]:
+        """Hidden states that travel between pipeline stages."""
+        rows = self.layout.num_local_tokens
+        if self.parallel.sequence_parallel:
+            rows //= self.parallel.tensor_model_parallel_size
+        return rows, 1, self.architecture.hidden_size
+
+    def _message_bytes(self) -> int:
+        return math.prod(self._message_shape()) * self.module.config.params_dtype.itemsize
 
     def _forward(self, live: LiveBytes) -> Tensor:
         layout = self.layout
@@ -245,11 +267,8 @@ class _ChunkRun:
         params.padded_lengths = layout.padded_lengths_list  # type: ignore[attr-defined]
         tokens = torch.empty((1, layout.num_local_tokens), dtype=torch.int64, device=META)
         if not self.module.pre_process:
-            rows = layout.num_local_tokens
-            if self.parallel.sequence_parallel:
-                rows //= self.parallel.tensor_model_parallel_size
-            shape = (rows, 1, self.architecture.hidden_size)
-            received = torch.empty(shape, dtype=self.module.config.params_dtype, device=META, requires_grad=torch.is_grad_enabled())
+            dtype, training = self.module.config.params_dtype, torch.is_grad_enabled()
+            received = torch.empty(self._message_shape(), dtype=dtype, device=META, requires_grad=training)
             self.module.set_input_tensor(live.track(received))
         return self.chunk(tokens, None, None, packed_seq_params=params)
 
@@ -290,13 +309,27 @@ class _ChunkRun:
         return saved, live.peak
 
 
+def release_shared_buffers() -> None:
+    """Free the buffers that Megatron keeps for gathers of sequence parallelism, so that the next pass is seen to allocate them."""
+    from megatron.core.parallel_state import get_global_memory_buffer
+
+    get_global_memory_buffer().buffer.clear()
+
+
 def _terms_of_loss(config: Config, role: Role) -> tuple[Any, ...]:
     """What the memory of a loss depends on."""
     algorithm = config.algorithm
     if role == "critic":
         return (algorithm.value_loss.clip is None,)
     kl, clip = algorithm.kl, algorithm.policy_loss
-    terms = (algorithm.positive_lm.coef > 0, algorithm.entropy.coef > 0, kl.place == "loss", kl.kind, clip.dual_clip is None)
+    terms = (
+        repr(algorithm.loss_terms),
+        algorithm.positive_lm.coef > 0,
+        algorithm.entropy.coef > 0,
+        kl.place == "loss",
+        kl.kind,
+        clip.dual_clip is None,
+    )
     return (*terms, clip.importance_correction.kind != "off", config.rollout.old_logprobs, config.rollout.temperature == 1.0)
 
 

@@ -24,7 +24,7 @@ from vapo_mcore.megatron.offload import Residency
 from vapo_mcore.megatron.parallel import ParallelContext, initialize_distributed, initialize_parallel
 from vapo_mcore.planning.catalog import find_architecture
 from vapo_mcore.planning.devices import DEVICES
-from vapo_mcore.planning.measure import ActivationProbe, build_state, in_flight_bytes, pipeline_rank, run_chunks
+from vapo_mcore.planning.measure import ActivationProbe, build_state, in_flight_bytes, pipeline_rank, release_shared_buffers, run_chunks
 from vapo_mcore.planning.state import Role, model_state, offload_host_bytes
 from vapo_mcore.trainer.losses import CriticLoss, PolicyLoss
 
@@ -46,7 +46,7 @@ CASES: dict[str, tuple[ModelArchitecture, str, str, dict[str, Any], int]] = {
     # 9 heads and 3 key-value heads: nothing that tensor parallelism of 2 divides
     "smollm2": (find_architecture("smollm2-135m"), "bfloat16", "none", {"pipeline_model_parallel_size": 2}, 256),
 }
-MICROBATCHES, SEQUENCES = 3, 4
+MICROBATCHES, SEQUENCES = 4, 4
 
 
 def make_config(dtype: str, recompute: str, layout: dict[str, Any], tokens: int) -> Config:
@@ -77,6 +77,7 @@ def microbatches(config: Config, parallel: ParallelContext, names: tuple[str, ..
 
 def allocated_peak(function: Any) -> int:
     """Largest sum of what was allocated and not freed since the call began, from the allocator's own events."""
+    release_shared_buffers()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         function()
     assert profile.profiler is not None
