@@ -13,7 +13,7 @@ import torch.distributed as dist
 from tests.training_setup import read_metrics, training_config, write_setup
 from vapo_mcore.checkpoint.files import list_checkpoints
 from vapo_mcore.checkpoint.resume import ResumeOptions
-from vapo_mcore.errors import EXIT_REQUEUE, RunStopped
+from vapo_mcore.errors import EXIT_REQUEUE, ConfigError, RunStopped, StepAbandoned
 from vapo_mcore.megatron.parallel import initialize_parallel
 from vapo_mcore.trainer.main import train
 from vapo_mcore.trainer.step import StepOutcome, Trainer
@@ -36,8 +36,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         dist.destroy_process_group()
 
 
-def run(folder: Path, name: str, resume: ResumeOptions | None = None) -> None:
-    config = training_config(folder, name, *SETTINGS)
+def run(folder: Path, name: str, resume: ResumeOptions | None = None, *overrides: str) -> None:
+    config = training_config(folder, name, *SETTINGS, *overrides)
     train(config, initialize_parallel(config.parallel), clean=False, resume=resume)
 
 
@@ -48,8 +48,18 @@ def rows(run: Path) -> list[dict[str, Any]]:
     ]
 
 
-def test_a_stopped_run_continues_bit_for_bit(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.fixture(scope="module")
+def whole(folder: Path) -> Path:
+    """The run that nobody stops."""
     run(folder, "whole")
+    return folder / "whole"
+
+
+def weights(run: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in (run / "export" / "hf").glob("*.safetensors")}
+
+
+def test_a_stopped_run_continues_bit_for_bit(folder: Path, whole: Path, capfd: pytest.CaptureFixture[str]) -> None:
     original = Trainer.rl_step
 
     def stopping(self: Trainer, number: int) -> StepOutcome:
@@ -64,8 +74,28 @@ def test_a_stopped_run_continues_bit_for_bit(folder: Path, capfd: pytest.Capture
     assert not (folder / "stopped" / ".lock").read_text()
     run(folder, "stopped", ResumeOptions("value_pretraining_000001"))
     assert "step_000001 is newer than the one the run continues from" in capfd.readouterr().out
-    assert rows(folder / "stopped") == rows(folder / "whole")
-    assert [(row["stage"], row["step"]) for row in rows(folder / "whole")] == [("rl", 0), ("value_pretraining", 1), ("rl", 1), ("rl", 2)]
-    exports = [folder / name / "export" / "hf" for name in ("whole", "stopped")]
-    weights = [{path.name: path.read_bytes() for path in export.glob("*.safetensors")} for export in exports]
-    assert weights[0] == weights[1] != {}
+    assert rows(folder / "stopped") == rows(whole)
+    assert [(row["stage"], row["step"]) for row in rows(whole)] == [("rl", 0), ("value_pretraining", 1), ("rl", 1), ("rl", 2)]
+    assert weights(folder / "stopped") == weights(whole) != {}
+
+
+def test_a_step_that_cannot_be_done_leaves_the_one_before(folder: Path, whole: Path) -> None:
+    """What it has drawn before it failed does not count: the resumed run does the step again."""
+    original = Trainer.rl_step
+
+    def failing(self: Trainer, number: int) -> StepOutcome:
+        if number == 2:
+            self.next_prompts(3)
+            self.rollouts += 1
+            raise StepAbandoned("the rollout engine is gone")
+        return original(self, number)
+
+    rarely = "checkpoint.every_steps=0"
+    with mock.patch.object(Trainer, "rl_step", failing), pytest.raises(StepAbandoned):
+        run(folder, "abandoned", None, rarely)
+    assert [path.name for path in list_checkpoints(folder / "abandoned")] == ["step_000001"]
+    with pytest.raises(ConfigError, match=r"(?s)seed: 5 -> 6.*--allow-config-change"):
+        run(folder, "abandoned", ResumeOptions(), rarely, "seed=6")
+    run(folder, "abandoned", ResumeOptions(), rarely)
+    assert rows(folder / "abandoned") == rows(whole)
+    assert weights(folder / "abandoned") == weights(whole)
