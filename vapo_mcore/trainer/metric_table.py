@@ -5,7 +5,7 @@ python -m vapo_mcore.trainer.metric_table > docs/metrics.md
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 
 from vapo_mcore.trainer.metrics import Metric, Reduction
@@ -227,9 +227,19 @@ _TERM = Metric("policy/term/<name>", MEAN, "updates", "Loss term of the user's, 
 _FOUND = Metric("diagnosis/<rule>", SAME, "steps", "Steps so far in which the rule has held; absent as long as it never has.")
 
 
-def metrics_of(loss_terms: Iterable[str]) -> tuple[Metric, ...]:
-    """The table of a run: ``METRICS``, and one for each loss term of the user's by its name."""
-    return (*METRICS, *(replace(_TERM, name=_TERM.name.replace("<name>", name)) for name in loss_terms))
+_BY_SOURCE = (
+    Metric("source/<name>/responses", SAME, "responses", "Responses to prompts of this source; all `source/*` with several sources only."),
+    Metric("source/<name>/reward", SAME, "graded responses", "Mean reward of this source."),
+    Metric("source/<name>/accuracy", SAME, "graded responses", 'Share of its responses whose raw verdict is "correct".'),
+    Metric("source/<name>/length_mean", SAME, "responses", "Mean response length of this source in tokens."),
+)
+
+
+def metrics_of(loss_terms: Iterable[str], sources: Collection[str] = ()) -> tuple[Metric, ...]:
+    """The table of a run: ``METRICS``, one for each loss term of the user's, and, of several training sources, those of each."""
+    named = [(_TERM, name) for name in loss_terms]
+    named += [(metric, name) for name in sources for metric in _BY_SOURCE] if len(sources) > 1 else []
+    return (*METRICS, *(replace(metric, name=metric.name.replace("<name>", name)) for metric, name in named))
 
 
 METRICS: tuple[Metric, ...] = (*_PROGRESS, *_RESPONSES, *_ADVANTAGES, *_POLICY, *_CRITIC, *_IMITATION, *_MISMATCH, *_SYSTEM)
@@ -271,7 +281,8 @@ def render_markdown() -> str:
         "|---|---|---|---|",
     ]
     bar = r"\|"  # a bar inside a cell
-    lines += [f"| `{m.name}` | {m.over} | {_REDUCTION_TEXT[m.reduction]} | {m.text.replace('|', bar)} |" for m in (*METRICS, _TERM, _FOUND)]
+    shown = (*METRICS, *_BY_SOURCE, _TERM, _FOUND)
+    lines += [f"| `{m.name}` | {m.over} | {_REDUCTION_TEXT[m.reduction]} | {m.text.replace('|', bar)} |" for m in shown]
     lines += [
         "",
         "## Evaluations",

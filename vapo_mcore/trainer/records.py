@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -51,6 +52,20 @@ def record_rows(metrics: StepMetrics, rows: Rows, trainable: Tensor, counts: Sam
     metrics.put("sampling/dropped_all_wrong", counts.dropped_all_wrong)
     metrics.put("sampling/dropped_ungraded", counts.dropped_ungraded)
     metrics.put("sampling/dropped_surplus", counts.dropped_surplus)
+
+
+def record_sources(metrics: StepMetrics, rows: Rows, sources: Sequence[str]) -> None:
+    """The responses of each training source apart, where there are several."""
+    if len(sources) < 2:
+        return
+    for name in sources:
+        mine = torch.tensor([source == name for source in rows.source], dtype=torch.bool)
+        graded = mine & rows.graded
+        some = bool(graded.any())
+        metrics.put(f"source/{name}/responses", int(mine.sum()))
+        metrics.put(f"source/{name}/reward", float(rows.reward[graded].double().mean()) if some else None)
+        metrics.put(f"source/{name}/accuracy", float(rows.verdict[graded].double().mean()) if some else None)
+        metrics.put(f"source/{name}/length_mean", float(rows.response_length[mine].double().mean()) if bool(mine.any()) else None)
 
 
 def _record_groups(metrics: StepMetrics, rows: Rows) -> None:

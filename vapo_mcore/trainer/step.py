@@ -31,6 +31,7 @@ from vapo_mcore.trainer.records import (
     record_mismatch,
     record_packing,
     record_rows,
+    record_sources,
     record_time_and_memory,
     record_values,
 )
@@ -92,7 +93,8 @@ class Trainer:
         self.imitation = SelfImitation(config, models.architecture, parallel) if config.algorithm.self_imitation is not None else None
         self.stop_requests = StopRequests()
         self.diagnosis = Monitor(config)
-        self._table = metrics_of(term.name for term in config.algorithm.loss_terms)
+        self._sources = [source.name for source in config.data.train]
+        self._table = metrics_of((term.name for term in config.algorithm.loss_terms), self._sources)
         self.engine_rebuilds = 0  # of this process, of at most faults.engine_rebuilds
         self._rebuilds_recorded = 0
         sampler.recover_engine = self.recover_engine
@@ -228,6 +230,7 @@ class Trainer:
             shown = {row: record for part in all_gather_objects(sampled.shown) for row, record in part.items()}
         step.samples = [record | {"reward": float(rows.reward[row])} for row, record in sorted(shown.items())]
         record_rows(step.metrics, rows, trainable, counts)
+        record_sources(step.metrics, rows, self._sources)
         step.metrics.put("sampling/engine_rebuilds", self.engine_rebuilds - self._rebuilds_recorded)
         self._rebuilds_recorded = self.engine_rebuilds
         step.metrics.put("grading/restarts", self.sampler.grader_restarts)
