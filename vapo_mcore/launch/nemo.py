@@ -156,6 +156,7 @@ def _executor(run: ModuleType, submission: Submission, base: Path, *, first: boo
         packager=run.Packager(),
         tunnel=run.LocalTunnel(job_dir=str(base / "experiments")),
         retries=0,
+        poll_estimated_start_time=False,
     )
 
 
