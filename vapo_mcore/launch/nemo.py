@@ -86,8 +86,8 @@ def run_here(submission: Submission) -> int:
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     for job in submission.jobs:
         one = Submission(submission.name, [job], submission.cluster, 1, submission.directory, submission.logs)
-        with _experiment(run, one, submission.logs) as (experiment, _):
-            experiment.run(detach=False, tail_logs=True)
+        with _experiment(run, one, submission.logs, quiet=False) as (experiment, _):
+            experiment.run(detach=False, tail_logs=True)  # it ends when the block does
         state = str(getattr(experiment.jobs[0].state, "name", experiment.jobs[0].state))
         if state != "SUCCEEDED":
             print(f"error: job {job.name} ended as {state}; logs in {experiment._exp_dir}", file=sys.stderr)
@@ -96,14 +96,15 @@ def run_here(submission: Submission) -> int:
 
 
 @contextmanager
-def _experiment(run: ModuleType, submission: Submission, base: Path) -> Iterator[tuple[Any, io.StringIO]]:
-    """An experiment with all jobs added, the configuration of each in a file; nemo-run's own output goes into the buffer."""
+def _experiment(run: ModuleType, submission: Submission, base: Path, *, quiet: bool = True) -> Iterator[tuple[Any, io.StringIO]]:
+    """An experiment with all jobs added, the configuration of each in a file; ``quiet``: nemo-run's own output goes into the buffer."""
     identifier = f"{submission.name}_{time.strftime('%Y%m%d-%H%M%S')}-{time.time_ns() % 10**6:06d}"
     output = io.StringIO()
     experiment = run.Experiment(
         submission.name, id=identifier, base_dir=str(base), log_level="WARNING", skip_status_at_exit=True, enable_goodbye_message=False
     )
-    with redirect_stdout(output):
+    where = output if quiet else sys.stdout
+    with redirect_stdout(where):
         experiment.__enter__()
     try:
         previous: list[str] = []
@@ -116,7 +117,7 @@ def _experiment(run: ModuleType, submission: Submission, base: Path) -> Iterator
             previous = [experiment.add(script, executor=executor, name=job.name, dependencies=previous or None)]
         yield experiment, output
     finally:
-        with redirect_stdout(output):
+        with redirect_stdout(where):
             experiment.__exit__(None, None, None)
 
 
