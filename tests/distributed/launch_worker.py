@@ -6,13 +6,14 @@ import sys
 import time
 from pathlib import Path
 
-from vapo_mcore.launch.local import report_error
+from vapo_mcore.launch.local import become_stoppable, report_error
 
 
 def main(how: str, folder: Path) -> int:
     rank = int(os.environ["RANK"])
     if how == "stop":
         signal.signal(signal.SIGUSR1, _stop)
+        become_stoppable()
     (folder / f"rank_{rank}").write_text(f"{os.environ['WORLD_SIZE']} {os.environ['MASTER_ADDR']} {os.environ['OMP_NUM_THREADS']}")
     if how == "same_error":
         time.sleep(0.3 * rank)

@@ -67,6 +67,22 @@ def test_the_warning_signal_on_two_nodes(tmp_path: Path) -> None:
                 node.wait()
 
 
+def test_a_signal_before_the_ranks_can_stop_ends_them(tmp_path: Path) -> None:
+    torchrun = _torchrun("--nproc-per-node", "1", "--rdzv-endpoint", "localhost:0")
+    process = subprocess.Popen([*NODE, *torchrun, "wait", str(tmp_path)], cwd=ROOT, stderr=subprocess.DEVNULL, start_new_session=True)
+    try:
+        deadline = time.monotonic() + 60
+        while not list(tmp_path.iterdir()):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        process.send_signal(signal.SIGUSR1)
+        assert process.wait(timeout=60) == 75
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
 def test_a_signal_before_there_are_ranks_asks_for_another_start(tmp_path: Path) -> None:
     """torchrun waits for a second node that never comes."""
     torchrun = _torchrun("--nnodes", "2", "--nproc-per-node", "1", "--rdzv-endpoint", "127.0.0.1:0", "--rdzv-id", "test")

@@ -87,7 +87,7 @@ def _pass_signals_on(folder: Path, processes: int) -> None:
     from torch.distributed.elastic.multiprocessing import SignalException
 
     def pass_on(number: int, _frame: object) -> None:
-        workers = [int(path.name.removeprefix(_STOPPABLE)) for path in folder.glob(f"{_STOPPABLE}*")]
+        workers = stoppable_workers(folder)
         if len(workers) < processes:
             raise SignalException(f"the launcher got signal {number} before all workers train", sigval=signal.Signals(number))
         for worker in workers:
@@ -96,6 +96,11 @@ def _pass_signals_on(folder: Path, processes: int) -> None:
 
     for number in _PASSED_ON:
         signal.signal(number, pass_on)
+
+
+def stoppable_workers(folder: Path) -> list[int]:
+    """Process ids of the workers that have become stoppable, from the launcher's folder."""
+    return [int(path.name.removeprefix(_STOPPABLE)) for path in folder.glob(f"{_STOPPABLE}*")]
 
 
 def become_stoppable() -> None:

@@ -2,8 +2,8 @@
 
 torchrun alone is not enough there. Slurm gives its warning signal to the processes that it started itself, so torchrun would get
 it and not the ranks, and would die of it; and torchrun ends with 1 whatever its workers ended with. This process passes SIGUSR1 and
-SIGTERM on to the ranks, lets torchrun ignore the former, prints the ranks' errors once and ends with their exit code: 75 asks for
-the job to be queued again (docs/cluster.md).
+SIGTERM on to the ranks once all of them can stop in good order (before that it ends torchrun), prints the ranks' errors once and
+ends with their exit code: 75 asks for the job to be queued again (docs/cluster.md).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 from types import FrameType
 
 from vapo_mcore.errors import EXIT_REQUEUE
-from vapo_mcore.launch.local import ERRORS_VARIABLE, exit_code_of, print_errors, read_errors
+from vapo_mcore.launch.local import ERRORS_VARIABLE, exit_code_of, print_errors, read_errors, stoppable_workers
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -48,10 +48,11 @@ def _run(command: list[str], directory: Path | None, folder: Path) -> int:
         return 2
 
     def pass_on(number: int, _frame: FrameType | None) -> None:
-        ranks = ranks_below(process.pid)
-        for rank in ranks:
-            _send(rank, number)
-        if not ranks:  # nothing has begun that could be saved
+        ranks, stoppable = ranks_below(process.pid), stoppable_workers(folder)
+        if ranks and set(ranks) <= set(stoppable):
+            for rank in ranks:
+                _send(rank, number)
+        else:  # nothing has begun that they could save
             asked.append(number)
             process.terminate()
 
