@@ -1,6 +1,6 @@
 """A real Slurm on this machine, for a test: munged, slurmctld and one slurmd a fake node, under one folder, ended by their process ids.
 
-Each slurmd has its own host name and /etc/hosts, so that ``n0`` and ``n1`` resolve inside jobs as nodes of a cluster do. Processes are
+Each slurmd has its own host name and /etc/hosts, so that nodes' names resolve inside jobs as on a cluster. Processes are
 tracked with cgroups where version 1's freezer is there, because that decides whom Slurm's warning signal reaches.
 """
 
@@ -11,12 +11,12 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-CONTROLLER_PORT, FIRST_NODE_PORT = 17817, 17820
 PACKAGES = ("slurm-wlm", "munge")
 _FREEZER = Path("/sys/fs/cgroup/freezer")
 
@@ -33,11 +33,14 @@ def install() -> None:
 
 
 class FakeCluster:
-    """``nodes`` fake nodes n0, n1, ... of partition ``batch``; ``with`` starts and ends them."""
+    """``nodes`` fake nodes of partition ``batch``; ``with`` starts and ends them. Nodes are named after their ports, so that several
+    clusters on a machine do not meet."""
 
     def __init__(self, folder: Path, nodes: int = 2) -> None:
         self.folder = folder
-        self.nodes = [f"n{index}" for index in range(nodes)]
+        self._port, *node_ports = _free_ports(1 + nodes)
+        self._ports = {f"n{port}": port for port in node_ports}
+        self.nodes = list(self._ports)
         self.configuration = folder / "slurm.conf"
         self._daemons: list[subprocess.Popen[bytes]] = []
 
@@ -123,16 +126,22 @@ class FakeCluster:
             text = "CgroupPlugin=cgroup/v1\nCgroupMountpoint=/sys/fs/cgroup\nConstrainCores=no\nConstrainRAMSpace=no\n"
             (self.folder / "cgroup.conf").write_text(text)
         nodes = "".join(
-            f"NodeName={node} NodeHostname={_host()} NodeAddr=127.0.0.1 Port={FIRST_NODE_PORT + index} CPUs=8 RealMemory=8000\n"
-            for index, node in enumerate(self.nodes)
+            f"NodeName={node} NodeHostname={_host()} NodeAddr=127.0.0.1 Port={self._ports[node]} CPUs=8 RealMemory=8000\n"
+            for node in self.nodes
         )
         self.configuration.write_text(
-            _CONFIGURATION.format(
-                folder=self.folder, host=_host(), port=CONTROLLER_PORT, tracking="cgroup" if with_cgroups else "linuxproc"
-            )
+            _CONFIGURATION.format(folder=self.folder, host=_host(), port=self._port, tracking="cgroup" if with_cgroups else "linuxproc")
             + nodes
             + "PartitionName=batch Nodes=ALL Default=YES MaxTime=INFINITE State=UP\n"
         )
+
+
+def _free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [probe.getsockname()[1] for probe in probes]
 
 
 def _remove_group(group: Path) -> None:
