@@ -79,6 +79,7 @@ def test_graders_that_are_gone_on_one_rank_end_the_step_on_all(facts: Facts) -> 
         assert rank["message"] == "rank 1: no process stays alive"
 
 
+@pytest.mark.slow
 def test_a_rebuilt_engine_generates_the_same_again(vllm_facts: Facts, folder: Path) -> None:
     """The second step failed on rank 1, after rank 0 had its responses: all numbers are those of the run without the fault."""
     undisturbed, disturbed = (rows_of(folder, name) for name in ("engine_undisturbed", "engine_twice"))
@@ -92,6 +93,7 @@ def test_a_rebuilt_engine_generates_the_same_again(vllm_facts: Facts, folder: Pa
                 assert found[name] == value, name
 
 
+@pytest.mark.slow
 def test_a_second_failure_of_the_engine_ends_the_step_on_all_ranks(vllm_facts: Facts) -> None:
     for rank in vllm_facts["engine_fails_twice"]:
         assert rank["message"] == (

@@ -133,22 +133,13 @@ def test_a_rank_that_is_killed_ends_the_run(folder: Path) -> None:
     assert killed < 60
 
 
-def test_a_rank_that_is_killed_ends_the_run_under_plain_torchrun(folder: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d"]
-    command += ["--rdzv-endpoint", "localhost:0", "--local-addr", "127.0.0.1", "-m", "tests.integration.failing_worker"]
-    run = folder / "failing_die"
-    ended, killed = _seconds_after_the_last_sign_of_life([*command, str(folder), "die", "run.dir=" + str(run) + "_torchrun"], run)
-    assert ended.returncode == 1, ended.stderr[-4000:]
-    assert "exitcode: -9" in ended.stderr.replace(" ", "").replace("exitcode:", "exitcode: ")
-    assert killed < 60
-
-
 def _seconds_after_the_last_sign_of_life(command: list[str], run: Path) -> tuple[subprocess.CompletedProcess[str], float]:
     result = run_bounded(command, timeout=240)
     last = max(json.loads(path.read_text())["written"] for path in (run / "heartbeats").glob("*.json"))
     return result, time.time() - last
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs_in_a_collective_is_found_and_told(folder: Path) -> None:
     result = run_bounded([sys.executable, "-c", FAILING, str(folder), "hang", "faults.hang_minutes=0.25"], timeout=240)
     assert result.returncode == EXIT_HANG, result.stderr[-4000:]
