@@ -9,7 +9,7 @@ import json
 import math
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,6 +22,7 @@ from vapo_mcore.errors import RewardError, RunStopped, StepAbandoned
 from vapo_mcore.megatron.engine import MegatronModel
 from vapo_mcore.megatron.parallel import initialize_parallel
 from vapo_mcore.rewards import VerifierPool
+from vapo_mcore.rollout.transformers_engine import TransformersEngine
 from vapo_mcore.trainer.bad_batch import load_bad_batch
 from vapo_mcore.trainer.losses import PolicyLoss
 from vapo_mcore.trainer.main import train
@@ -123,11 +124,11 @@ def failing(owner: type, method: str, error: Exception, chosen: Callable[[int], 
 
 
 def abandoned(name: str, *overrides: str) -> dict[str, Any]:
-    """What a run says that ends with StepAbandoned."""
+    """What a run says that stops early."""
     try:
         run(name, *overrides)
-    except StepAbandoned as error:
-        return {"message": str(error)}
+    except (StepAbandoned, RunStopped) as error:
+        return {"message": str(error), "kind": type(error).__name__}
     return {"message": None}
 
 
@@ -135,6 +136,38 @@ def graders_gone_for_good() -> dict[str, Any]:
     """The second grading of rank 1 (the first is the evaluation's) fails: no rank is left waiting."""
     with failing(VerifierPool, "grade", RewardError("no process stays alive"), lambda number: number == 2):
         return abandoned("graders", NO_PRETRAINING)
+
+
+def undisturbed() -> dict[str, Any]:
+    run("undisturbed", NO_PRETRAINING)
+    return {}
+
+
+def failing_engine(*calls: int) -> AbstractContextManager[None]:
+    """Generation fails on rank 1 alone, after it has done its work. The first call is the evaluation's at the start."""
+    return failing(TransformersEngine, "_generate", RuntimeError("the device is lost"), lambda number: number in calls, after=True)
+
+
+def engine_fails_once() -> dict[str, Any]:
+    with failing_engine(3):
+        return abandoned("engine_once", NO_PRETRAINING)
+
+
+def engine_fails_again() -> dict[str, Any]:
+    """In the second step, twice: its generation is the third call, and the fourth after the rebuild."""
+    with failing_engine(3, 4):
+        return abandoned("engine_again", NO_PRETRAINING) | {"checkpoints": checkpoints("engine_again")}
+
+
+def engine_fails_in_an_evaluation() -> dict[str, Any]:
+    with failing_engine(4):
+        facts = abandoned("engine_evaluation", NO_PRETRAINING, "faults.engine_rebuilds=0")
+    return facts | {"checkpoints": checkpoints("engine_evaluation")}
+
+
+def checkpoints(name: str) -> list[str]:
+    dist.barrier()
+    return sorted(path.name for path in (FOLDER / name / "checkpoints").iterdir() if not path.name.startswith("."))
 
 
 VLLM = (NO_PRETRAINING, "rollout.engine=vllm", "parallel.tensor_model_parallel_size=2", "eval.at_start=false", "eval.at_end=false")
@@ -157,7 +190,15 @@ def engine_fails_twice() -> dict[str, Any]:
     return facts | {"shared_memory_left": len(sorted(Path("/dev/shm").iterdir())) - len(shared)}
 
 
-CASES: list[Callable[[], dict[str, Any]]] = [one_bad_update_is_skipped, bad_updates_in_a_row_stop_the_run, graders_gone_for_good]
+CASES: list[Callable[[], dict[str, Any]]] = [
+    one_bad_update_is_skipped,
+    bad_updates_in_a_row_stop_the_run,
+    graders_gone_for_good,
+    undisturbed,
+    engine_fails_once,
+    engine_fails_again,
+    engine_fails_in_an_evaluation,
+]
 
 if __name__ == "__main__":
     chosen = [engine_undisturbed, engine_fails_twice] if sys.argv[2:] == ["vllm"] else CASES

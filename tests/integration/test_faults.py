@@ -79,6 +79,42 @@ def test_graders_that_are_gone_on_one_rank_end_the_step_on_all(facts: Facts) -> 
         assert rank["message"] == "rank 1: no process stays alive"
 
 
+def assert_equal_but_for_the_fault(undisturbed: list[dict[str, Any]], disturbed: list[dict[str, Any]]) -> None:
+    for expected, found in zip(undisturbed, disturbed, strict=True):
+        for name, value in expected.items():
+            if not name.startswith(("time/", "memory/", "tokens/per_second", "sampling/engine_rebuilds")):
+                assert found[name] == value, name
+
+
+def test_after_a_rebuild_of_the_engine_the_run_is_what_it_would_have_been(facts: Facts, folder: Path) -> None:
+    """The second step failed on rank 1 alone, after rank 0 had its responses."""
+    undisturbed, disturbed = (rows_of(folder, name) for name in ("undisturbed", "engine_once"))
+    assert [rank["message"] for rank in facts["engine_fails_once"]] == [None, None]
+    assert [row["sampling/engine_rebuilds"] for row in disturbed] == [0, 1]
+    assert disturbed[1]["time/engine_rebuild"] > 0
+    assert_equal_but_for_the_fault(undisturbed, disturbed)
+
+
+def test_an_engine_that_fails_again_leaves_a_checkpoint_of_the_step_before(facts: Facts, folder: Path) -> None:
+    for rank in facts["engine_fails_again"]:
+        assert rank["kind"] == "StepAbandoned"
+        assert rank["message"] == (
+            "the rollout engine failed again, after 1 rebuilds (faults.engine_rebuilds = 1): rank 1: RuntimeError: the device is lost"
+        )
+        assert len(rank["checkpoints"]) == 1
+        assert rank["checkpoints"][0].endswith("1")
+    assert [row["step"] for row in rows_of(folder, "engine_again")] == [1]
+
+
+def test_a_failure_in_an_evaluation_keeps_the_step_before_it(facts: Facts, folder: Path) -> None:
+    for rank in facts["engine_fails_in_an_evaluation"]:
+        assert rank["kind"] == "RunStopped"
+        assert "the evaluation after step 2 could not be done: the rollout engine failed: rank 1: RuntimeError" in rank["message"]
+        assert len(rank["checkpoints"]) == 1
+        assert rank["checkpoints"][0].endswith("2")
+    assert [row["step"] for row in rows_of(folder, "engine_evaluation")] == [1, 2]
+
+
 @pytest.mark.slow
 def test_a_rebuilt_engine_generates_the_same_again(vllm_facts: Facts, folder: Path) -> None:
     """The second step failed on rank 1, after rank 0 had its responses: all numbers are those of the run without the fault."""
@@ -87,10 +123,7 @@ def test_a_rebuilt_engine_generates_the_same_again(vllm_facts: Facts, folder: Pa
     assert [row["sampling/engine_rebuilds"] for row in disturbed] == [0, 1]
     assert disturbed[1]["time/engine_rebuild"] > 0
 
-    for expected, found in zip(undisturbed, disturbed, strict=True):
-        for name, value in expected.items():
-            if not name.startswith(("time/", "memory/", "tokens/per_second", "warnings", "sampling/engine_rebuilds")):
-                assert found[name] == value, name
+    assert_equal_but_for_the_fault(undisturbed, disturbed)
 
 
 @pytest.mark.slow

@@ -193,8 +193,15 @@ class Run:
     def _evaluate(self, step: int) -> dict[str, Any]:
         """Evaluate now; the metrics for the step's row."""
         assert self.evaluator is not None
-        with heartbeat.entering("evaluation"):
-            evaluation: Evaluation = self.evaluator.run()
+        try:
+            with heartbeat.entering("evaluation"):
+                evaluation: Evaluation = self.evaluator.run()
+        except StepAbandoned as lost:
+            if step == 0:
+                raise
+            # The step before the evaluation is whole: it is recorded and saved, then the run ends.
+            self.trainer.stop_requests.request(f"the evaluation after step {step} could not be done: {lost}", exit_code=lost.exit_code)
+            return {}
         results = {f"{summary.name} avg@{summary.samples}": describe(summary.average) for summary in evaluation.summaries}
         self.evaluations.append((step, results))
         for line in console_lines(evaluation.summaries):

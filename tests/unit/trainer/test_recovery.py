@@ -1,0 +1,139 @@
+"""A rollout engine that fails: what is sampled after a rebuild, how often it is rebuilt, and what cannot be repaired."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.rollout_models import PROMPTS, in_buckets, load_model, named_weights, write_model
+from tests.training_setup import write_tokenizer
+from vapo_mcore.config.schema import FaultsConfig
+from vapo_mcore.data.prompts import Prompt
+from vapo_mcore.errors import RewardError, RolloutError, StepAbandoned
+from vapo_mcore.rewards import VerifierPool
+from vapo_mcore.rollout.base import Replica, SamplingConfig
+from vapo_mcore.rollout.transformers_engine import TransformersEngine
+from vapo_mcore.trainer.sampling import ResponseSampler, Round
+from vapo_mcore.trainer.step import Trainer
+from vapo_mcore.trainer.timing import PhaseTimer
+
+SAMPLING = SamplingConfig(temperature=1.0, top_p=1.0, top_k=-1, max_tokens=12)
+ASKED = [Prompt(f"p{i}", list(tokens), "?", "7", "s", "exact", {}) for i, tokens in enumerate(PROMPTS[:3])]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def world_of_one() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = write_model("qwen2", tmp_path_factory.mktemp("recovery") / "model")
+    write_tokenizer(folder)
+    return folder
+
+
+@pytest.fixture
+def sampler(folder: Path) -> Iterator[ResponseSampler]:
+    from transformers import AutoTokenizer
+
+    engine = TransformersEngine(folder, torch.float32, Replica.of_rank(0, 1, 1), max_model_len=128, device=torch.device("cpu"))
+    with VerifierPool(1, 5.0) as pool:
+        found = ResponseSampler(engine, pool, AutoTokenizer.from_pretrained(folder, local_files_only=True), run_seed=3)
+        make_ready(engine, folder)
+        yield found
+
+
+def make_ready(engine: TransformersEngine, folder: Path) -> None:
+    weights = named_weights(load_model(folder))
+    engine.wake_weights()
+    engine.update_weights(in_buckets(weights), list(weights))
+    engine.wake_kv_cache()
+
+
+def sample(sampler: ResponseSampler) -> Round:
+    return sampler.sample(ASKED, 2, SAMPLING, seed_step=1, timer=PhaseTimer())
+
+
+def fail(sampler: ResponseSampler, monkeypatch: pytest.MonkeyPatch, times: int) -> None:
+    """The next generations of the engine fail after they have done their work."""
+    original, left = sampler.engine._generate_batch, [times]  # type: ignore[attr-defined]
+
+    def fails(*arguments: Any) -> Any:
+        found = original(*arguments)
+        left[0] -= 1
+        if left[0] >= 0:
+            raise RuntimeError("the device is lost")
+        return found
+
+    monkeypatch.setattr(sampler.engine, "_generate_batch", fails)
+
+
+def trainer_of(sampler: ResponseSampler, folder: Path, rebuilds: int) -> Any:
+    """As much of a trainer as recovers an engine."""
+    trainer = SimpleNamespace(
+        config=SimpleNamespace(faults=FaultsConfig(engine_rebuilds=rebuilds)),
+        engine_rebuilds=0,
+        parallel=SimpleNamespace(rank=0),
+        sampler=sampler,
+        sync_weights=lambda: make_ready(sampler.engine, folder),  # type: ignore[arg-type]
+    )
+    sampler.recover_engine = lambda failures, timer: Trainer.recover_engine(trainer, failures, timer)  # type: ignore[arg-type]
+    return trainer
+
+
+def test_after_a_rebuild_the_same_is_sampled(sampler: ResponseSampler, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = sample(sampler)
+    trainer = trainer_of(sampler, folder, rebuilds=1)
+    fail(sampler, monkeypatch, 1)
+    found = sample(sampler)
+    assert trainer.engine_rebuilds == 1
+    assert found.rows.prompt_id == expected.rows.prompt_id
+    for name in ("tokens", "rollout_logprobs", "response_mask"):
+        assert torch.equal(found.local[name], expected.local[name])
+    assert torch.equal(found.rows.score, expected.rows.score)
+
+
+@pytest.mark.parametrize(("rebuilds", "message"), [(0, "the rollout engine failed: "), (2, r"failed again, after 2 rebuilds \(faults\.")])
+def test_an_engine_is_rebuilt_so_often_and_no_more(
+    sampler: ResponseSampler, folder: Path, monkeypatch: pytest.MonkeyPatch, rebuilds: int, message: str
+) -> None:
+    trainer = trainer_of(sampler, folder, rebuilds)
+    fail(sampler, monkeypatch, 9)
+    with pytest.raises(StepAbandoned, match=rf"{message}.*rank 0: RuntimeError: the device is lost"):
+        sample(sampler)
+    assert trainer.engine_rebuilds == rebuilds
+
+
+def test_a_new_engine_that_cannot_be_had_ends_the_step(sampler: ResponseSampler, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_memory() -> None:
+        raise RolloutError("no memory for the KV cache")
+
+    trainer_of(sampler, folder, rebuilds=1)
+    fail(sampler, monkeypatch, 1)
+    monkeypatch.setattr(sampler.engine, "rebuild", no_memory)
+    with pytest.raises(StepAbandoned, match=r"the device is lost.* and cannot be rebuilt: no memory for the KV cache"):
+        sample(sampler)
+
+
+def test_graders_that_are_gone_end_the_step(sampler: ResponseSampler, monkeypatch: pytest.MonkeyPatch) -> None:
+    def gone(_: object) -> None:
+        raise RewardError("no process stays alive")
+
+    monkeypatch.setattr(sampler.verifiers, "grade", gone)
+    with pytest.raises(StepAbandoned, match="rank 0: no process stays alive"):
+        sample(sampler)
+
+
+def test_without_a_trainer_nothing_is_rebuilt(sampler: ResponseSampler, monkeypatch: pytest.MonkeyPatch) -> None:
+    fail(sampler, monkeypatch, 1)
+    with pytest.raises(StepAbandoned, match="the rollout engine failed: rank 0: RuntimeError"):
+        sample(sampler)
