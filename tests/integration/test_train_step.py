@@ -149,6 +149,13 @@ def test_one_update_equals_plain_torch(folder: Path) -> None:
     _assert_exported_weights(folder, parameters, clip=1.0 / (norm.item() + 1e-6), lr=row["policy/lr"])
 
 
+def test_trap_10_explained_variance_is_of_the_values_before_the_update(folder: Path) -> None:
+    """The head is zero then: nothing is explained. With the values after the update it would be something."""
+    row = rl_rows(folder / "one_update")[0]
+    assert row["critic/explained_variance"] == pytest.approx(0.0, abs=1e-6)
+    assert row["critic/updates"] == 1
+
+
 def _responses(folder: Path) -> list[dict[str, Any]]:
     """What each rank trained on, a response at a time."""
     found = []

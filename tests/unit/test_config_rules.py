@@ -482,3 +482,17 @@ def test_a_faulty_inherited_setting_that_gives_way_is_no_fault(tmp_path: Path) -
 
 def test_a_rule_is_not_applied_to_a_faulty_key(tmp_path: Path) -> None:
     assert faults_of(tmp_path, "batch.mini_batch_size=999", "batch.prompts_per_step=0") == ["batch.prompts_per_step: 0 must be > 0"]
+
+
+@pytest.mark.parametrize(
+    ("setting", "key", "message"),
+    [
+        ("algorithm.kl.place=[reward, loss]", "algorithm.kl.place", "must be 'off', 'reward' or 'loss'"),
+        ("algorithm.advantage.lambda_policy.alpha=0", "algorithm.advantage.lambda_policy.alpha", "0 must be > 0"),
+        ("algorithm.advantage.lambda_policy.alpha=-0.05", "algorithm.advantage.lambda_policy.alpha", "-0.05 must be > 0"),
+        ("algorithm.policy_loss.clip_low=1.0", "algorithm.policy_loss.clip_low", "1.0 must be < 1"),
+    ],
+)
+def test_impossible_settings_of_the_algorithm_are_refused(setting: str, key: str, message: str, tmp_path: Path) -> None:
+    (fault,) = faults_of(tmp_path, setting)
+    assert fault.startswith(f"{key}: ") and message in fault

@@ -49,3 +49,15 @@ def test_dropout_acts_where_gradients_are_recorded_and_keeps_the_mean() -> None:
 def test_ranks_with_the_same_tokens_drop_the_same_and_others_do_not() -> None:
     assert torch.equal(values(head(0.5, stream=3), HIDDEN), values(head(0.5, stream=3), HIDDEN))
     assert not torch.equal(values(head(0.5, stream=3), HIDDEN), values(head(0.5, stream=4), HIDDEN))
+
+
+def test_trap_15_a_zero_head_gives_what_is_below_it_no_gradient_at_first() -> None:
+    hidden = HIDDEN.clone().requires_grad_(True)
+    made = head(0.0)
+    with torch.no_grad():
+        made.weight.zero_()
+        made.bias.zero_()
+    (made(hidden)[0] - 1.0).square().mean().backward()
+    assert hidden.grad is not None and not hidden.grad.any()
+    assert made.dense.weight.grad is not None and not made.dense.weight.grad.any()
+    assert made.weight.grad is not None and made.weight.grad.any()  # so that it is not zero after the first update

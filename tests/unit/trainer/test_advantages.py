@@ -213,6 +213,20 @@ def test_nan_at_a_response_token_names_the_response_and_at_a_masked_one_does_not
         check_experience(experience)
 
 
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("name", ["rewards", "rollout_logprobs", "old_logprobs", "ref_logprobs", "values", "returns"])
+def test_what_is_not_finite_stops_the_run_at_trained_tokens_only(name, value):
+    experience = make_experience(make_config(advantage={"estimator": "reinforce"}), make_rows([2, 2], [1.0, 0.0], groups=[3, 3], cut=[1]))
+    experience.batch[name] = torch.zeros(8)
+    experience.batch[name][[0, 1, 4, 5]] = value  # prompts
+    check_experience(experience)
+    experience.batch[name][6] = value
+    with pytest.raises(TrainingError, match=rf"{name}: response set/3#0 sample 1"):
+        check_experience(experience)
+    experience.batch["response_mask"][6:] = False  # filtered
+    check_experience(experience)
+
+
 def test_importance_weights_of_the_three_corrections():
     gaps = torch.tensor([math.log(0.1), 0.0, math.log(3.0)])
     expected = {"token_truncate": [0.1, 1.0, 2.0], "token_mask": [0.0, 1.0, 0.0], "sequence_mask": [0.1, 1.0, 3.0]}
