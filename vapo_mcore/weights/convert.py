@@ -24,6 +24,7 @@ from vapo_mcore.weights.plan import MappedTensor, Role, hf_manifest
 from vapo_mcore.weights.read_ahead import read_ahead
 from vapo_mcore.weights.views import HF_SUBFOLDER, HfFolderView, HfView, MegatronFolderView, open_view, placements, require_finite
 from vapo_mcore.weights.writer import (
+    CHECKSUMS_NAME,
     DEFAULT_MAX_SHARD_BYTES,
     SafetensorsWriter,
     companion_files,
@@ -34,7 +35,6 @@ from vapo_mcore.weights.writer import (
     write_json,
 )
 
-CHECKSUMS_NAME = "checksums.json"
 DEFAULT_VOCAB_MULTIPLE = 128
 """Megatron-LM's default of ``--make-vocab-size-divisible-by``."""
 

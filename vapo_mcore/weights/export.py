@@ -20,10 +20,19 @@ from torch import Tensor, nn
 from vapo_mcore import heartbeat
 from vapo_mcore.config.architecture import ModelArchitecture
 from vapo_mcore.errors import CheckpointError
+from vapo_mcore.weights.checksums import tensor_checksum
 from vapo_mcore.weights.families import HEAD_PREFIX
 from vapo_mcore.weights.loader import ParallelLayout
 from vapo_mcore.weights.plan import MappedTensor, Role, global_parameters, match_parameters, plan_mapping, require_complete
-from vapo_mcore.weights.writer import DEFAULT_MAX_SHARD_BYTES, SafetensorsWriter, companion_files, copy_companions, new_folder
+from vapo_mcore.weights.writer import (
+    CHECKSUMS_NAME,
+    DEFAULT_MAX_SHARD_BYTES,
+    SafetensorsWriter,
+    companion_files,
+    copy_companions,
+    new_folder,
+    write_json,
+)
 
 DEFAULT_BUCKET_BYTES = 256 << 20
 
@@ -269,9 +278,9 @@ def save_hf(
 ) -> None:
     """Write the model as a Hugging Face folder. Collective over the whole world; global rank 0 writes.
 
-    ``source``: the folder that the model was loaded from, for config, tokenizer and the like. ``dtype``: type of the weights
-    on disk, that of the parameters if None (a critic's head stays in float32). ``destination`` appears complete, at the end, or
-    not at all; every rank raises the writer's CheckpointError (destination exists, disk full).
+    ``source``: the folder that the model was loaded from, for config, tokenizer and the like; ``checksums.json`` is added.
+    ``dtype``: type of the weights on disk, that of the parameters if None (a critic's head stays in float32). ``destination``
+    appears complete, at the end, or not at all; every rank raises the writer's CheckpointError (destination exists, disk full).
     """
     failure: list[CheckpointError | None] = [None]
     parallel = exporter.parallel
@@ -301,14 +310,18 @@ def _write_hf(
 ) -> None:
     manifest = {name: (shape, _stored_type(name, kept, dtype)) for name, (shape, kept) in exporter.manifest.items()}
     trunk_dtype = next(iter(manifest.values()))[1]
+    checksums: dict[str, str] = {}
     with new_folder(destination) as folder:
         companion_files(source)
         with SafetensorsWriter(folder, manifest, max_shard_bytes=max_shard_bytes) as writer:
             for bucket in buckets:
                 for name, tensor in bucket:
-                    writer.write(name, tensor)
-                del bucket, tensor  # before the next one is made
+                    stored = tensor.to(manifest[name][1])
+                    checksums[name] = tensor_checksum(stored)
+                    writer.write(name, stored)
+                del bucket, tensor, stored  # before the next one is made
         copy_companions(source, folder, exporter.architecture, role=exporter.role, dtype=trunk_dtype)
+        write_json(folder / CHECKSUMS_NAME, checksums)
 
 
 def _stored_type(name: str, kept: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from vapo_mcore.errors import CheckpointError
 from vapo_mcore.weights.checksums import tensor_checksum
-from vapo_mcore.weights.convert import CHECKSUMS_NAME
 from vapo_mcore.weights.plan import global_parameters, hf_manifest, match_parameters, plan_mapping, require_complete
 from vapo_mcore.weights.views import HfView, open_view
+from vapo_mcore.weights.writer import CHECKSUMS_NAME
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,9 @@ from vapo_mcore.weights.reader import DTYPES, INDEX_NAME, SINGLE_NAME, require_i
 DEFAULT_MAX_SHARD_BYTES = 5_000_000_000
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf")
-_NOT_COPIED = {"config.json", INDEX_NAME, "pytorch_model.bin.index.json"}
+CHECKSUMS_NAME = "checksums.json"
+"""HF name -> checksum of every tensor of a model that was written here."""
+_NOT_COPIED = {"config.json", INDEX_NAME, "pytorch_model.bin.index.json", CHECKSUMS_NAME}
 _COPIED_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".md", ".tiktoken", ".spm")
 _COPIED_NAMES = {"LICENSE", "NOTICE", "USE_POLICY"}
 

@@ -31,6 +31,7 @@ from vapo_mcore.weights.checksums import tensor_checksum
 from vapo_mcore.weights.convert import hf_to_megatron, megatron_to_hf
 from vapo_mcore.weights.export import Exporter, export_tensors, save_hf
 from vapo_mcore.weights.loader import load_hf_into
+from vapo_mcore.weights.verify import check_own_checksums
 
 WORK = Path(sys.argv[1])
 LAYOUTS: dict[str, dict[str, int]] = {
@@ -180,6 +181,7 @@ def case_saved_folder(parallel: ParallelContext) -> None:
     save_hf(exporter, source, target, max_shard_bytes=60_000)
     assert len(list(target.glob("*.safetensors"))) > 2
     require_equal(checkpoint(target), checkpoint(source))
+    assert check_own_checksums(target).equal
     config = json.loads((target / "config.json").read_text())
     assert config == json.loads((source / "config.json").read_text())
     before = {file.name: file.stat().st_mtime_ns for file in target.iterdir()}

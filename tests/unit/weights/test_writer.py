@@ -112,7 +112,7 @@ def test_companions(tmp_path: Path, hf_folder: Callable[[str], Path]) -> None:
     (source / "config.json").write_bytes((original / "config.json").read_bytes())
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json", "merges.txt", "LICENSE"):
         (source / name).write_text(name)
-    for name in ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "optimizer.pt"):
+    for name in ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "optimizer.pt", "checksums.json"):
         (source / name).write_text("weights")
     arch = read_architecture(source)
     copied = copy_companions(source, target, arch, role="policy", dtype=torch.float32)
