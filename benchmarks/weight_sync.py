@@ -1,7 +1,7 @@
 """Weight sync of the policy into vLLM against a memcpy of its bytes.
 
     python benchmarks/weight_sync.py [--model FOLDER] [--rounds 5]
-    torchrun --nproc-per-node 2 benchmarks/weight_sync.py --tp 2
+    torchrun --nproc-per-node 2 benchmarks/weight_sync.py --pp 2
 
 One JSON line. ``export_ratio``: seconds that the trainer's side takes (export, transfers between ranks, checks of names and shapes) over a
 memcpy of the full HF tensors on one thread; ``load_ratio``: vLLM's own loading, which on CPU repacks every matrix; ``verify_seconds``:
@@ -47,14 +47,15 @@ def memcpy_seconds(tensors: list[Tensor], rounds: int) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, help="Hugging Face folder")
-    parser.add_argument(
-        "--tp", type=int, default=1, help="tensor parallel degree; start as many processes with torchrun"
-    )
+    parser.add_argument("--tp", type=int, default=1, help="tensor parallel degree; start as many processes with torchrun")
+    parser.add_argument("--pp", type=int, default=1, help="pipeline parallel degree of the policy")
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
     world = int(os.environ.get("WORLD_SIZE", "1"))
     with tempfile.TemporaryDirectory() as work:
-        parallel = initialize_parallel(ParallelConfig(world_size=world, tensor_model_parallel_size=options.tp))
+        parallel = initialize_parallel(
+            ParallelConfig(world_size=world, tensor_model_parallel_size=options.tp, pipeline_model_parallel_size=options.pp)
+        )
         folder = model_folder(options.model, Path(work))
         arch = read_architecture(folder)
         chunks = build_chunks("policy", arch, ModelConfig(path=str(folder), dtype="bfloat16"), parallel)
@@ -82,6 +83,7 @@ def main() -> None:
             line = {
                 "benchmark": "weight_sync",
                 "tp": options.tp,
+                "pp": options.pp,
                 "megabytes": round(report.bytes / 1e6),
                 "memcpy_seconds": round(copied, 4),
                 "export_seconds": round(export, 4),

@@ -16,6 +16,7 @@ import json
 import os
 import pickle
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
@@ -86,9 +87,8 @@ class DistributedCheckpointWriter:
         """Write one piece of a sharded object (Megatron's ``ShardedObject``), for example a module's ``_extra_state``."""
         name = f"{key}/shard_{'.'.join(map(str, offset))}_{'.'.join(map(str, global_shape))}"
         self._objects.append(name)
-        content = io.BytesIO()
-        _torch_save([value], content)  # Megatron keeps a list of the pieces with one name
-        self._store(name, None, lambda stream: stream.write(content.getbuffer()))
+        content = _archive_of_nothing() if value is None else _archive(value)
+        self._store(name, None, lambda stream: stream.write(content))
 
     def _save(self, value: Tensor, stream: io.BufferedRandom) -> None:
         """``torch.save``: the archives of two tensors of one type and shape differ in the numbers alone, so what surrounds those is
@@ -224,6 +224,18 @@ def _torch_save(value: Any, stream: io.BytesIO | io.BufferedRandom) -> None:
         raise output.error or error from None
     finally:
         torch.serialization.set_crc32_options(crc32)
+
+
+def _archive(value: Any) -> bytes:
+    content = io.BytesIO()
+    _torch_save([value], content)  # Megatron keeps a list of the pieces with one name
+    return content.getvalue()
+
+
+@cache
+def _archive_of_nothing() -> bytes:
+    """What most sharded objects are: one a layer and module, and a mixture of experts has thousands."""
+    return _archive(None)
 
 
 def _frame(stream: io.BufferedRandom, start: int, num_bytes: int) -> tuple[bytes, bytes]:
