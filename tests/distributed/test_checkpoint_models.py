@@ -11,6 +11,8 @@ import pytest
 
 from tests.torchrun import run_torchrun
 
+pytestmark = pytest.mark.slow
+
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE / "layouts"))
 import problem  # noqa: E402

@@ -11,6 +11,8 @@ from safetensors.torch import load_file
 from tests.torchrun import run_torchrun
 from tests.training_setup import read_metrics, write_setup
 
+pytestmark = pytest.mark.slow
+
 HERE = Path(__file__).parent
 CASES = ("other_layouts", "same_layout", "abandoned", "full_disk", "damage", "refused", "from_a_checkpoint")
 

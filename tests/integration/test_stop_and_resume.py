@@ -15,6 +15,8 @@ import pytest
 from tests.torchrun import ROOT
 from tests.training_setup import read_metrics, write_setup
 
+pytestmark = pytest.mark.slow
+
 CLI = [sys.executable, "-m", "vapo_mcore.cli", "train"]
 SETTINGS = [
     "run.steps=4",

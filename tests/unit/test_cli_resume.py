@@ -1,0 +1,54 @@
+"""The options of a resume, and a run that is finished, before anything is loaded."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.unit.config_helpers import write_base
+from vapo_mcore.cli import main
+from vapo_mcore.trainer.run_dir import RunDirectory
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--resume", "--clean"], "--resume continues a run, --clean deletes it"),
+        (["--resume-from", "step_000001", "--clean"], "--resume continues a run, --clean deletes it"),
+        (["--allow-config-change"], "belong to --resume"),
+        (["--restart-data"], "belong to --resume"),
+    ],
+)
+def test_options_that_contradict_each_other(options: list[str], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["train", str(write_base(tmp_path)), *options])
+    assert stopped.value.code == 2
+    assert words in capsys.readouterr().err
+
+
+def finished_run(tmp_path: Path, steps: int) -> Path:
+    base = write_base(tmp_path)
+    run = RunDirectory.create(tmp_path / "run", clean=False, config_yaml="seed: 1\n", tensorboard=False)
+    run.mark_finished(steps)
+    run.close()
+    return base
+
+
+def test_a_finished_run_says_so_and_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    base = finished_run(tmp_path, 6)
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")}
+    assert main(["train", str(base), "--resume"]) == 0
+    assert "is finished (6 steps); a larger run.steps continues it" in capsys.readouterr().out
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")} == before
+
+
+def test_more_steps_than_the_finished_run_made_are_not_finished(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "foreign").mkdir()
+    (tmp_path / "foreign" / "notes.txt").touch()
+    base = finished_run(tmp_path, 6)
+    assert main(["train", str(base), "--resume", "--dry-run", "run.steps=7", f"run.dir={tmp_path}/foreign"]) == 2
+    error = capsys.readouterr().err
+    assert "holds files that are not a run of vapo-mcore" in error
+    assert json.loads((tmp_path / "run" / "finished.json").read_text()) == {"steps": 6}
