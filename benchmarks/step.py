@@ -31,13 +31,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from vapo_mcore.config import load_config
 from vapo_mcore.config.schema import Config
+from vapo_mcore.data.prompts import PromptDataset
 from vapo_mcore.launch.local import become_single_process
 from vapo_mcore.megatron.parallel import initialize_parallel
-from vapo_mcore.trainer import main as trainer_main
 from vapo_mcore.trainer.experience import Experience
+from vapo_mcore.trainer.main import build_engine, start_verifiers
 from vapo_mcore.trainer.models import build_models
 from vapo_mcore.trainer.sampling import ResponseSampler
 from vapo_mcore.trainer.step import Trainer
@@ -79,8 +81,6 @@ class BareModels:
     """transformers' policy and critic, and padded batches of a step's sequences."""
 
     def __init__(self, folder: str) -> None:
-        from transformers import AutoModelForCausalLM
-
         self.policy = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation="sdpa")
         self.critic = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation="sdpa")
         self.head = torch.nn.Linear(self.critic.config.hidden_size, 1, bias=False, dtype=torch.bfloat16)
@@ -198,9 +198,10 @@ def measure(config: Config, trainer: ObservedTrainer, steps: int) -> None:
 
 def build(config: Config, stack: ExitStack) -> ObservedTrainer:
     parallel = initialize_parallel(config.parallel)
-    tokenizer, prompts, _ = trainer_main._load_data(config)
-    engine = trainer_main._build_engine(config, parallel)
-    verifiers = trainer_main._start_verifiers(config, engine, stack, trainer_main._verifiers(prompts, None))
+    tokenizer = AutoTokenizer.from_pretrained(config.model.path, local_files_only=True)
+    prompts = PromptDataset(config.data, "train", tokenizer, seed=config.seed)
+    engine = build_engine(config, parallel)
+    verifiers = start_verifiers(config, engine, stack, sorted({prompt.verifier for prompt in prompts.items}))
     models = build_models(config, parallel, lambda text: None)
     sampler = ResponseSampler(engine, verifiers, tokenizer, config.seed)
     sync = WeightSync(models.policy, engine, verify=False)

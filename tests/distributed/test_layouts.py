@@ -39,24 +39,37 @@ def workdir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def check(results: dict[str, dict[str, float]], expected_cases: int) -> None:
-    assert len(results) == expected_cases, sorted(results)
-    wrong = {
-        (case, name): error
-        for case, errors in results.items()
-        for name, error in errors.items()
-        if not error <= (WEIGHTS_OVER_LR if name.endswith("weights_over_lr") else FORWARD_AND_GRADIENT)
-    }
+BFLOAT16 = {"logprobs": 0.2, "entropy": 0.06, "values": 0.1, "bootstrap": 0.1, "loss": 0.01, "gradient": 0.3, "grad_norm": 0.02}
+"""Bounds against float64 where weights and activations are bfloat16, some twice what rounding gives (the worst gradient: a bias's)."""
+
+
+def limit(case: str, name: str) -> float:
+    if name.endswith("gradient_of_one_process"):
+        return FORWARD_AND_GRADIENT
+    if "bfloat16" in case:
+        return BFLOAT16[name.removeprefix("policy_").removeprefix("critic_")]
+    return WEIGHTS_OVER_LR if name.endswith("weights_over_lr") else FORWARD_AND_GRADIENT
+
+
+def check(results: dict[str, dict[str, float]], expected_cases: int, bfloat16: int, longest: int) -> None:
+    kinds = [[case for case in results if mark in case] for mark in ("bfloat16", "longest")]
+    exact = [case for case in results if not any(case in kind for kind in kinds)]
+    assert [len(exact), *map(len, kinds)] == [expected_cases, bfloat16, longest], sorted(results)
+    wrong = {(case, name): error for case, errors in results.items() for name, error in errors.items() if not error <= limit(case, name)}
     assert not wrong, wrong
     names = {"logprobs", "entropy", "values", "bootstrap"}
     names |= {f"{role}_{what}" for role in ("policy", "critic") for what in ("loss", "gradient", "grad_norm", "weights_over_lr")}
-    assert all(set(errors) == names for errors in results.values())
+    assert all(set(results[case]) == names for case in exact)
+    assert all(set(results[case]) == {"logprobs", "entropy"} for case in kinds[1])
+    # float32 reduction shows where the same micro-batches were in one process (which wrote the file) and on two ranks
+    compared = [case for case in kinds[0] if "policy_gradient_of_one_process" in results[case]]
+    assert len(compared) == (1 if longest else 0), compared
 
 
 def test_one_process_equals_float64(workdir: Path) -> None:
-    check(json.loads((workdir / "world1.json").read_text()), expected_cases=20)
+    check(json.loads((workdir / "world1.json").read_text()), 20, bfloat16=1, longest=1)
 
 
-@pytest.mark.parametrize(("world", "cases"), [(2, 39), (4, 24), (8, 4)])
-def test_layouts_equal_one_process(workdir: Path, world: int, cases: int) -> None:
-    check(run(world, workdir), cases)
+@pytest.mark.parametrize(("world", "cases", "bfloat16", "longest"), [(2, 39, 4, 3), (4, 24, 1, 0), (8, 4, 0, 0)])
+def test_layouts_equal_one_process(workdir: Path, world: int, cases: int, bfloat16: int, longest: int) -> None:
+    check(run(world, workdir), cases, bfloat16, longest)

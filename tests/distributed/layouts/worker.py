@@ -49,6 +49,8 @@ class Case:
     microbatches: int = 3
     aggregation: str = "token"
     recompute: str = "none"
+    dtype: str = "float32"
+    parts_of_dp: int = 1  # one process takes the micro-batches of so many data-parallel ranks
 
     @property
     def name(self) -> str:
@@ -57,7 +59,19 @@ class Case:
         parts += [f"vpp{self.vpp}"] if self.vpp else []
         parts += ["no_sp"] if self.sequence_parallel is False else []
         parts += [self.recompute] if self.recompute != "none" else []
+        parts += [self.dtype] if self.dtype != "float32" else []
         return "-".join([self.model, *parts, f"mb{self.microbatches}", self.aggregation])
+
+
+BF16 = "bfloat16"
+
+
+def bfloat16_cases(world: int) -> list[Case]:
+    """bfloat16 weights and activations; the world of one takes the very micro-batches of the two data-parallel ranks."""
+    if world == 1:
+        return [Case("qwen2", dtype=BF16, parts_of_dp=2)]
+    layouts: dict[int, tuple[dict[str, Any], ...]] = {2: ({}, {"tp": 2}, {"pp": 2}, {"cp": 2}), 4: ({"tp": 2, "pp": 2},)}
+    return [Case("qwen2", **degrees, dtype=BF16) for degrees in layouts.get(world, ())]
 
 
 def cases(world: int) -> list[Case]:
@@ -156,8 +170,15 @@ def token_tensors(aggregation: str, old_logprobs: list[Tensor]) -> dict[str, lis
 
 def split_rows(case: Case, parallel: ParallelContext) -> list[list[int]]:
     """This DP rank's rows by micro-batch: uneven over ranks, in a shuffled order, with an empty micro-batch on some rank."""
+    dp, rank = parallel.data_parallel_size, parallel.data_parallel_rank
+    if case.parts_of_dp > 1:
+        return [part for number in range(case.parts_of_dp) for part in split_between(case, parallel, case.parts_of_dp, number)]
+    return split_between(case, parallel, dp, rank)
+
+
+def split_between(case: Case, parallel: ParallelContext, dp: int, rank: int) -> list[list[int]]:
     rows = torch.randperm(len(problem.SHAPES), generator=torch.Generator().manual_seed(3)).tolist()
-    dp, rank, count = parallel.data_parallel_size, parallel.data_parallel_rank, case.microbatches
+    count = case.microbatches
     count = -(-max(count, parallel.pipeline_model_parallel_size) // parallel.microbatch_group) * parallel.microbatch_group
     share = rows if dp == 1 else (rows[:7] if rank == 0 else rows[7 + (rank - 1) :: dp - 1])
     parts = [share[number::count] for number in range(count)]
@@ -196,11 +217,19 @@ def build(role: str, case: Case, folder: Path, parallel: ParallelContext) -> Meg
                     chunks[-1].output_layer.dense.weight.copy_(weight)
                     chunks[-1].output_layer.dense.bias.copy_(bias)
 
-    model = SimpleNamespace(dtype="float32", attention="auto", recompute=case.recompute)
+    model = SimpleNamespace(dtype=case.dtype, attention="auto", recompute=case.recompute)
     return MegatronModel(role, architecture, model, parallel, load_weights=load, optimizer=OPTIMIZER)  # type: ignore[arg-type]
 
 
-def gradients(model: MegatronModel, exporter: Exporter) -> dict[str, Tensor]:
+class GradientExporter(Exporter):
+    """Exports float32 gradients in the parameters' places."""
+
+    def _exchange_manifest(self) -> Any:
+        self._parameters = {index: parameter.main_grad for index, parameter in self._parameters.items()}
+        return super()._exchange_manifest()
+
+
+def gradients(model: MegatronModel) -> dict[str, Tensor]:
     """HF name -> whole gradient: shards of the distributed optimizer, of TP and of PP put together."""
     for chunk in model.wrapped:
         for buffer in chunk.buffers:
@@ -208,11 +237,8 @@ def gradients(model: MegatronModel, exporter: Exporter) -> dict[str, Tensor]:
             for bucket in buffer.buckets if group.size() > 1 else ():
                 shard = bucket.grad_data.chunk(group.size())[group.rank()].clone()
                 dist.all_gather_into_tensor(bucket.grad_data, shard, group=group)
-    parameters = exporter._parameters
-    exporter._parameters = {index: parameter.main_grad for index, parameter in parameters.items()}
-    result = {name: tensor.clone() for bucket in exporter.buckets() for name, tensor in bucket}
-    exporter._parameters = parameters
-    return result
+    exporter = GradientExporter(model.chunks, model.architecture, model.parallel, role=model.role)  # type: ignore[arg-type]
+    return {name: tensor.clone() for bucket in exporter.buckets() for name, tensor in bucket}
 
 
 def weights(exporter: Exporter) -> dict[str, Tensor]:
@@ -306,11 +332,16 @@ def check(case: Case, reference: Reference, workdir: Path) -> dict[str, float]:
         expected = reference.data[f"{role}.{kind}.loss"].item()
         errors[f"{role}_loss"] = abs(stats["loss"] - expected)
         expected_grads = reference.group(f"{role}.{kind}.grad.")
-        errors[f"{role}_gradient"] = gradient_error(gradients(model, exporter), expected_grads)
+        found = gradients(model)
+        errors[f"{role}_gradient"] = gradient_error(found, expected_grads)
+        if case.dtype == BF16 and (world == 1 or (world == 2 and parallel.data_parallel_size == 2)):
+            errors[f"{role}_gradient_of_one_process"] = compare_gradients(found, workdir / f"{case.model}.{role}.{BF16}.safetensors")
         results = [model.train_step(batches, loss) for _ in range(2)]
         norm = torch.stack([grad.norm() for grad in expected_grads.values()]).norm().item()
         errors[f"{role}_grad_norm"] = abs(results[0].grad_norm - norm) / norm
-        errors[f"{role}_weights_over_lr"] = compare_weights(weights(exporter), workdir / f"{case.model}.{role}.{kind}.weights.safetensors")
+        if case.dtype == "float32":
+            path = workdir / f"{case.model}.{role}.{kind}.weights.safetensors"
+            errors[f"{role}_weights_over_lr"] = compare_weights(weights(exporter), path)
     table = torch.tensor(list(errors.values()), dtype=torch.float64)
     dist.all_reduce(table, op=dist.ReduceOp.MAX)
     return dict(zip(errors, table.tolist(), strict=True))
@@ -325,6 +356,50 @@ def compare_weights(got: dict[str, Tensor], path: Path) -> float:
     return max(float((got[name] - value).abs().max()) for name, value in expected.items()) / LR
 
 
+def compare_gradients(got: dict[str, Tensor], path: Path) -> float:
+    """The same micro-batches on two data-parallel ranks and in one process: only the order of a float32 sum differs."""
+    assert all(tensor.dtype == torch.float32 for tensor in got.values()), "gradients are accumulated and reduced in float32"
+    if dist.get_world_size() == 1:
+        save_file(got, path)
+    return gradient_error(got, load_file(path))
+
+
+def check_longest(workdir: Path, degrees: dict[str, int]) -> dict[str, float]:
+    """Log-probs of a sequence as long as the model's max_position_embeddings, next to a short one, against float64."""
+    folder, case = workdir / "qwen3", Case("qwen3", **degrees)
+    names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+    sizes = dict(zip(names, (case.tp, case.pp, case.cp), strict=True))
+    settings = {
+        "virtual_pipeline_model_parallel_size": None,
+        "expert_model_parallel_size": 1,
+        "sequence_parallel": None,
+        "timeout_minutes": 5,
+    }
+    parallel = initialize_parallel(SimpleNamespace(world_size=dist.get_world_size(), **sizes, **settings))  # type: ignore[arg-type]
+    longest = read_architecture(folder).max_position_embeddings
+    generator = torch.Generator().manual_seed(17)
+    batch = {"tokens": [torch.randint(0, problem.VOCAB, (length,), generator=generator) for length in (longest, 3)]}
+    layout = ThdLayout(
+        [part.numel() for part in batch["tokens"]],
+        context_parallel_size=parallel.context_parallel_size,
+        context_parallel_rank=parallel.context_parallel_rank,
+        tensor_parallel_size=parallel.tensor_model_parallel_size,
+    )
+    microbatch = MicroBatch(layout, torch.arange(2), {"tokens": torch.cat(batch["tokens"])})
+    with torch.no_grad():
+        expected, entropies = problem.Oracle(folder, batch).policy_outputs()
+    found = build("policy", case, folder, parallel).forward([microbatch], outputs=("logprobs", "entropy"))
+    return {
+        "logprobs": float((found["logprobs"][0].double() - torch.cat(expected)).abs().max()),
+        "entropy": float((found["entropy"][0].double() - torch.cat(entropies)).abs().max()),
+    }
+
+
+def say(case: str, errors: dict[str, float]) -> None:
+    if dist.get_rank() == 0:
+        print(json.dumps({"case": case, **{name: float(f"{value:.3g}") for name, value in errors.items()}}), flush=True)
+
+
 def main() -> None:
     torch.set_num_threads(1)
     workdir = Path(sys.argv[1])
@@ -332,11 +407,14 @@ def main() -> None:
 
     initialize_distributed(5)
     only = sys.argv[2] if len(sys.argv) > 2 else ""
-    for case in cases(dist.get_world_size()):
+    world = dist.get_world_size()
+    for case in cases(world) + bfloat16_cases(world):
         if only in case.name:
-            errors = check(case, Reference(workdir, case.model), workdir)
-            if dist.get_rank() == 0:
-                print(json.dumps({"case": case.name, **{name: float(f"{value:.3g}") for name, value in errors.items()}}), flush=True)
+            say(case.name, check(case, Reference(workdir, case.model), workdir))
+    for degrees in {1: [{}], 2: [{"tp": 2}, {"pp": 2}, {"cp": 2}]}.get(world, []):
+        name = f"longest-{'-'.join(degrees) or 'one'}"
+        if only in name:
+            say(name, check_longest(workdir, degrees))
     dist.destroy_process_group()
 
 
