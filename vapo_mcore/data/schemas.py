@@ -59,5 +59,5 @@ def choose_schema(fields: FieldsConfig, rows: Iterator[tuple[int, dict[str, Any]
     known = next((schema for _, row in first if (schema := recognise(row)) is not None), PLAIN)
     if fields.prompt is None and fields.answer is None:
         return known, chain(first, rows)
-    marker = known.marker if fields.answer is None else None
+    marker = known.marker if fields.answer in (None, known.answer) else None
     return Schema("data.fields", fields.prompt or known.prompt, fields.answer or known.answer, marker), chain(first, rows)

@@ -73,6 +73,12 @@ def test_a_file_of_no_known_schema_names_its_columns_and_can_be_mapped(tmp_path:
     assert (problem.ground_truth, problem.metadata) == ("2", {"question": "1+1"})
 
 
+def test_gsm8k_answers_are_cut_out_whether_mapped_or_not(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "d.jsonl", {"question": "1+1", "answer": "so\n#### 2", "other": "3"})
+    mapped = ({}, {"prompt": "question"}, {"prompt": "question", "answer": "answer"}, {"answer": "other"})
+    assert [read(path, fields=fields)[0][0].ground_truth for fields in mapped] == ["2", "2", "2", "3"]
+
+
 def test_a_bad_first_row_does_not_decide_the_schema(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "d.jsonl", {"question": "?"}, {"question": "1+1", "answer": "#### 2"}, {"question": "2+2", "answer": "4"})
     problems, faults = read(path)
