@@ -37,6 +37,6 @@ submit() { # NAME ARGUMENT...
     echo "$name: job ${jobs[-1]}"
 }
 
-submit pretrain train "$recipe" "$@" run.dir="${folder}_value_pretraining" run.steps=0 export.at_end=false eval.at_start=false
+submit pretrain train "$recipe" "$@" run.dir="${folder}_value_pretraining" run.steps=0 eval.at_start=false
 submit train train "$recipe" "$@" run.dir="$folder" critic.init=saved critic.path="$critic" critic.value_pretraining.steps=0
 submit eval eval "$recipe" --checkpoint "$folder/export/hf" "$@" run.dir="$folder"

@@ -179,6 +179,30 @@ def test_chain_by_sbatch(cluster: FakeCluster, folder: Path) -> None:
     assert "invalid partition specified: nowhere" in result.stderr
 
 
+@pytest.mark.slow
+def test_chain_runs_to_its_evaluation(cluster: FakeCluster, folder: Path) -> None:
+    run = folder / "chained_run"
+    environment = {
+        **cluster.environment,
+        "VAPO_PATH": str(Path(sys.executable).parent),
+        "VAPO_PROCESSES": "1",
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+    }
+    command = [str(ROOT / "slurm" / "chain.sh"), str(run), str(folder / "base.yaml"), "--gpus-per-node=0", "--nodes=2"]
+    command += [f"--output={folder}/%x.out", "--", "run.steps=1", "critic.value_pretraining.steps=1"]
+    result = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == 0, result.stderr
+    job_ids = re.findall(r": job (\d+)", result.stdout)
+    last = job_ids[-1]
+    cluster.wait_for("the chain", lambda: cluster.job(last)["JobState"] in ("COMPLETED", "FAILED", "CANCELLED"), 600)
+    output = "".join((folder / f"{name}.out").read_text() for name in ("pretrain", "train", "eval") if (folder / f"{name}.out").is_file())
+    assert [cluster.job(job_id)["JobState"] for job_id in job_ids] == ["COMPLETED"] * 3, output
+    assert [row["stage"] for row in read_metrics(folder / "chained_run_value_pretraining")] == ["value_pretraining"]
+    assert {row["stage"] for row in read_metrics(run)} == {"rl"}  # the critic came from the first job
+    assert list((folder / "chained_run_eval").rglob("*.json"))
+
+
 def test_chain_by_nemo_run(cluster: FakeCluster, folder: Path, submitting: None, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--stages", "pretrain,train,eval", "--set", "sbatch={hold: true}", f"run.dir={folder / 'chained'}"]
     assert main(_launch(folder, *arguments)) == 0

@@ -9,10 +9,13 @@ import sys
 import threading
 from datetime import timedelta
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from vapo_mcore.config import Config, load_config
 from vapo_mcore.doctor.report import Finding, exit_code, merge, table
 from vapo_mcore.errors import ConfigError
+
+if TYPE_CHECKING:
+    from vapo_mcore.config import Config
 
 _PATIENCE = 6
 """How many imports a node may do, each as long as ``--seconds`` allows, while the others wait."""
@@ -32,6 +35,8 @@ def run(options: argparse.Namespace) -> int:
     """Print the findings; returns 0 where all is well, 1 where there are warnings, 2 where something is missing that a run needs."""
     if options.seconds <= 0:
         raise ConfigError(f"--seconds {options.seconds:g} must be > 0")
+    from vapo_mcore.config import load_config
+
     config = load_config(options.file, options.overrides, check_paths=False) if options.file else None
     from vapo_mcore.launch.local import under_torchrun
 

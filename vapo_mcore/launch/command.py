@@ -1,4 +1,4 @@
-"""``vapo-mcore launch``: start a run on this machine or on Slurm. Importing this imports neither torch nor nemo-run."""
+"""``vapo-mcore launch``: start a run on this machine or on Slurm. Importing this imports no package from elsewhere."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ import os
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from vapo_mcore.errors import ConfigError, VapoError
-from vapo_mcore.launch.checks import check_folder_writable, check_scripts, check_slurm
-from vapo_mcore.launch.cluster import SlurmConfig, check_layout, load_local, load_slurm
-from vapo_mcore.launch.stages import STAGES, StageJob, stage_jobs
+from vapo_mcore.launch import STAGES
+
+if TYPE_CHECKING:
+    from vapo_mcore.launch.cluster import Cluster, LocalConfig, SlurmConfig
+    from vapo_mcore.launch.stages import StageJob
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,6 +32,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Check everything, then submit or start. Returns the exit code; raises ConfigError with everything that is wrong."""
+    from vapo_mcore.launch.cluster import SlurmConfig
+    from vapo_mcore.launch.stages import stage_jobs
+
     jobs, cluster = _together(
         lambda: stage_jobs(options.file, options.overrides, _stages(options.stages), check_paths=not options.dry_run),
         lambda: _load_cluster(options),
@@ -46,6 +52,8 @@ def run(options: argparse.Namespace) -> int:
 
 def _slurm(options: argparse.Namespace, name: str, jobs: list[StageJob], cluster: SlurmConfig, directory: Path) -> int:
     from vapo_mcore.launch import nemo
+    from vapo_mcore.launch.checks import check_folder_writable, check_scripts, check_slurm
+    from vapo_mcore.launch.cluster import check_layout
 
     after = [job_id for job_id in options.after.split(",") if job_id]
     wrong = [job_id for job_id in after if not job_id.isdigit()]
@@ -71,11 +79,10 @@ def _slurm(options: argparse.Namespace, name: str, jobs: list[StageJob], cluster
     return 0
 
 
-def _local(options: argparse.Namespace, name: str, jobs: list[StageJob], cluster: object, directory: Path) -> int:
+def _local(options: argparse.Namespace, name: str, jobs: list[StageJob], cluster: LocalConfig, directory: Path) -> int:
     from vapo_mcore.launch import nemo
-    from vapo_mcore.launch.cluster import LocalConfig
+    from vapo_mcore.launch.checks import check_folder_writable
 
-    assert isinstance(cluster, LocalConfig)
     if options.after:
         raise ConfigError("--after names Slurm jobs and has no meaning with --executor local")
     logs = Path(cluster.logs) if cluster.logs else Path(f"{jobs[-1].config.run.dir.rstrip('/')}.logs").absolute()
@@ -90,7 +97,9 @@ def _local(options: argparse.Namespace, name: str, jobs: list[StageJob], cluster
     return nemo.run_here(nemo.Submission(name, jobs, cluster, 1, directory, logs))
 
 
-def _load_cluster(options: argparse.Namespace) -> SlurmConfig | object:
+def _load_cluster(options: argparse.Namespace) -> Cluster:
+    from vapo_mcore.launch.cluster import load_local, load_slurm
+
     if options.executor == "local":
         return load_local(options.cluster, options.set)
     if options.cluster is None:
@@ -107,6 +116,8 @@ def _stages(text: str) -> list[str]:
 
 
 def _check_run_folders(jobs: list[StageJob]) -> None:
+    from vapo_mcore.launch.checks import check_folder_writable
+
     for job in jobs:
         if job.command == "train":
             check_folder_writable(f"{job.name}: run.dir", Path(job.config.run.dir))

@@ -8,9 +8,7 @@ from pathlib import Path
 
 from vapo_mcore.config import Config, load_config
 from vapo_mcore.errors import ConfigError
-
-STAGES = ("doctor", "pretrain", "train", "eval")
-"""Names of the jobs, in the order in which they run."""
+from vapo_mcore.launch import STAGES
 
 
 @dataclass(frozen=True)
@@ -46,7 +44,7 @@ def stage_jobs(file: str | Path, overrides: Sequence[str], stages: Iterable[str]
     for name in chosen:
         changes: list[str] = []
         if name == "pretrain":
-            changes = [f"run.dir={pretrained}", "run.steps=0", "export.at_end=false", "eval.at_start=false"]
+            changes = [f"run.dir={pretrained}", "run.steps=0", "eval.at_start=false"]
         elif name == "train" and "pretrain" in chosen:
             critic = Path(pretrained) / "critic_pretrained" / "hf"
             changes = ["critic.init=saved", f"critic.path={critic}", "critic.value_pretraining.steps=0"]

@@ -1,9 +1,12 @@
 """The jobs of a run: what each one is told to do."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from tests.torchrun import ROOT
 from tests.unit.config_helpers import write_base
 from vapo_mcore.cli import main
 from vapo_mcore.errors import ConfigError
@@ -49,6 +52,13 @@ def test_faults_of_recipe_and_executor_are_told_together(tmp_path: Path, capsys:
     error = capsys.readouterr().err
     assert "run.steps: -1 must be >= 0" in error
     assert "partition: is required" in error
+
+
+def test_options_are_read_without_packages_from_elsewhere() -> None:
+    read = "from vapo_mcore.cli import _parse; _parse(['launch', 'x.yaml', '--executor', 'local'])"
+    code = f"import sys; {read}; print('pydantic' in sys.modules)"
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert result.stdout == "False\n"
 
 
 @pytest.mark.parametrize(
