@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from torch import Tensor
 
-from vapo_mcore.errors import EngineFailure, RolloutError
+from vapo_mcore.errors import EngineFailure, RolloutError, VapoError
 from vapo_mcore.rollout.base import EngineState, Generation, GenerationRequest, Replica, SamplingConfig, SyncReport, WeightBuckets
 from vapo_mcore.rollout.weight_stream import WeightStream, require_same_names
 
@@ -70,8 +70,15 @@ class StatefulEngine(ABC):
         return generations
 
     def rebuild(self) -> None:
+        """See RolloutEngine. Raises RolloutError when there is no new engine."""
         self._state = EngineState.BROKEN
-        self._rebuild()
+        try:
+            self._rebuild()
+        except VapoError:
+            raise
+        except Exception as error:  # whatever a library raises
+            logger.warning("the rollout engine could not be rebuilt", exc_info=error)
+            raise RolloutError(f"no new rollout engine: {type(error).__name__}: {error}") from error
         self._state = EngineState.ASLEEP
 
     def update_weights(
