@@ -66,6 +66,23 @@ def write_model(name: str, folder: Path, *, seed: int = 0, dtype: torch.dtype = 
     return folder
 
 
+def write_reward_model(policy: Path, folder: Path) -> None:
+    """A reward model of another trunk than ``policy``: a sequence classifier of one label, whose head has no bias."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(9)
+        model = reward_model_class().from_pretrained(str(policy), num_labels=1, local_files_only=True)
+        for parameter in model.parameters():
+            parameter.data.add_(0.02 * torch.randn(parameter.shape))
+        model.score.weight.data.normal_(std=0.2)
+    model.save_pretrained(folder)
+
+
+def reward_model_class() -> Any:
+    from transformers import AutoModelForSequenceClassification
+
+    return AutoModelForSequenceClassification
+
+
 def load_model(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
     return _causal_lm().from_pretrained(str(folder), dtype=dtype, local_files_only=True).eval().requires_grad_(False)
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.rollout_models import load_model
+from tests.rollout_models import load_model, reward_model_class, write_reward_model
 from tests.torchrun import run_torchrun
 from tests.training_setup import CHARACTERS, read_metrics, read_samples, write_setup
 from vapo_mcore.trainer.metric_table import METRICS
@@ -39,6 +39,7 @@ RUNS_WITH_LOGPROBS = [
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = write_setup(tmp_path_factory.mktemp("training"))
+    write_reward_model(folder / "model", folder / "reward_model")
     result = run_torchrun(WORKER, 2, str(folder), timeout=900)
     assert result.returncode == 0, result.stdout[-8000:] + result.stderr[-8000:]
     written = re.search(r"^CASES: .*?\[$(.*?)^\]$", WORKER.read_text(), re.MULTILINE | re.DOTALL)
@@ -287,6 +288,20 @@ def test_value_pretraining_is_a_job_whose_critic_a_later_run_begins_with(folder:
     assert trunk == {name for name in initial if name != "lm_head.weight"}
     assert all(torch.equal(saved[name], initial[name]) for name in trunk)  # head only
     assert {name for name in saved if name.startswith("score.")} == {f"score.{part}" for part in HEAD_OF_TWO_LAYERS}
+
+
+def test_the_critic_begins_as_the_reward_model_that_it_was_loaded_from(folder: Path) -> None:
+    """V of each response token is the reward model's score of what comes before it."""
+    model = reward_model_class().from_pretrained(folder / "reward_model", dtype=torch.float64)
+    for rank in range(2):
+        batch = torch.load(folder / f"valued_rank{rank}.pt", weights_only=True)
+        for a, b in pairwise(batch["cu_seqlens"].tolist()):
+            with torch.no_grad():
+                scores = model.score(model.model(batch["tokens"][a:b][None]).last_hidden_state[0])[:, 0]
+            mask = batch["response_mask"][a + 1 : b]
+            assert mask.any()
+            assert torch.allclose(batch["values"][a + 1 : b][mask].double(), scores[:-1][mask], atol=1e-5)
+    assert scores.std() > 0.1
 
 
 def test_self_imitation_equals_plain_torch_in_both_layouts(folder: Path) -> None:

@@ -163,6 +163,21 @@ def pretraining_job() -> None:
     assert found["saved"] == found["loaded"]
 
 
+def reward_model() -> None:
+    """The critic starts from a reward model, its head included; what it values before any update is kept."""
+    original = step_module.record_values
+
+    def kept(metrics: Any, experience: Any, group: Any) -> None:
+        batch = experience.batch
+        found = {name: batch[name].clone() for name in ("tokens", "response_mask", "values")} | {"cu_seqlens": batch.cu_seqlens}
+        torch.save(found, FOLDER / f"valued_rank{dist.get_rank()}.pt")
+        original(metrics, experience, group)
+
+    with mock.patch.object(step_module, "record_values", kept):
+        critic = f"{{init: reward_model, path: {FOLDER / 'reward_model'}, head_init: null, value_pretraining: {{steps: 1}}}}"
+        run("from_reward_model", f"critic={critic}", "run.steps=0", "data.eval=[]")
+
+
 def self_imitation() -> None:
     """The policy hardly moves by itself, so that what is imitated can be worked out with the initial weights."""
     original = SelfImitation.imitate
@@ -241,6 +256,7 @@ CASES: list[Callable[[], None]] = [
     rollout_logprobs,
     saved_critic_head_only,
     pretraining_job,
+    reward_model,
     self_imitation,
     step_rewards,
     process_supervision,
