@@ -58,9 +58,14 @@ class ChunkActivations:
 
     def deeper(self, other: ChunkActivations, steps: int) -> ChunkActivations:
         """From ``self`` and ``other``, which has one layer more: the same with ``steps`` layers more than ``self``."""
-        return ChunkActivations(
+        deep = ChunkActivations(
             *(mine + steps * (theirs - mine) for mine, theirs in ((getattr(self, name), getattr(other, name)) for name in _FIELDS))
         )
+        layer = other.saved - self.saved
+        if other.peak - self.peak < layer:
+            # So few layers peak at the end of the backward pass, at the gradient of the embedding; many at its beginning.
+            return replace(deep, peak=max(deep.peak, deep.saved + layer))
+        return deep
 
 
 _FIELDS = tuple(field.name for field in fields(ChunkActivations))

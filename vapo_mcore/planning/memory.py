@@ -26,10 +26,14 @@ _VLLM_BATCHED_TOKENS = {True: 16384, False: 8192}  # vLLM's own limit of an engi
 
 @dataclass(frozen=True)
 class RankModel:
-    """One model on one pipeline rank: its state on the fullest data-parallel rank, and each chunk's activations."""
+    """One model on one pipeline rank: its state on the fullest data-parallel rank, and each chunk's activations.
+
+    ``reduction``: bytes that the reduction of gradients takes when all activations are gone.
+    """
 
     state: StateBytes
     chunks: tuple[ChunkActivations, ...]
+    reduction: int = 0
 
 
 @dataclass
@@ -165,7 +169,7 @@ def _add_activations(
             [chunk.saved for chunk in chunks], pp_rank, config.parallel.pipeline_model_parallel_size, workload.microbatches_per_update
         )
         fullest = max(chunks, key=lambda chunk: chunk.peak)
-        total = waiting + fullest.peak
+        total = max(waiting + fullest.peak, models[role].reduction)
     memory.add("logits", fullest.logits)
     memory.add("activations", (total - fullest.logits) * (1 + device.slack))
 

@@ -21,7 +21,7 @@ from vapo_mcore.planning.memory import (
     rank_memory,
     vllm_memory,
 )
-from vapo_mcore.planning.state import Role, StateBytes, as_dense, fullest_node, host_bytes_by_data_rank, model_state
+from vapo_mcore.planning.state import Role, StateBytes, as_dense, fullest_node, host_bytes_by_data_rank, model_state, reduction_copy_bytes
 from vapo_mcore.planning.timing import RunEstimate, StepEstimate, StepTimer
 from vapo_mcore.planning.workload import Workload, packed_lengths, workload
 
@@ -108,10 +108,7 @@ class Planner:
         fullest: dict[Role, RankModel] = {}
         for stage in range(config.parallel.pipeline_model_parallel_size):
             states = dict(self._states(subject, stage, device, build=build and not subject.is_moe))
-            models = {
-                role: RankModel(max(by_rank, key=lambda state: state.optimizer), self._chunks(subject, role, work, stage, device))
-                for role, (by_rank, _) in states.items()
-            }
+            models = {role: self._model(subject, role, by_rank, work, stage, device) for role, (by_rank, _) in states.items()}
             fullest = {role: max((model, fullest.get(role, model)), key=lambda m: m.state.params) for role, model in models.items()}
             ranks.append(rank_memory(config, models, vllm, work, device, stage))
             by_stage.append(host_bytes_by_data_rank(config, {role: by_rank for role, (by_rank, _) in states.items()}))
@@ -140,6 +137,12 @@ class Planner:
             for role, arch in subject.roles.items():
                 built = build_state(config, role, arch, parallel, on_gpu=device.is_gpu)
                 yield role, (built.by_data_rank, built.parameters)
+
+    def _model(self, subject: Subject, role: Role, states: Sequence[StateBytes], work: Workload, stage: int, device: Device) -> RankModel:
+        config, arch = subject.config, subject.roles[role]
+        reduction = 0 if device.is_gpu else reduction_copy_bytes(arch, role, config.model.dtype, config.parallel, stage=stage)
+        largest = max(states, key=lambda state: state.optimizer)
+        return RankModel(largest, self._chunks(subject, role, work, stage, device), reduction)
 
     def _chunks(self, subject: Subject, role: Role, work: Workload, stage: int, device: Device) -> tuple[ChunkActivations, ...]:
         config, arch = subject.config, as_dense(subject.roles[role])

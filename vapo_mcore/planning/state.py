@@ -197,6 +197,16 @@ def model_state(
     return [StateBytes(params, grads, held) for held in optimizer]
 
 
+def reduction_copy_bytes(arch: ModelArchitecture, role: Role, dtype: str, parallel: ParallelConfig, *, stage: int) -> int:
+    """What the reduction of gradients takes on CPU besides them: gloo scatters a copy of each bucket, of which the largest counts here."""
+    ranks = parallel.data_parallel_size * parallel.context_parallel_size
+    if ranks == 1:
+        return 0
+    chunks = stage_chunks(arch, role, dtype, parallel, stage)
+    buckets = [bucket for chunk in chunks for buffer in flat_buffers(chunk, ranks, None) for bucket in buffer.buckets]
+    return max(end - start for start, end in buckets) * GRADIENT_BYTES
+
+
 def num_parameters(arch: ModelArchitecture, role: Role = "policy") -> int:
     """Parameters of the whole model, without padding of the vocabulary: tied embeddings once, a critic's head for the vocabulary's."""
     layer = sum(parameter.numel for parameter in layer_parameters(arch, 1, 1))

@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from vapo_mcore.cli import main
+from vapo_mcore.config import load_config
 
 CONFIGS = Path(__file__).parents[3] / "examples" / "configs"
 TINY = Path(__file__).parent / "tiny.json"
-ON_CPU = ("quickstart", "extensions", "smollm2_135m_chain_sum")
-TINY_MODEL = ("quickstart", "extensions")
 REFUSED = {
     "cluster": ["qwen2.5_32b_vapo", "--nodes", "3", "--gpus-per-node", "5"],
     "nodes_not_filled": ["qwen2.5_32b_vapo", "parallel.world_size=16", "--gpus-per-node", "12"],
@@ -39,8 +38,9 @@ def plan(arguments: list[str]) -> dict[str, Any]:
 def run() -> None:
     recipes = sorted(CONFIGS.glob("*.yaml"))
     for path in recipes:
-        device = ["--device", "cpu"] if path.stem in ON_CPU else []
-        model = ["--model-config", str(TINY)] if path.stem in TINY_MODEL else []
+        model_path = load_config(path, check_paths=False).model.path
+        device = ["--device", "cpu"] if model_path.startswith(("models/tiny", "models/smollm2")) else []
+        model = ["--model-config", str(TINY)] if model_path.startswith("models/tiny") else []
         print(json.dumps({"name": path.stem, **plan([str(path), "--json", *device, *model])}), flush=True)
     quickstart = CONFIGS / "quickstart.yaml"
     for preset in sorted((CONFIGS / "presets").glob("*.yaml")):
