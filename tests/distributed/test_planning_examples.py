@@ -106,8 +106,9 @@ def test_what_cannot_be_planned_is_said(plans: dict[str, dict[str, Any]]) -> Non
 def test_what_does_not_fit_is_said_with_what_would_help(plans: dict[str, dict[str, Any]]) -> None:
     answer = plans["refused/never_fits"]
     assert answer["code"] == 2
-    pattern = r"does not fit: policy_update: \d+\.\d GiB on a rank of pipeline stage 0, 79\.6 GiB are there \(most: activations"
+    pattern = r"does not fit: policy_update: \d+\.\d GiB on a rank of pipeline stage 0, 0\.9 GiB are there \(most: "
     assert re.search(pattern, answer["out"])
+    assert "generate: the KV cache holds 0 tokens, and one longest sequence has 1,536; vLLM would not start" in answer["out"]
     assert "no single change makes it fit; --search looks for layouts" in answer["out"]
 
 

@@ -23,7 +23,7 @@ REFUSED = {
     "heads": ["qwen2.5_7b_vapo", "--model-config", "smollm2-135m"],
     "unknown_model": ["qwen2.5_7b_vapo", "model.path=models/mystery"],
     "rate": ["qwen2.5_7b_vapo", "--rate", "speed=3", "--rate", "flops=0"],
-    "never_fits": ["qwen2.5_32b_vapo", "--nodes", "1", "parallel.tensor_model_parallel_size=1", "parallel.pipeline_model_parallel_size=1"],
+    "never_fits": ["qwen2.5_0.5b_vapo", "--device", "h200", "--rate", "memory=1e9"],
 }
 
 
