@@ -29,7 +29,7 @@ LAYOUT = {
 }
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def parallel() -> Iterator[ParallelContext]:
     context = initialize_parallel(SimpleNamespace(**LAYOUT))  # type: ignore[arg-type]
     yield context

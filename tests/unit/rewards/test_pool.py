@@ -173,7 +173,6 @@ def test_a_user_verifier_is_never_answered_from_the_cache(tmp_path):
         (BAD + "no_such_function", "has no function 'no_such_function'"),
         (BAD + "not_a_function", "not_a_function is int, not a function"),
         ("tests.unit.rewards.broken_import:f", "this module is broken"),
-        ("tests.unit.rewards.exits_at_import:f", "cannot be kept alive"),
     ],
 )
 def test_a_verifier_that_cannot_be_had_is_an_error_at_once(pool, name, message):
@@ -184,6 +183,16 @@ def test_a_verifier_that_cannot_be_had_is_an_error_at_once(pool, name, message):
         pool.grade([item("right"), GradeItem(name, "a", "a")])
     assert message in str(grade_error.value)
     assert pool.grade([item("right")])[0].correct  # and the pool goes on
+
+
+def test_a_verifier_whose_import_ends_the_process():
+    name = "tests.unit.rewards.exits_at_import:f"
+    with VerifierPool(1, 5.0) as pool:
+        with pytest.raises(RewardError, match="cannot be kept alive"):
+            pool.load([name])
+        lost, right = pool.grade([GradeItem(name, "a", "a"), item("right")])
+        assert lost.error is not None and not lost.correct  # no verdict, and the graders are replaced
+        assert pool.grade([item("right")])[0].correct, right
 
 
 def test_all_unknown_names_are_reported_together(pool):
