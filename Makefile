@@ -1,7 +1,7 @@
 # make setup       environment in .venv (Python 3.11, CPU)
 # make quickstart  setup, then train the tiny model with VAPO
 # make test        all tests but the slow ones; test-fast: unit tests; test-slow: the slow ones; test-mcore-next: a newer Megatron-Core
-# make test-chaos  25 runs killed at random times and resumed
+# make test-chaos  25 runs killed at random times and resumed (three of them are in make test)
 # make test-slurm  jobs on a real Slurm of fake nodes (needs root; installs Debian's slurm-wlm and munge if they are missing)
 # make lint        ruff, mypy, shellcheck
 # make bench       benchmarks, one JSON object a line

@@ -18,7 +18,7 @@ def main() -> None:
     from vapo_mcore.cli import main as command
 
     torch.set_num_threads(1)
-    vapo_mcore.trainer.main._configure_logging()
+    vapo_mcore.trainer.main.configure_logging()
     for line in sys.stdin:
         log, *arguments = json.loads(line)
         pid = os.fork()

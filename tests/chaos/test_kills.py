@@ -1,6 +1,6 @@
 """Runs that are killed (-9) at random times, saves included, and resumed: what they leave is what an uninterrupted run leaves.
 
-``make test-chaos`` runs them. The time of each kill is drawn from a fixed seed, but what the run does at that
+``make test`` has three of them, ``make test-chaos`` all 25. The time of each kill is drawn from a fixed seed, but what the run does at that
 time is chance: a failure names the number of the kill, and the folder of the run stays.
 """
 
@@ -22,9 +22,7 @@ import pytest
 from tests.torchrun import ROOT
 from tests.training_setup import read_metrics, write_setup
 
-pytestmark = pytest.mark.slow
-
-KILLS = 25
+KILLS, IN_MAKE_TEST = 25, 3
 SETTINGS = [
     "parallel.world_size=1",
     "batch={prompts_per_step: 8, responses_per_prompt: 2, mini_batch_size: 8, max_tokens_per_microbatch: 96}",
@@ -141,7 +139,9 @@ def _alive(pid: int) -> bool:
         return False
 
 
-@pytest.mark.parametrize("number", range(KILLS))
+@pytest.mark.parametrize(
+    "number", [pytest.param(number, marks=[] if number < IN_MAKE_TEST else [pytest.mark.slow]) for number in range(KILLS)]
+)
 def test_a_killed_run_continues_as_if_nothing_had_happened(runs: Runs, uninterrupted: tuple[Path, float], number: int) -> None:
     reference, seconds = uninterrupted
     draw = random.Random(f"kill {number}")
