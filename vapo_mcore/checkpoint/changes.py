@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 import yaml
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import to_jsonable_python
 
+from vapo_mcore.config.loading import models_in
+from vapo_mcore.config.schema import Config
 from vapo_mcore.errors import CheckpointError
 
 HARMLESS = (
@@ -37,31 +42,105 @@ HARMLESS = (
 
 @dataclass(frozen=True)
 class Change:
-    """One differing key, with both values (``None``: not there)."""
+    """One differing key, with both values (``None``: not there).
+
+    ``kind``: ``unsaved`` keys are not in the checkpoint, and ``before`` is their default; ``removed`` ones this package does not have.
+    """
 
     key: str
     before: Any
     after: Any
+    kind: Literal["changed", "unsaved", "removed"] = "changed"
 
     @property
     def harmless(self) -> bool:
         return any(self.key == name or self.key.startswith(f"{name}.") for name in HARMLESS)
 
     def __str__(self) -> str:
-        return f"{self.key}: {self.before!r} -> {self.after!r}"
+        if self.kind == "removed":
+            return f"{self.key}: {self.before!r} -> this version has no such key"
+        saved = f"{self.before!r} (the default; not in the checkpoint)" if self.kind == "unsaved" else repr(self.before)
+        return f"{self.key}: {saved} -> {self.after!r}"
 
 
 def changes(before: str, after: str) -> list[Change]:
-    """Differences of two resolved configurations in YAML, by key."""
+    """Differences of two resolved configurations in YAML, by key.
+
+    A key that ``before`` lacks, because the package that wrote it did not have it or because it had no effect in that mode, counts as
+    its default there (in the second case the key that chose the mode differs and is listed). A ``null`` that is not there any more is
+    no difference.
+    """
     try:
         old, new = yaml.safe_load(before), yaml.safe_load(after)
     except yaml.YAMLError as error:
         raise CheckpointError(f"the configuration in the checkpoint cannot be read: {error}") from error
     if not isinstance(old, dict) or not isinstance(new, dict):
         raise CheckpointError("the configuration in the checkpoint is not a mapping")
-    flat_old, flat_new = dict(_leaves(old)), dict(_leaves(new))
-    keys = list(dict.fromkeys([*flat_old, *flat_new]))
-    return [Change(key, flat_old.get(key), flat_new.get(key)) for key in keys if flat_old.get(key) != flat_new.get(key)]
+    saved, flat_new, completed = dict(_leaves(old)), dict(_leaves(new)), dict(_leaves(_completed(old, [Config])))
+    found = []
+    for key in dict.fromkeys([*saved, *flat_new]):
+        value = flat_new.get(key)
+        if key in saved:
+            same = completed[key] == value if key in flat_new and key in completed else _says_nothing(saved[key]) and _says_nothing(value)
+            if not same:
+                found.append(Change(key, saved[key], value, "changed" if _known(key) else "removed"))
+        elif key not in completed:  # its section was null, or there is no default
+            if not _says_nothing(value):
+                found.append(Change(key, None, value))
+        elif completed[key] != value:
+            found.append(Change(key, completed[key], value, "unsaved"))
+    return found
+
+
+def _says_nothing(value: Any) -> bool:
+    return value is None or value == {}
+
+
+_NONE: Any = object()
+
+
+def _completed(value: Any, models: Sequence[type[BaseModel]]) -> Any:
+    """``value`` with the defaults of the keys that it lacks; ``models``: those of the schema that it may be of, or its entries."""
+    if isinstance(value, list):
+        return [_completed(entry, models) for entry in value]
+    model = next((model for model in models if _is_of(model, value)), None) if isinstance(value, dict) else None
+    if model is None:
+        return value
+    complete: dict[str, Any] = {}
+    for name, field in model.model_fields.items():
+        content = _completed(value[name], models_in(field.annotation)) if name in value else _default(field, complete)
+        if content is not _NONE:
+            complete[name] = content
+    return complete | {name: content for name, content in value.items() if name not in complete}
+
+
+def _is_of(model: type[BaseModel], value: Mapping[str, Any]) -> bool:
+    """Of the models of a list's entries, the one with the entry's kind; where there is no choice, the one that there is."""
+    kind = model.model_fields.get("kind")
+    return kind is None or not kind.is_required() or value.get("kind") in get_args(kind.annotation)
+
+
+def _default(field: FieldInfo, before: dict[str, Any]) -> Any:
+    """As it stands in YAML; derived ones from the keys ``before`` it. ``_NONE``: the key is required, or what it derives from is odd."""
+    if field.is_required():
+        return _NONE
+    try:
+        return to_jsonable_python(field.get_default(call_default_factory=True, validated_data=before))
+    except (AttributeError, KeyError, TypeError, ValueError):
+        return _NONE
+
+
+def _known(key: str) -> bool:
+    """Whether the schema has this key, or a mapping of the user's that it is in."""
+    models: list[type[BaseModel]] = [Config]
+    for name in key.split("."):
+        fields = [model.model_fields[name] for model in models if name in model.model_fields]
+        if not fields:
+            return False
+        if any(get_origin(field.annotation) is dict for field in fields):
+            return True
+        models = [model for field in fields for model in models_in(field.annotation)]
+    return True
 
 
 def _leaves(tree: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:

@@ -20,8 +20,9 @@ import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal
 
+from vapo_mcore import heartbeat
 from vapo_mcore.errors import CheckpointError
 
 MANIFEST_NAME = "manifest.json"
@@ -34,6 +35,7 @@ _PREFIXES: dict[Stage, str] = {"value_pretraining": "value_pretraining", "rl": "
 _NAME = re.compile(r"(value_pretraining|step)_(\d{6,})")
 _INCOMPLETE = ".incomplete-"
 _ASIDE = ".set_aside"
+_PIECE_BYTES = 4 << 20
 
 
 @dataclass(frozen=True)
@@ -185,11 +187,20 @@ def faults_of(folder: Path, manifest: Manifest, names: Iterable[str]) -> list[st
         else:
             try:
                 with path.open("rb") as stream:
-                    if hashlib.file_digest(stream, "sha256").hexdigest() != digest:
+                    if _sha256(stream) != digest:
                         faults.append(f"{name} has other contents than were written")
             except OSError as error:
                 faults.append(f"{name} cannot be read: {error}")
     return faults
+
+
+def _sha256(stream: BinaryIO) -> str:
+    """Of the rest of a large file, with a sign of life for every piece: no step begins before all of a checkpoint is read."""
+    digest = hashlib.sha256()
+    while piece := stream.read(_PIECE_BYTES):
+        digest.update(piece)
+        heartbeat.alive()
+    return digest.hexdigest()
 
 
 def to_delete(found: Sequence[tuple[str, Mapping[str, float]]], *, keep_last: int, keep_best: int, best_metric: str | None) -> list[str]:

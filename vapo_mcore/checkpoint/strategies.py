@@ -202,6 +202,7 @@ class SafeLoad(LoadShardedStrategy):
         reader = DistributedCheckpointReader(checkpoint_dir)
 
         def read(item: Any) -> Any:
+            heartbeat.alive()
             if isinstance(item, ShardedObject):
                 return None if EXTRA_STATE in item.key and item.unique_key not in reader.objects else reader.read_object(item.unique_key)
             return _read_tensor(reader, item)

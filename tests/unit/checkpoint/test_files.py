@@ -125,3 +125,10 @@ def test_replacing_a_file_is_one_step(tmp_path: Path) -> None:
     assert target.read_bytes() == b"one"
     files.replace_durably(target, b"three")
     assert [path.read_bytes() for path in tmp_path.iterdir()] == [b"three"]
+
+
+def test_hashing_a_large_file_gives_signs_of_life(tmp_path: Path) -> None:
+    path = written(tmp_path)
+    with mock.patch.object(files, "_PIECE_BYTES", 2), mock.patch.object(files.heartbeat, "alive") as alive:
+        assert files.faults_of(path, Manifest.read(path), ["policy/data"]) == []
+    assert alive.call_count == 4  # 7 bytes
