@@ -45,10 +45,12 @@ class Manifest:
     Attributes:
         stage, step: the state after that step of that stage.
         optimizer_format: of the optimizer folders, see ``checkpoint.models``.
-        updates: optimizer updates of each model whose optimizer is saved.
+        updates: optimizer updates of the schedule of each model that has an optimizer.
         layout: degrees of parallelism it was saved with.
         metrics: numbers of the step's row, for ``keep_best`` and for people.
         files: relative path -> (bytes, SHA-256).
+        aside_updates: optimizer updates beside the schedule (self-imitation) of the same models. A checkpoint written before they
+            were counted does not name them: 0.
     """
 
     stage: Stage
@@ -60,6 +62,11 @@ class Manifest:
     package_version: str
     files: dict[str, tuple[int, str]] = field(default_factory=dict)
     format_version: int = FORMAT_VERSION
+    aside_updates: dict[str, int] = field(default_factory=dict)
+
+    def has_optimizer(self, role: str) -> bool:
+        """Whether the model's optimizer is saved: it has made an update, of the schedule or beside it."""
+        return self.updates[role] + self.aside_updates.get(role, 0) > 0
 
     @property
     def name(self) -> str:

@@ -152,20 +152,24 @@ def load_weights(model: MegatronModel, folder: str | Path) -> None:
 
 
 @torch.no_grad()
-def load_optimizer(model: MegatronModel, folder: str | Path, form: OptimizerFormat, updates: int) -> None:
-    """Fill the optimizer from an ``optimizer`` folder that has made ``updates`` updates. A collective; errors as :func:`load_weights`."""
+def load_optimizer(model: MegatronModel, folder: str | Path, form: OptimizerFormat, updates: int, *, aside_updates: int = 0) -> None:
+    """Fill the optimizer from an ``optimizer`` folder that has made ``updates`` updates of the schedule and ``aside_updates`` beside it.
+
+    A collective; errors as :func:`load_weights`.
+    """
     assert model.optimizer is not None
     with megatron_scope():
         for optimizer in _inner(model):
             _allocate(optimizer)
         loaded = _load(optimizer_state(model, form, is_loading=True), folder)
         for number, optimizer in enumerate(_inner(model)):
-            with _steps_apart(optimizer, updates):
+            with _steps_apart(optimizer, updates + aside_updates):
                 if form == "dp_reshardable":
                     optimizer.load_parameter_state_from_dp_reshardable(loaded[f"optimizer{number}"])
                 else:
                     optimizer.load_parameter_state_from_fully_reshardable(loaded[f"optimizer{number}"])
     set_updates(model, updates)
+    model.optimizer.aside_updates = aside_updates
 
 
 def set_updates(model: MegatronModel, updates: int) -> None:
@@ -231,8 +235,8 @@ def _allocate(optimizer: Any) -> None:
 
 
 @contextmanager
-def _steps_apart(optimizer: Any, updates: int) -> Iterator[None]:
-    """Load tensors without the step counters, which Megatron's loaders stumble over, and set them to ``updates`` afterwards.
+def _steps_apart(optimizer: Any, all_updates: int) -> Iterator[None]:
+    """Load tensors without the step counters, which Megatron's loaders stumble over, and set them to ``all_updates`` afterwards.
 
     torch's Adam has one a parameter (each its own, they are advanced in place), Apex's and Transformer Engine's one a group.
     """
@@ -242,19 +246,20 @@ def _steps_apart(optimizer: Any, updates: int) -> Iterator[None]:
         del state["step"]
     yield
     for state in with_steps:
-        state["step"] = torch.tensor(float(updates))
+        state["step"] = torch.tensor(float(all_updates))
     for group in inner.param_groups:
         if "step" in group or not with_steps:
-            group["step"] = updates
+            group["step"] = all_updates
 
 
 def check_steps(model: MegatronModel) -> None:
-    """The counters inside the optimizer are the schedule's, which is what is saved of them."""
+    """The counters inside the optimizer are the updates of the schedule and beside it, which is what is saved of them."""
     assert model.optimizer is not None
     for optimizer in _inner(model):
         steps = {int(state["step"]) for state in optimizer.optimizer.state.values() if "step" in state}
-        assert steps <= {model.optimizer.updates}, (
-            f"the {model.role}'s optimizer counts {steps} updates, its schedule {model.optimizer.updates}"
+        assert steps <= {model.optimizer.all_updates}, (
+            f"the {model.role}'s optimizer counts {steps} updates, its schedule {model.optimizer.updates} and "
+            f"{model.optimizer.aside_updates} were made beside it"
         )
 
 

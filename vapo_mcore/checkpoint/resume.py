@@ -119,15 +119,16 @@ def load_models(config: Config, models: Models, parallel: ParallelContext, check
     for role, model in present.items():
         models.residency.enter("policy_update" if role == "policy" else "critic_update")
         load_weights(model, checkpoint.path / role / WEIGHTS)
-        if manifest.updates[role]:
-            load_optimizer(model, checkpoint.path / role / OPTIMIZER, form, manifest.updates[role])
+        if manifest.has_optimizer(role):
+            aside = manifest.aside_updates.get(role, 0)
+            load_optimizer(model, checkpoint.path / role / OPTIMIZER, form, manifest.updates[role], aside_updates=aside)
         models.residency.mark_changed(role)
     models.residency.enter("generate")
 
 
 def _require_loadable(checkpoint: Checkpoint, parallel: ParallelContext) -> None:
     manifest = checkpoint.manifest
-    if manifest.optimizer_format == "fully_reshardable" or not any(manifest.updates.values()):
+    if manifest.optimizer_format == "fully_reshardable" or not any(map(manifest.has_optimizer, manifest.updates)):
         return
     different = [
         f"{name} {manifest.layout[name]} -> {getattr(parallel, name) or 1}"

@@ -97,11 +97,13 @@ class Checkpointer:
         every = self.settings.reshardable_every
         self._saves += 1
         reshardable = bool(every) and (final or self._saves % every == 0)
+        optimizers = {role: model.optimizer for role, model in self._models().items() if model.optimizer is not None}
         manifest = Manifest(
             stage=stage,
             step=step,
             optimizer_format="fully_reshardable" if reshardable else "dp_reshardable",
-            updates={role: model.optimizer.updates for role, model in self._models().items() if model.optimizer is not None},
+            updates={role: optimizer.updates for role, optimizer in optimizers.items()},
+            aside_updates={role: optimizer.aside_updates for role, optimizer in optimizers.items()},
             layout={name: getattr(self.parallel, name) or 1 for name in LAYOUT},
             metrics={},
             package_version=__version__,
@@ -181,7 +183,7 @@ class Checkpointer:
             self.models.residency.enter("policy_update" if role == "policy" else "critic_update")
             check_steps(model)
             found[f"{role}/{WEIGHTS}"] = self._saver.weights(model, folder / role / WEIGHTS)
-            if manifest.updates[role]:
+            if manifest.has_optimizer(role):
                 found[f"{role}/{OPTIMIZER}"] = self._saver.optimizer(model, folder / role / OPTIMIZER, form)
         return found
 
@@ -275,9 +277,9 @@ def _make_folders(folder: Path, manifest: Manifest) -> None:
     try:
         shutil.rmtree(folder, ignore_errors=True)
         (folder / "rng").mkdir(parents=True)
-        for role, updates in manifest.updates.items():
+        for role in manifest.updates:
             (folder / role / WEIGHTS).mkdir(parents=True)
-            if updates:
+            if manifest.has_optimizer(role):
                 (folder / role / OPTIMIZER).mkdir()
     except OSError as error:
         raise CheckpointError(f"cannot write {folder}: {error.strerror or error}") from error

@@ -33,6 +33,9 @@ class Optimizer:
 
     The learning rate of update k, from 1, is ``lr * min(1, k / warmup_updates)``: never 0. Megatron's scheduler starts at 0,
     so it is advanced before the update. Weight decay is Megatron's: on matrices, not on biases and norms.
+
+    Attributes:
+        aside_updates: updates made beside the schedule: they move weights and moments and advance AdamW's own step counter alone.
     """
 
     def __init__(self, chunks: list[Any], settings: OptimizerConfig, model_config: Any, warmup_updates: int) -> None:
@@ -41,6 +44,7 @@ class Optimizer:
         from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
         self.settings = settings
+        self.aside_updates = 0
         self._device = compute_device()
         config = MegatronOptimizerConfig(
             optimizer="adam",
@@ -73,8 +77,13 @@ class Optimizer:
 
     @property
     def updates(self) -> int:
-        """Updates made so far; skipped steps do not count."""
+        """Updates of the schedule made so far; skipped steps do not count."""
         return int(self.scheduler.num_steps)
+
+    @property
+    def all_updates(self) -> int:
+        """Updates of the schedule and beside it: what AdamW's step counters hold."""
+        return self.updates + self.aside_updates
 
     @property
     def learning_rate(self) -> float:
@@ -113,6 +122,7 @@ class Optimizer:
             else:
                 with self._rate(aside_lr):
                     self.megatron.step_with_ready_grads()
+                self.aside_updates += 1
         return norm, None
 
     def _gradients_are_finite(self) -> bool:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.torchrun import ROOT
-from tests.unit.checkpoint.conftest import update
+from tests.unit.checkpoint.conftest import contents, update
 from tests.unit.checkpoint.fixture import SHAPE, STATE, fingerprints, make_models, save
 from tests.unit.config_helpers import load, write_base, write_model
 from vapo_mcore.checkpoint import files, strategies
@@ -118,6 +118,41 @@ def test_a_save_goes_on_while_the_models_change_and_old_ones_go(config: Config, 
     found, _ = loaded(Path(config.run.dir), "step_000002", config, tmp_path, parallel)
     assert fingerprints(found) == expected[1]
     assert Manifest.read(Path(config.run.dir) / "checkpoints/step_000002").metrics == {"critic/loss": 1.5}
+
+
+@pytest.mark.parametrize("reshardable_every", [0, 1])
+@pytest.mark.parametrize("ordinary", [3, 0])
+def test_updates_beside_the_schedule_come_back(
+    tmp_path: Path, config: Config, parallel: ParallelContext, ordinary: int, reshardable_every: int
+) -> None:
+    """Self-imitation's updates: in weights and moments and in AdamW's own counter, not in the schedule's."""
+    settings = load(tmp_path, "critic.value_pretraining.steps=0", f"checkpoint.reshardable_every={reshardable_every}")
+    models = make_models(tmp_path, parallel, seed=1)
+    assert models.critic is not None
+    for model in (models.policy, models.critic):
+        update(model, ordinary, seed=2)
+        update(model, 2, seed=3, aside_lr=0.02)
+    expected = fingerprints(models)
+    checkpointer = Checkpointer(settings, parallel, models, print)
+    checkpointer.begin("rl", 1)
+    checkpointer.commit(STATE, {})
+    checkpointer.wait()
+    checkpointer.close()
+    found, _ = loaded(Path(config.run.dir), "step_000001", settings, tmp_path, parallel)
+    assert found.critic is not None
+    assert fingerprints(found) == expected
+    for model in (found.policy, found.critic):
+        assert model.optimizer is not None
+        counts = model.optimizer.updates, model.optimizer.aside_updates
+        assert counts == (ordinary, 2)
+        steps = {float(value) for name, value in contents(model).items() if name.startswith("step.")}
+        assert steps == {ordinary + 2.0}
+    for aside_lr in (None, 0.02):  # the next update of the schedule, and the next beside it
+        for model in (models.policy, models.critic, found.policy, found.critic):
+            update(model, 1, seed=4, aside_lr=aside_lr)
+        assert fingerprints(found) == fingerprints(models) != expected
+        assert found.policy.optimizer is not None and models.policy.optimizer is not None
+        assert found.policy.optimizer.learning_rate == models.policy.optimizer.learning_rate
 
 
 def full_after(num_bytes: int) -> Callable[..., None]:
