@@ -1,4 +1,4 @@
-"""The command line: ``vapo-mcore config | data | train | plan | launch | eval | convert``. Checks come before torch is imported."""
+"""The command line, ``vapo-mcore config | data | train | plan | launch | eval | convert | doctor``. Checks come before torch."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def _is_finished(config: Config) -> bool:
     if steps is None or steps < config.run.steps:
         return False
     if os.environ.get("RANK", "0") == "0":
-        print(f"nothing to resume: the run in {config.run.dir} is finished ({steps} steps); a larger run.steps continues it", flush=True)
+        print(f"nothing to resume: the run in {config.run.dir} is finished ({steps} steps)", flush=True)
     return True
 
 

@@ -40,7 +40,7 @@ def test_a_finished_run_says_so_and_is_left_alone(tmp_path: Path, capsys: pytest
     base = finished_run(tmp_path, 6)
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")}
     assert main(["train", str(base), "--resume"]) == 0
-    assert "is finished (6 steps); a larger run.steps continues it" in capsys.readouterr().out
+    assert "is finished (6 steps)" in capsys.readouterr().out
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")} == before
 
 

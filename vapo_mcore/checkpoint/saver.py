@@ -235,6 +235,7 @@ class Checkpointer:
                 if self.parallel.rank == 0:
                     self._publish(save, written)
             self.published = (save.manifest.stage, save.manifest.step)
+            self.failures = 0
         except CheckpointError as fault:
             self._failed(save.manifest, save.folder, str(fault))
 
@@ -250,7 +251,15 @@ class Checkpointer:
         except OSError as error:
             raise CheckpointError(f"cannot write {save.folder}: {error.strerror or error}") from error
         self.say(f"checkpoint saved: {files.checkpoints_folder(self.config.run.dir) / save.manifest.name}")
-        self._writer.submit(keep, self.config.run.dir, self.settings.keep_last, self.settings.keep_best, self.settings.best_metric)
+        self._writer.submit(self._keep)
+
+    def _keep(self) -> None:
+        """In the thread, after a save: what cannot be deleted is told, and tried again after the next."""
+        settings = self.settings
+        try:
+            keep(self.config.run.dir, settings.keep_last, settings.keep_best, settings.best_metric)
+        except OSError as error:
+            self.say(f"warning: an old checkpoint could not be deleted: {error}")
 
     def _failed(self, manifest: Manifest, folder: Path, message: str) -> None:
         self.failures += 1

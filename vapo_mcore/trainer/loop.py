@@ -8,7 +8,7 @@ from statistics import fmean
 from typing import Any
 
 from vapo_mcore import heartbeat
-from vapo_mcore.checkpoint.files import Stage
+from vapo_mcore.checkpoint.files import Stage, model_folder
 from vapo_mcore.checkpoint.saver import Checkpointer
 from vapo_mcore.config.schema import Config
 from vapo_mcore.errors import RolloutError, RunStopped, StepAbandoned
@@ -231,7 +231,7 @@ class Run:
         critic = self.trainer.models.critic
         assert critic is not None
         folder = critic_folder(self.config.run.dir)
-        source = self.config.model.path if self.config.critic.path is None else self.config.critic.path
+        source = model_folder(self.config.critic.path or self.config.model.path, "critic")
         self.trainer.models.residency.enter("values")
         if self.run_dir is not None:
             shutil.rmtree(folder.parent, ignore_errors=True)  # of this run, before it was resumed
@@ -259,5 +259,6 @@ class Run:
             return
         (first_step, before), (last_step, after) = self.evaluations[0], self.evaluations[-1]
         for label, result in before.items():
-            later = "" if last_step == first_step else f"; after step {last_step}: {after[label]}"
+            # a resume may have changed the sets or the samples: then there is nothing to compare with
+            later = f"; after step {last_step}: {after[label]}" if last_step != first_step and label in after else ""
             self.console.print(f"{label} after step {first_step}: {result}{later}")

@@ -31,7 +31,7 @@ from vapo_mcore.checkpoint.saver import Checkpointer
 from vapo_mcore.config.schema import Config
 from vapo_mcore.data.prompts import PromptDataset, check_files, overlaps
 from vapo_mcore.data.tokenizer import load_tokenizer
-from vapo_mcore.errors import EXIT_REQUEUE, DataError, RunStopped, TrainingError
+from vapo_mcore.errors import EXIT_REQUEUE, ConfigError, DataError, RunStopped, TrainingError
 from vapo_mcore.extensions.check import check_extensions
 from vapo_mcore.launch.local import become_stoppable
 from vapo_mcore.launch.watchdog import Watchdog
@@ -44,12 +44,12 @@ from vapo_mcore.rollout.base import RolloutEngine
 from vapo_mcore.rollout.factory import build_rollout_engine
 from vapo_mcore.rollout.hf_folder import stop_token_ids
 from vapo_mcore.rollout.multi_turn import MultiTurn, ObservationFormat
-from vapo_mcore.trainer.collectives import all_gather_objects, fail_together, lost_a_peer
+from vapo_mcore.trainer.collectives import all_gather_objects, broadcast_object, fail_together, lost_a_peer
 from vapo_mcore.trainer.console import Console
 from vapo_mcore.trainer.evaluation import Evaluator
 from vapo_mcore.trainer.loop import Run
 from vapo_mcore.trainer.models import build_models
-from vapo_mcore.trainer.run_dir import RunDirectory, check_run_directory, holds_run
+from vapo_mcore.trainer.run_dir import RunDirectory, check_run_directory, finished_steps, holds_run
 from vapo_mcore.trainer.run_lock import RunLock
 from vapo_mcore.trainer.sampling import ResponseSampler
 from vapo_mcore.trainer.signals import StopSignals
@@ -129,6 +129,8 @@ def train(config: Config, parallel: ParallelContext, *, clean: bool, resume: Res
         trainer.state.register("prompts", prompts)
         evaluator = Evaluator(config, sampler, held_out.items) if held_out is not None else None
         checkpointer = Checkpointer(config, parallel, models, console.print)
+        if past is not None:
+            checkpointer.published = (past.checkpoint.manifest.stage, past.checkpoint.manifest.step)
         stack.callback(checkpointer.close)
         run = Run(config, trainer, evaluator, console, checkpointer)
         if past is not None:
@@ -168,6 +170,12 @@ def _find_past(config: Config, resume: ResumeOptions, console: Console) -> _Past
     """The checkpoint to continue from, with a configuration that may continue it."""
     checkpoint = choose(config.run.dir, resume.checkpoint, console.print)
     if checkpoint is None:
+        steps = broadcast_object(finished_steps(config.run.dir))
+        if steps is not None:
+            raise ConfigError(
+                f"run.dir: the run in {config.run.dir!r} is finished ({steps} steps) and has no checkpoint to go on from "
+                "(checkpoint.at_end saves the last step); give another run.dir, or --clean to delete it and start again"
+            )
         console.print(f"nothing to resume: {config.run.dir} has no checkpoint; the run starts from the beginning")
         return None
     with fail_together():

@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from safetensors import SafetensorError
+
 from vapo_mcore import heartbeat
 from vapo_mcore.checkpoint.state import StateRegistry
 from vapo_mcore.config.schema import Config
@@ -186,7 +188,7 @@ class Trainer:
         folder, failure = faults_folder(self.config.run.dir), None
         try:
             save_bad_batch(folder, update, experience.rows, experience.batch.row_ids, stopped.microbatches, self.parallel)
-        except OSError as error:
+        except (OSError, SafetensorError) as error:
             failure = str(error)
         failures = [text for text in all_gather_objects(failure) if text is not None]
         kept = f"the batch could not be written ({failures[0]})" if failures else f"the batch is in {folder / update.folder_name}"
