@@ -23,7 +23,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 from plot_run import evaluations, read_rows, running_mean, series
-from toolkit import run
+from toolkit import metric_rows, run
 
 from vapo_mcore.config import Config, load_config
 from vapo_mcore.config.yaml_text import format_yaml, parse_yaml
@@ -189,13 +189,12 @@ def measure(path: Path, config: Config, threshold: float) -> Measured | None:
         return None
     steps, accuracies = series(rl_rows, "accuracy/mean")
     reached = (step for step, mean in zip(steps[4:], running_mean(accuracies, 5)[4:], strict=True) if mean >= threshold)
-    all_rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     return Measured(
         seed=config.seed,
         accuracy=points[-1].accuracy,
         problems=rl_rows[-1][f"eval/{config.data.eval[0].name}/prompts"],
         steps_to_threshold=next(reached, None),
-        seconds=sum(row.get("time/step", 0.0) for row in all_rows),
+        seconds=sum(row.get("time/step", 0.0) for row in metric_rows(path)),
         train_accuracy_last_steps=fmean(accuracies[-5:]),
     )
 

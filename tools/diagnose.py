@@ -9,16 +9,14 @@ The run's own configuration gives the thresholds; settings after the folder repl
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from toolkit import run
+from toolkit import metric_rows, run
 
 from vapo_mcore.config import Config, load_config
 from vapo_mcore.diagnosis.monitor import Monitor
-from vapo_mcore.errors import DataError
 
 
 def main() -> None:
@@ -27,27 +25,9 @@ def main() -> None:
     parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="other thresholds")
     args = parser.parse_args()
     config = load_config(args.run / "config.yaml", args.settings, check_paths=False)
-    rows = read(args.run / "metrics.jsonl")
+    rows = metric_rows(args.run / "metrics.jsonl")
     lines = diagnose(config, rows)
     print("\n".join(lines) if lines else f"nothing found in {len(rows)} rows")
-
-
-def read(path: Path) -> list[dict[str, Any]]:
-    """All rows of a metrics.jsonl. Raises DataError for a file that is absent or damaged."""
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}; give a run directory that has a metrics.jsonl") from error
-    rows = []
-    for number, line in enumerate(lines, 1):
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise DataError(f"{path}, line {number}: not JSON ({error})") from error
-        if not isinstance(row, dict) or not isinstance(row.get("step"), int):
-            raise DataError(f"{path}, line {number}: expected an object with an integer 'step'")
-        rows.append(row)
-    return rows
 
 
 def diagnose(config: Config, rows: Iterable[dict[str, Any]]) -> list[str]:

@@ -8,14 +8,13 @@ Left: mean reward and accuracy of the training rollouts, with a running mean. Ri
 from __future__ import annotations
 
 import argparse
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from toolkit import run
+from toolkit import metric_rows, run
 
 from vapo_mcore.errors import DataError
 
@@ -50,20 +49,7 @@ def main() -> None:
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """The RL rows of a metrics.jsonl, in order. Raises DataError with the line of a damaged row, or if there is none."""
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}; give a run directory that has a metrics.jsonl") from error
-    rows = []
-    for number, line in enumerate(lines, 1):
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise DataError(f"{path}, line {number}: not JSON ({error})") from error
-        if not isinstance(row, dict) or not isinstance(row.get("step"), int):
-            raise DataError(f"{path}, line {number}: expected an object with an integer 'step'")
-        if row.get("stage", "rl") == "rl":
-            rows.append(row)
+    rows = [row for row in metric_rows(path) if row.get("stage", "rl") == "rl"]
     if not rows:
         raise DataError(f"{path} has no row of the rl stage; there is nothing to draw yet")
     return rows

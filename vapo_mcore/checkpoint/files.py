@@ -174,11 +174,12 @@ def set_aside(path: Path) -> Path:
 
 
 def delete(path: Path) -> None:
-    """Delete a checkpoint so that an interruption leaves no half of it under its name."""
+    """Delete a checkpoint so that an interruption leaves no half of it under its name. Raises OSError for what cannot be deleted."""
     doomed = path.with_name(_INCOMPLETE + path.name)
-    shutil.rmtree(doomed, ignore_errors=True)
+    if doomed.exists():
+        shutil.rmtree(doomed)
     path.rename(doomed)
-    shutil.rmtree(doomed, ignore_errors=True)
+    shutil.rmtree(doomed)
 
 
 def faults_of(folder: Path, manifest: Manifest, names: Iterable[str]) -> list[str]:

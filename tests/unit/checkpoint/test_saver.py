@@ -215,3 +215,23 @@ def test_the_newest_complete_one_is_taken(config: Config, tmp_path: Path, parall
     with pytest.raises(CheckpointError, match=r"all checkpoints of .* are damaged \(step_000001, step_000002\)"):
         choose(config.run.dir, None, said.append)
     assert choose(str(tmp_path / "nothing"), None, said.append) is None
+
+
+def test_an_old_checkpoint_that_cannot_be_deleted_is_told(
+    config: Config, tmp_path: Path, parallel: ParallelContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    settings = config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"keep_last": 1, "keep_best": 0})})
+    checkpointer, _ = saver(settings, tmp_path, parallel, said)
+
+    def refused(path: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(files, "delete", refused)
+    for step in (1, 2):
+        checkpointer.begin("rl", step)
+        checkpointer.commit(STATE, {})
+        checkpointer.wait()
+    checkpointer.close()
+    assert checkpointer.published == ("rl", 2)
+    assert [line for line in said if line.startswith("warning: an old checkpoint could not be deleted")], said
