@@ -94,15 +94,15 @@ def _environment(process: Path) -> dict[bytes, bytes]:
     return dict(line.partition(b"=")[::2] for line in (process / "environ").read_bytes().split(b"\0"))
 
 
+def _job_environment(cluster: FakeCluster) -> dict[str, str]:
+    """For jobs of the files in slurm/: this Python, one process a node."""
+    own = {"VAPO_PATH": str(Path(sys.executable).parent), "VAPO_PROCESSES": "1", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return {**cluster.environment, **own}
+
+
 def test_two_nodes_by_sbatch_are_warned_queued_again_and_resumed(cluster: FakeCluster, folder: Path) -> None:
     run = folder / "sbatch"
-    environment = {
-        **cluster.environment,
-        "VAPO_PATH": str(Path(sys.executable).parent),
-        "VAPO_PROCESSES": "1",
-        "PYTHONPATH": str(ROOT),
-        "OMP_NUM_THREADS": "1",
-    }
+    environment = _job_environment(cluster)
     command = ["sbatch", "--parsable", "--nodes=2", "--gpus-per-node=0", "--time=00:10:00", f"--output={folder}/sbatch.out"]
     settings = [f"run.dir={run}", "run.steps=12", "critic.value_pretraining.steps=1", "eval.at_start=false", "eval.at_end=false"]
     command += [str(ROOT / "slurm" / "vapo.sbatch"), "train", str(folder / "base.yaml"), *settings]
@@ -182,13 +182,7 @@ def test_chain_by_sbatch(cluster: FakeCluster, folder: Path) -> None:
 @pytest.mark.slow
 def test_chain_runs_to_its_evaluation(cluster: FakeCluster, folder: Path) -> None:
     run = folder / "chained_run"
-    environment = {
-        **cluster.environment,
-        "VAPO_PATH": str(Path(sys.executable).parent),
-        "VAPO_PROCESSES": "1",
-        "PYTHONPATH": str(ROOT),
-        "OMP_NUM_THREADS": "1",
-    }
+    environment = _job_environment(cluster)
     command = [str(ROOT / "slurm" / "chain.sh"), str(run), str(folder / "base.yaml"), "--gpus-per-node=0", "--nodes=2"]
     command += [f"--output={folder}/%x.out", "--", "run.steps=1", "critic.value_pretraining.steps=1"]
     result = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)

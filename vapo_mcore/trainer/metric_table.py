@@ -170,7 +170,7 @@ _IMITATION = (
     Metric("imitation/responses", SAME, "responses", "Responses drawn from the buffer for it."),
     Metric("imitation/grad_norm", SAME, "-", "Global gradient norm of the imitation step, before clipping."),
     Metric("imitation/lr", SAME, "-", "Its learning rate."),
-    Metric("imitation/skipped", SAME, "-", "1 if it was skipped because a gradient was not finite."),
+    Metric("imitation/skipped", SAME, "-", "Steps of policy and critic that were skipped because a loss or gradient was not finite."),
     Metric("imitation/value_loss", SAME, "response tokens drawn", "Value loss on these responses, before its coefficient."),
     Metric("imitation/buffer", SAME, "responses", "Responses in the buffer after the step."),
     Metric("imitation/age_mean", SAME, "responses in the buffer", "Mean number of rollouts since a response was last sampled."),

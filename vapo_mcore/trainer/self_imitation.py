@@ -85,8 +85,8 @@ class SelfImitation:
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
         return self.buffer.sample(self.settings.batch_size, generator)
 
-    def imitate(self, policy: MegatronModel, sample: ReplaySample, rollout: int, metrics: StepMetrics) -> None:
-        """One NLL step of the policy, with a rate of its own if given, at the rollout's temperature."""
+    def imitate(self, policy: MegatronModel, sample: ReplaySample, metrics: StepMetrics) -> bool:
+        """One NLL step of the policy, with a rate of its own if given, at the rollout's temperature. Whether it was made, not skipped."""
         assert policy.optimizer is not None
         loss = SupervisedLoss(self.config.rollout.temperature)
         rate = self.settings.lr if self.settings.lr is not None else policy.optimizer.learning_rate
@@ -96,16 +96,17 @@ class SelfImitation:
         metrics.put("imitation/nll", result.metrics["nll"] / tokens)
         metrics.put("imitation/grad_norm", result.grad_norm)
         metrics.put("imitation/lr", rate)
-        metrics.put("imitation/skipped", int(result.skipped is not None))
+        return result.skipped is None
 
-    def learn_values(self, critic: MegatronModel, sample: ReplaySample, metrics: StepMetrics) -> None:
-        """One step of the critic on the returns that the responses had when they were sampled, at the critic's present rate."""
+    def learn_values(self, critic: MegatronModel, sample: ReplaySample, metrics: StepMetrics) -> bool:
+        """One step of the critic on the returns that the responses had when they were sampled, at the critic's present rate. As above."""
         assert critic.optimizer is not None
         coef = self.settings.value_coef
         result = critic.train_step(
             self._microbatches(sample, "value_weights", coef), CriticLoss(None), aside_lr=critic.optimizer.learning_rate
         )
         metrics.put("imitation/value_loss", result.metrics["loss"] / coef)
+        return result.skipped is None
 
     def record(self, rollout: int, metrics: StepMetrics) -> None:
         """What the buffer holds, and how old it is."""

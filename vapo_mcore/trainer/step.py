@@ -147,13 +147,14 @@ class Trainer:
         if sample is not None:
             self.models.residency.enter("policy_update")
             with step.timer.phase("imitation"):
-                self.imitation.imitate(self.models.policy, sample, self.rollouts, step.metrics)
+                made = [self.imitation.imitate(self.models.policy, sample, step.metrics)]
                 self.models.residency.mark_changed("policy")
             if self.models.critic is not None and self.imitation.settings.value_coef > 0:
                 self.models.residency.enter("critic_update")
                 with step.timer.phase("imitation"):
-                    self.imitation.learn_values(self.models.critic, sample, step.metrics)
+                    made.append(self.imitation.learn_values(self.models.critic, sample, step.metrics))
                     self.models.residency.mark_changed("critic")
+            step.metrics.put("imitation/skipped", made.count(False))
         self.imitation.record(self.rollouts, step.metrics)
 
     def _remember(self, step: _Step, experience: Experience) -> None:
