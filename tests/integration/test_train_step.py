@@ -331,6 +331,7 @@ def test_self_imitation_equals_plain_torch_in_both_layouts(folder: Path) -> None
         assert first["imitation/nll"] == pytest.approx(nll.item(), rel=1e-5)
         assert first["imitation/grad_norm"] == pytest.approx(norm, rel=1e-4)
         assert first["imitation/lr"] == 0.01
+        assert first["imitation/skipped"] == 0
         assert first["imitation/value_loss"] == pytest.approx(0.5, rel=1e-4)  # V is 0, each return 1
         assert (first["imitation/age_mean"], first["imitation/age_max"]) == (0.0, 0)
         assert second["imitation/age_max"] == 1

@@ -183,11 +183,11 @@ def self_imitation() -> None:
     original = SelfImitation.imitate
     settings = "{top_k: 2, batch_size: 6, coef: 0.5, lr: 0.01, value_coef: 2.0}"
 
-    def kept(self: Any, policy: Any, sample: Any, rollout: int, metrics: Any) -> None:
-        found = {name: getattr(sample, name) for name in ("tokens", "response_mask", "cu_seqlens", "returns", "rewards")}
-        if rollout == 1:
-            torch.save(found, FOLDER / f"imitated_{name}_rank{dist.get_rank()}.pt")
-        original(self, policy, sample, rollout, metrics)
+    def kept(self: Any, policy: Any, sample: Any, metrics: Any) -> bool:
+        path = FOLDER / f"imitated_{name}_rank{dist.get_rank()}.pt"
+        if not path.exists():  # of the first step
+            torch.save({name: getattr(sample, name) for name in ("tokens", "response_mask", "cu_seqlens", "returns", "rewards")}, path)
+        return original(self, policy, sample, metrics)
 
     for name, layout in (("imitation_dp2", ()), ("imitation_tp2", (TP2,))):
         with mock.patch.object(SelfImitation, "imitate", kept):
