@@ -41,24 +41,22 @@ def test_host_bytes_are_exact(cases: dict[str, dict[str, Any]]) -> None:
         assert max(rank["host"] for rank in case["ranks"]) == case["plan"]["host"], name
 
 
+def _most(name: str) -> float:
+    """Which chunk runs when others wait is not followed in the interleaved schedule: its estimate may lie higher."""
+    return 1.10 if "interleaved" in name else 1.05
+
+
 @pytest.mark.parametrize("role", ROLES)
 def test_device_bytes_of_an_update(cases: dict[str, dict[str, Any]], role: str) -> None:
-    """State and activations together, in the updates, where a rank holds most.
-
-    Within 5 % on most runs. What is measured depends on when a neighbour takes a message: until then its sender holds it. So the bounds
-    are wider than what docs/planning.md reports; the state, most of the sum, is exact above.
-    """
+    """State and activations together, in the updates, where a rank holds most."""
     for name, case in cases.items():
-        # Which chunk runs when others wait is not followed in the interleaved schedule: its estimate may lie higher.
-        most = 1.15 if "interleaved" in name else 1.08
         for rank in case["ranks"]:
             state = sum(rank[role].values())
             ratio = (state + _predicted(case, rank)[f"{role}_train"]) / (state + rank[f"{role}_train"])
             print(f"{name}, stage {rank['stage']}, {role} update: predicted / measured = {ratio:.3f}")
-            assert 0.85 <= ratio <= most, (name, rank["stage"], ratio)
+            assert 0.95 <= ratio <= _most(name), (name, rank["stage"], ratio)
 
 
-@pytest.mark.slow  # on a busy machine the first stage may run far ahead, and holds what it has sent
 @pytest.mark.parametrize("role", ROLES)
 def test_device_bytes_of_forward_passes(cases: dict[str, dict[str, Any]], role: str) -> None:
     for name, case in cases.items():
@@ -66,7 +64,7 @@ def test_device_bytes_of_forward_passes(cases: dict[str, dict[str, Any]], role: 
             state = rank[role]["params"]
             ratio = (state + _predicted(case, rank)[f"{role}_forward"]) / (state + rank[f"{role}_forward"])
             print(f"{name}, stage {rank['stage']}, {role} forward: predicted / measured = {ratio:.3f}")
-            assert 0.60 <= ratio <= 1.25, (name, rank["stage"], ratio)
+            assert 0.95 <= ratio <= _most(name), (name, rank["stage"], ratio)
 
 
 def test_short_ways_are_the_same(cases: dict[str, dict[str, Any]]) -> None:
