@@ -38,11 +38,11 @@ $(TINY): tools/make_tiny_model.py tools/addition_task.py | $(INSTALLED)
 quickstart: $(INSTALLED) $(TINY)
 	$(BIN)/vapo-mcore train examples/configs/quickstart.yaml --clean
 
-test: $(INSTALLED)
-	$(BIN)/python -m pytest tests -m "not slow"
+test: test-fast
+	$(BIN)/python -m pytest tests --ignore tests/unit -m "not slow"
 
 test-fast: $(INSTALLED)
-	$(BIN)/python -m pytest tests/unit -m "not slow"
+	$(BIN)/python -m pytest tests/unit -m "not slow" --numprocesses 2 --dist loadfile
 
 test-chaos: $(INSTALLED)
 	$(BIN)/python -m pytest tests/chaos
