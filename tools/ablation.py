@@ -23,12 +23,13 @@ from statistics import fmean, stdev
 from typing import Any
 
 from plot_run import evaluations, read_rows, running_mean, series
-from toolkit import metric_rows, run
+from toolkit import run
 
 from vapo_mcore.config import Config, load_config
 from vapo_mcore.config.yaml_text import format_yaml, parse_yaml
 from vapo_mcore.errors import ConfigError, DataError
 from vapo_mcore.evaluation.intervals import wilson_interval
+from vapo_mcore.metrics_file import metric_rows
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples" / "configs"
 

@@ -13,10 +13,11 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from toolkit import metric_rows, run
+from toolkit import run
 
 from vapo_mcore.config import Config, load_config
 from vapo_mcore.diagnosis.monitor import Monitor
+from vapo_mcore.metrics_file import metric_rows
 
 
 def main() -> None:

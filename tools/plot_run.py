@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from toolkit import metric_rows, run
+from toolkit import run
 
 from vapo_mcore.errors import DataError
+from vapo_mcore.metrics_file import metric_rows
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

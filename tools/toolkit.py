@@ -1,8 +1,7 @@
-"""What the scripts in this folder share: errors printed without a traceback, a run's metrics, folders that appear whole or not at all."""
+"""What the scripts in this folder share: errors printed without a traceback, folders that appear whole or not at all."""
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
@@ -11,9 +10,8 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
-from vapo_mcore.errors import DataError, VapoError
+from vapo_mcore.errors import VapoError
 
 
 def run(main: Callable[[], None]) -> None:
@@ -28,24 +26,6 @@ def run(main: Callable[[], None]) -> None:
     except VapoError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
-
-
-def metric_rows(path: Path) -> list[dict[str, Any]]:
-    """All rows of a metrics.jsonl, in order. Raises DataError, with the line, for a file that is absent or damaged."""
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}; give a run directory that has a metrics.jsonl") from error
-    rows = []
-    for number, line in enumerate(lines, 1):
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise DataError(f"{path}, line {number}: not JSON ({error})") from error
-        if not isinstance(row, dict) or not isinstance(row.get("step"), int):
-            raise DataError(f"{path}, line {number}: expected an object with an integer 'step'")
-        rows.append(row)
-    return rows
 
 
 @contextmanager

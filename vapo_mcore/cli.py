@@ -179,10 +179,12 @@ def _check_files(config: Config, *, clean: bool, resume: bool) -> None:
     from vapo_mcore.extensions.check import check_extensions
     from vapo_mcore.planning.host_memory import check_host_memory
     from vapo_mcore.trainer.run_dir import check_run_directory
+    from vapo_mcore.trainer.trackers import check_trackers
     from vapo_mcore.weights.loader import check_folder
 
     checks: list[tuple[str, Callable[[], None]]] = [
-        ("", lambda: check_run_directory(config.run.dir, clean=clean, tensorboard=config.run.tensorboard, resume=resume)),
+        ("", lambda: check_run_directory(config.run.dir, clean=clean, resume=resume)),
+        ("", lambda: check_trackers(config.run)),
         ("", lambda: check_extensions(config)),
         ("", lambda: check_files(config.data)),
         ("model.path: ", lambda: check_folder(config.model.path, read_architecture(config.model.path), role="policy")),

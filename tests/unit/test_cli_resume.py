@@ -30,7 +30,7 @@ def test_options_that_contradict_each_other(options: list[str], words: str, tmp_
 
 def finished_run(tmp_path: Path, steps: int) -> Path:
     base = write_base(tmp_path)
-    run = RunDirectory.create(tmp_path / "run", clean=False, config_yaml="seed: 1\n", tensorboard=False)
+    run = RunDirectory.create(tmp_path / "run", clean=False, config_yaml="seed: 1\n")
     run.mark_finished(steps)
     run.close()
     return base

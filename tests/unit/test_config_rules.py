@@ -417,6 +417,7 @@ WITHOUT_EFFECT = [
     (["data.chat_template=false", "data.system_prompt=be brief"], "data.system_prompt"),
     (["eval.temperature=0", "eval.top_p=0.5"], "eval.top_p"),
     (["checkpoint.best_metric=reward/mean"], "checkpoint.best_metric"),
+    (["run.wandb={project: p, mode: offline, api_key_variable: X}"], "run.wandb.api_key_variable"),
     (["data.eval=[]", "eval.every_steps=5"], "eval.every_steps"),
     (["algorithm.advantage.custom={function: a:f}"], "algorithm.advantage.custom.function"),
     ([CRITIC_FREE, "diagnosis.explained_variance.below=0.1"], "diagnosis.explained_variance.below"),

@@ -168,6 +168,12 @@ INAPPLICABLE: tuple[Inapplicable, ...] = (
         lambda c: c.rollout.old_logprobs == "rollout",
         "the old log-probs are the rollout's, so that the first step's KL is the mismatch",
     ),
+    Inapplicable(
+        ("run.wandb.api_key_variable",),
+        ("run.wandb.mode",),
+        lambda c: c.run.wandb is not None and c.run.wandb.mode == "offline",
+        "no server is asked",
+    ),
     Inapplicable(("checkpoint.best_metric",), ("checkpoint.keep_best",), lambda c: c.checkpoint.keep_best == 0, "none is kept for it"),
     Inapplicable(("eval",), ("data.eval",), lambda c: not c.data.eval, "there is no evaluation set"),
 )

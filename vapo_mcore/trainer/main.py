@@ -54,6 +54,7 @@ from vapo_mcore.trainer.run_lock import RunLock
 from vapo_mcore.trainer.sampling import ResponseSampler
 from vapo_mcore.trainer.signals import StopSignals
 from vapo_mcore.trainer.step import Trainer
+from vapo_mcore.trainer.trackers import check_trackers, start_trackers
 from vapo_mcore.trainer.weight_sync import WeightSync
 
 _SECONDS_UNTIL_ENDED = 30.0
@@ -157,7 +158,8 @@ def _check_run_directory(config: Config, parallel: ParallelContext, clean: bool,
     taken = False
     with fail_together():
         if parallel.rank == 0:
-            check_run_directory(config.run.dir, clean=clean, tensorboard=config.run.tensorboard, resume=resume)
+            check_run_directory(config.run.dir, clean=clean, resume=resume)
+            check_trackers(config.run)
         if os.environ.get("LOCAL_RANK", "0") == "0":
             check_host_memory(config, processes=int(os.environ.get("LOCAL_WORLD_SIZE", "1")), cuda=HAS_CUDA)
         if parallel.rank == 0 and holds_run(config.run.dir):
@@ -227,18 +229,19 @@ def _open_run_directory(
     """Made, or taken back to the checkpoint, by rank 0, which alone gets the writers, once everything is there: a start that failed leaves
     no run behind, and a resume that failed leaves the run as it was."""
     run_dir = None
-    settings: dict[str, Any] = {"config_yaml": config.to_yaml(), "tensorboard": config.run.tensorboard}
+    yaml = config.to_yaml()
     with fail_together():
         if parallel.rank == 0:
             if past is None:
-                run_dir = RunDirectory.create(config.run.dir, clean=fresh, **settings)
+                run_dir = RunDirectory.create(config.run.dir, clean=fresh, config_yaml=yaml)
             else:
                 leave_newer(config.run.dir, past.checkpoint, console.print)
-                run_dir = RunDirectory.resume(config.run.dir, **past.state["files"], **settings)
+                run_dir = RunDirectory.resume(config.run.dir, **past.state["files"], config_yaml=yaml)
             if not locked:
                 stack.enter_context(RunLock(config.run.dir, console.print))
             remove_leftovers(config.run.dir)
             stack.callback(run_dir.close)
+            run_dir.trackers = start_trackers(config, run_dir.path, run_dir.run_id, run_dir.rows)
             watchdog.clear(config.run.dir)
     with fail_together():
         watchdog.attach(config.run.dir)

@@ -196,6 +196,7 @@ _MISMATCH = (
 )
 _SYSTEM = (
     Metric("warnings", SAME, "-", "Rules of the diagnosis that hold after this step (diagnosis.md says which there are)."),
+    Metric("trackers/failed", SAME, "-", "Trackers (TensorBoard, W&B) that failed and are switched off; absent without any."),
     Metric("weights/tensors", SAME, "tensors", "Tensors sent to the rollout engine in the step's weight sync."),
     Metric("weights/bytes", SAME, "bytes", "Their size."),
     Metric("packing/fill", SAME, "micro-batches", "Tokens / (micro-batches x `batch.max_tokens_per_microbatch`)."),

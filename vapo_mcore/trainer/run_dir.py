@@ -4,7 +4,7 @@
 <run.dir>/metrics.jsonl          one JSON object a step
 <run.dir>/samples/step_NNNN.jsonl   sampled responses with their scores
 <run.dir>/evaluations/step_NNNN.json, .md   results on the evaluation sets
-<run.dir>/tensorboard/           if TensorBoard is installed or required
+<run.dir>/tensorboard/, wandb/    of the trackers (trackers.py)
 <run.dir>/checkpoints/           see docs/checkpoints.md
 <run.dir>/export/hf              the trained policy
 <run.dir>/faults/                batches of bad updates, stacks of ranks that hung
@@ -13,23 +13,21 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import logging
 import math
 import os
 import shutil
 import uuid
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from vapo_mcore.errors import CheckpointError, ConfigError
+from vapo_mcore.trainer.trackers import Trackers
 
 LOCK_NAME = ".lock"
 _MARKER = ".vapo_mcore_run"
 _FINISHED = "finished.json"
-logger = logging.getLogger(__name__)
 
 
 def export_folder(run_dir: str | Path) -> Path:
@@ -50,40 +48,34 @@ def faults_folder(run_dir: str | Path) -> Path:
 class RunDirectory:
     """Writers of one run; rank 0 alone has one."""
 
-    def __init__(self, path: Path, *, tensorboard: bool) -> None:
+    def __init__(self, path: Path) -> None:
         self.path = path
         self.run_id = run_id(path)
         self.samples = path / "samples"
         self.evaluations = path / "evaluations"
         self._metrics = open(path / "metrics.jsonl", "a", encoding="utf-8")  # noqa: SIM115 (kept open for the run, closed in close())
-        self._tensorboard = _TensorBoard(path / "tensorboard") if tensorboard else None
+        self.trackers = Trackers({})  # that show the rows too
 
     @classmethod
-    def create(cls, path: str | Path, *, clean: bool, config_yaml: str, tensorboard: bool | None) -> RunDirectory:
-        """Make the directory and save the resolved config. Raises ConfigError if it is in use or cannot be made.
-
-        ``tensorboard``: None = when installed, True = required, False = off.
-        """
+    def create(cls, path: str | Path, *, clean: bool, config_yaml: str) -> RunDirectory:
+        """Make the directory and save the resolved config. Raises ConfigError if it is in use or cannot be made."""
         path = Path(path)
-        check_run_directory(path, clean=clean, tensorboard=tensorboard)
+        check_run_directory(path, clean=clean)
         _make_empty(path)
         try:
             (path / _MARKER).write_text(json.dumps({"run_id": uuid.uuid4().hex}) + "\n", encoding="utf-8")
             (path / "samples").mkdir()
             (path / "evaluations").mkdir()
             (path / "config.yaml").write_text(config_yaml, encoding="utf-8")
-            return cls(path, tensorboard=_has_tensorboard() if tensorboard is None else tensorboard)
+            return cls(path)
         except OSError as error:
             raise ConfigError(f"run.dir = {str(path)!r} cannot be written: {error}") from error
 
     @classmethod
-    def resume(
-        cls, path: str | Path, *, metrics_bytes: int, written: Collection[str], config_yaml: str, tensorboard: bool | None
-    ) -> RunDirectory:
+    def resume(cls, path: str | Path, *, metrics_bytes: int, written: Collection[str], config_yaml: str) -> RunDirectory:
         """Take the directory back to what it was with ``metrics_bytes`` of metrics.jsonl and the ``written`` samples and evaluations.
 
-        Later rows, samples, evaluations and exports go; TensorBoard's files are written again from the rows. Raises CheckpointError where
-        metrics.jsonl is shorter than that.
+        Later rows, samples, evaluations and exports go. Raises CheckpointError where metrics.jsonl is shorter than that.
         """
         path = Path(path)
         metrics = path / "metrics.jsonl"
@@ -95,20 +87,17 @@ class RunDirectory:
             for file in _written(path):
                 if file.relative_to(path).as_posix() not in written:
                     file.unlink()
-            for folder in (path / "export", path / "tensorboard"):
-                shutil.rmtree(folder, ignore_errors=True)
+            shutil.rmtree(path / "export", ignore_errors=True)
             (path / _FINISHED).unlink(missing_ok=True)
             (path / "config.yaml").write_text(config_yaml, encoding="utf-8")
-            found = cls(path, tensorboard=_has_tensorboard() if tensorboard is None else tensorboard)
+            return cls(path)
         except OSError as error:
             raise ConfigError(f"run.dir = {str(path)!r} cannot be written: {error}") from error
-        found._replay()
-        return found
 
-    def _replay(self) -> None:
-        if self._tensorboard is not None:
-            for line in (self.path / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
-                self._tensorboard.write(json.loads(line), flush=False)
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """What metrics.jsonl holds so far."""
+        with open(self.path / "metrics.jsonl", encoding="utf-8") as file:
+            yield from map(json.loads, file)
 
     def position(self) -> dict[str, Any]:
         """Where the files stand, for :meth:`resume`; the rows are on the disk when this returns."""
@@ -124,6 +113,8 @@ class RunDirectory:
     def write_metrics(self, row: Mapping[str, Any]) -> None:
         """Append one step. Undefined and non-finite numbers become null; the latter are named under ``metrics/nonfinite``."""
         clean = dict(row)
+        if self.trackers:
+            clean["trackers/failed"] = self.trackers.failed
         nonfinite = [name for name, value in row.items() if isinstance(value, float) and not math.isfinite(value)]
         for name in nonfinite:
             clean[name] = None
@@ -131,8 +122,7 @@ class RunDirectory:
             clean["metrics/nonfinite"] = nonfinite
         self._metrics.write(json.dumps(clean, allow_nan=False) + "\n")
         self._metrics.flush()
-        if self._tensorboard is not None:
-            self._tensorboard.write(clean)
+        self.trackers.write(clean)
 
     def write_samples(self, name: str, samples: Iterable[Mapping[str, Any]]) -> Path:
         """Write ``samples/<name>.jsonl``, one response a line."""
@@ -143,8 +133,7 @@ class RunDirectory:
 
     def close(self) -> None:
         self._metrics.close()
-        if self._tensorboard is not None:
-            self._tensorboard.close()
+        self.trackers.close()
 
 
 def _written(path: Path) -> list[Path]:
@@ -173,15 +162,11 @@ def holds_run(path: str | Path) -> bool:
     return (Path(path) / _MARKER).is_file()
 
 
-def check_run_directory(path: str | Path, *, clean: bool, tensorboard: bool | None, resume: bool = False) -> None:
+def check_run_directory(path: str | Path, *, clean: bool, resume: bool = False) -> None:
     """Raise ConfigError unless a run may use ``path``: it is new or empty, or holds a run that ``clean`` allows to delete or ``resume``
-    to continue.
-
-    Also refused: a place where no directory can be made, and ``tensorboard`` = True (required) where it is not installed.
+    to continue. Also refused: a place where no directory can be made.
     """
     path = Path(path)
-    if tensorboard and not _has_tensorboard():
-        raise ConfigError("run.tensorboard = true, but the package tensorboard is not installed; install it or set run.tensorboard to null")
     try:
         if path.is_symlink() or (path.exists() and not path.is_dir()):
             raise ConfigError(f"run.dir = {str(path)!r} exists and is not a directory; give another run.dir")
@@ -201,10 +186,6 @@ def check_run_directory(path: str | Path, *, clean: bool, tensorboard: bool | No
         )
 
 
-def _has_tensorboard() -> bool:
-    return importlib.util.find_spec("tensorboard") is not None
-
-
 def _make_empty(path: Path) -> None:
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -217,32 +198,3 @@ def _make_empty(path: Path) -> None:
                 entry.unlink()
     except OSError as error:
         raise ConfigError(f"run.dir = {str(path)!r} cannot be made: {error}") from error
-
-
-class _TensorBoard:
-    """Scalars by step. A failure after the start only warns, once: a tracker never stops training."""
-
-    def __init__(self, path: Path) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._writer = SummaryWriter(str(path))
-        self._broken = False
-
-    def write(self, row: Mapping[str, Any], *, flush: bool = True) -> None:
-        if self._broken:
-            return
-        stage, step = row.get("stage", "rl"), row["step"]
-        prefix = "" if stage == "rl" else f"{stage}/"
-        try:
-            for name, value in row.items():
-                if isinstance(value, int | float) and not isinstance(value, bool) and name != "step":
-                    self._writer.add_scalar(prefix + name, value, step)
-            if flush:
-                self._writer.flush()
-        except Exception as error:  # noqa: BLE001 (any fault of a tracker is its own)
-            self._broken = True
-            logger.warning("TensorBoard failed and is switched off for the rest of the run: %s", error)
-
-    def close(self) -> None:
-        if not self._broken:
-            self._writer.close()

@@ -1,6 +1,5 @@
 """The run directory: what is written, never reused by accident, never deleting what is not ours."""
 
-import importlib.util
 import json
 import math
 from pathlib import Path
@@ -12,7 +11,7 @@ from vapo_mcore.trainer.run_dir import RunDirectory, check_run_directory, finish
 
 
 def create(path, **kwargs):
-    return RunDirectory.create(path, **({"clean": False, "config_yaml": "seed: 1\n", "tensorboard": False} | kwargs))
+    return RunDirectory.create(path, **({"clean": False, "config_yaml": "seed: 1\n"} | kwargs))
 
 
 def test_metrics_samples_and_config_are_written(tmp_path):
@@ -63,29 +62,9 @@ def test_an_unwritable_place_is_one_message(tmp_path):
 def test_an_impossible_place_is_found_before_it_is_made(tmp_path, name, expected):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=expected):
-        check_run_directory(tmp_path / name, clean=False, tensorboard=None)
-    check_run_directory(tmp_path / "new" / "deep", clean=False, tensorboard=None)
+        check_run_directory(tmp_path / name, clean=False)
+    check_run_directory(tmp_path / "new" / "deep", clean=False)
     assert not (tmp_path / "new").exists()
-
-
-def test_required_tensorboard_has_to_be_installed(tmp_path, monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match="the package tensorboard is not installed"):
-        check_run_directory(tmp_path / "run", clean=False, tensorboard=True)
-    check_run_directory(tmp_path / "run", clean=False, tensorboard=None)
-
-
-def test_tensorboard_scalars_are_written(tmp_path):
-    pytest.importorskip("tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    run = create(tmp_path / "run", tensorboard=True)
-    run.write_metrics({"step": 1, "stage": "rl", "reward/mean": 0.25})
-    run.write_metrics({"step": 2, "stage": "rl", "reward/mean": 0.5})
-    run.close()
-    events = EventAccumulator(str(run.path / "tensorboard"))
-    events.Reload()
-    assert [(e.step, e.value) for e in events.Scalars("reward/mean")] == [(1, 0.25), (2, 0.5)]
 
 
 def test_a_resumed_run_goes_back_to_its_checkpoint(tmp_path: Path) -> None:
@@ -101,7 +80,7 @@ def test_a_resumed_run_goes_back_to_its_checkpoint(tmp_path: Path) -> None:
     run.mark_finished(3)
     assert finished_steps(run.path) == 3
     run.close()
-    again = RunDirectory.resume(run.path, **position, config_yaml="seed: 2\n", tensorboard=False)
+    again = RunDirectory.resume(run.path, **position, config_yaml="seed: 2\n")
     again.write_metrics({"step": 3, "stage": "rl"})
     again.close()
     assert [json.loads(line)["step"] for line in (run.path / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3]
@@ -116,14 +95,14 @@ def test_rows_that_a_checkpoint_has_seen_must_be_there(tmp_path: Path) -> None:
     run = create(tmp_path / "run")
     run.close()
     with pytest.raises(CheckpointError, match="has 0 bytes, the checkpoint was saved with 10"):
-        RunDirectory.resume(run.path, metrics_bytes=10, written=[], config_yaml="", tensorboard=False)
+        RunDirectory.resume(run.path, metrics_bytes=10, written=[], config_yaml="")
 
 
 def test_a_directory_with_a_run_may_be_resumed_and_a_foreign_one_not(tmp_path: Path) -> None:
     create(tmp_path / "run").close()
-    check_run_directory(tmp_path / "run", clean=False, tensorboard=None, resume=True)
-    check_run_directory(tmp_path / "new", clean=False, tensorboard=None, resume=True)
+    check_run_directory(tmp_path / "run", clean=False, resume=True)
+    check_run_directory(tmp_path / "new", clean=False, resume=True)
     (tmp_path / "foreign").mkdir()
     (tmp_path / "foreign" / "thesis.tex").touch()
     with pytest.raises(ConfigError, match="not a run of vapo-mcore"):
-        check_run_directory(tmp_path / "foreign", clean=False, tensorboard=None, resume=True)
+        check_run_directory(tmp_path / "foreign", clean=False, resume=True)

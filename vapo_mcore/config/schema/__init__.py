@@ -41,7 +41,7 @@ from vapo_mcore.config.schema.rollout import (
     RolloutConfig,
     VllmConfig,
 )
-from vapo_mcore.config.schema.run import BatchConfig, ExportConfig, ModelConfig, ParallelConfig, RunConfig
+from vapo_mcore.config.schema.run import BatchConfig, ExportConfig, ModelConfig, ParallelConfig, RunConfig, WandbConfig
 from vapo_mcore.config.schema.training import (
     CriticConfig,
     CriticOptimizerConfig,
@@ -98,6 +98,7 @@ __all__ = [
     "ValueLossConfig",
     "ValuePretrainingConfig",
     "VllmConfig",
+    "WandbConfig",
 ]
 
 

@@ -9,11 +9,24 @@ from pydantic import Field
 from vapo_mcore.config.schema.base import NonNegativeInt, Path, PositiveInt, Section
 
 
+class WandbConfig(Section):
+    """The run at Weights & Biases, with the id of the run directory; ``--resume`` goes on in the same one (watching.md)."""
+
+    project: str  # made there if it is new
+    entity: str | None = None  # user or team; null: that of the API key
+    name: str | None = None  # null: that of the run directory
+    group: str | None = None  # of runs that belong together
+    tags: tuple[str, ...] = Field(strict=False, default=())
+    mode: Literal["online", "offline"] = "online"  # offline: written to <dir>/wandb, to be sent by `wandb sync`
+    api_key_variable: str = "WANDB_API_KEY"  # environment variable that holds the API key
+
+
 class RunConfig(Section):
     dir: Path  # everything that the run writes; new or empty, or --clean deletes the run in it
     steps: NonNegativeInt  # RL steps: one rollout each; value pretraining counts apart; 0: value pretraining only
     samples_per_step: NonNegativeInt = 4  # responses written to <dir>/samples each step
     tensorboard: bool | None = None  # null: written when tensorboard is installed; true: required
+    wandb: WandbConfig | None = None  # null: not shown there
 
 
 class ModelConfig(Section):
