@@ -16,7 +16,7 @@ class WandbConfig(Section):
     entity: str | None = None  # user or team; null: that of the API key
     name: str | None = None  # null: that of the run directory
     group: str | None = None  # of runs that belong together
-    tags: tuple[str, ...] = Field(strict=False, default=())
+    tags: tuple[str, ...] = Field(strict=False, default=())  # labels to find it by
     mode: Literal["online", "offline"] = "online"  # offline: written to <dir>/wandb, to be sent by `wandb sync`
     api_key_variable: str = "WANDB_API_KEY"  # environment variable that holds the API key
 
