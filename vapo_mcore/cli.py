@@ -1,4 +1,4 @@
-"""The command line, ``vapo-mcore config | data | train | plan | launch | eval | convert | doctor``. Checks come before torch."""
+"""The command line, ``vapo-mcore config | data | train | watch | plan | launch | eval | convert | doctor``. Checks come before torch."""
 
 from __future__ import annotations
 
@@ -46,6 +46,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             from vapo_mcore.evaluation import command as evaluation
 
             return evaluation.run(options, arguments, _load_on_every_rank)
+        if options.command == "watch":
+            from vapo_mcore.watch import command as watch
+
+            return watch.run(options)
         if options.command == "doctor":
             from vapo_mcore.doctor import command as doctor
 
@@ -100,6 +104,10 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     doctor = commands.add_parser("doctor", help="can this machine, or these nodes together, run a recipe?")
     examination.add_arguments(doctor)
 
+    from vapo_mcore.watch import command as watching
+
+    watching.add_arguments(commands.add_parser("watch", help="show a running job in the terminal, from the files of its run directory"))
+
     from vapo_mcore.planning import command as planning
 
     plan = commands.add_parser("plan", help="memory of every rank by stage, time and GPU-hours of a run, and what would make it fit")
@@ -115,7 +123,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     if options.command == "data":
         options.paths += rest
         return options
-    if options.command == "convert":
+    if options.command in ("convert", "watch"):
         if rest:
             parser.error(f"unrecognized arguments: {' '.join(rest)}")
         return options

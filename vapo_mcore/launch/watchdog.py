@@ -36,6 +36,22 @@ def heartbeat_folder(run_dir: str | Path) -> Path:
     return Path(run_dir) / "heartbeats"
 
 
+def read_heartbeats(run_dir: str | Path) -> dict[int, dict[str, Any]]:
+    """The ranks' files, as far as they can be read: what each was doing when it last wrote."""
+    found: dict[int, dict[str, Any]] = {}
+    for path in sorted(heartbeat_folder(run_dir).glob("rank_*.json")):
+        with contextlib.suppress(OSError, ValueError):
+            record = json.loads(path.read_text(encoding="utf-8"))
+            if isinstance(record, dict):
+                found[int(path.stem.removeprefix("rank_"))] = record
+    return found
+
+
+def has_hung(run_dir: str | Path) -> bool:
+    """Whether the watchdog ended the run when it was last started."""
+    return (heartbeat_folder(run_dir) / _HUNG).exists()
+
+
 class Watchdog:
     """Watches this process while the block runs; with ``None`` for a limit it does nothing.
 
@@ -153,13 +169,8 @@ class Watchdog:
 
     def _others(self) -> dict[int, dict[str, Any]]:
         """The other ranks' files, as far as they can be read."""
-        found: dict[int, dict[str, Any]] = {}
-        if self._folder is not None:
-            for rank in range(self.world_size):
-                with contextlib.suppress(OSError, ValueError):
-                    if rank != self.rank:
-                        found[rank] = json.loads((self._folder / f"rank_{rank:04d}.json").read_text(encoding="utf-8"))
-        return found
+        found = {} if self._folder is None else read_heartbeats(self._folder.parent)
+        return {rank: record for rank, record in found.items() if rank != self.rank and rank < self.world_size}
 
     def _others_are_idle(self) -> bool:
         """No other rank has shown a sign of life within the limit. A rank without a file has shown none."""

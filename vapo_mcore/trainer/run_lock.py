@@ -26,6 +26,27 @@ BEAT_SECONDS = 5.0
 WATCH_SECONDS = 20.0
 
 
+def lock_path(run_dir: str | Path) -> Path:
+    return Path(run_dir) / LOCK_NAME
+
+
+def lock_holder(run_dir: str | Path) -> dict[str, Any] | None:
+    """Who holds the run, or died without giving it up, by its file; None if nobody."""
+    try:
+        return _holder(lock_path(run_dir).read_bytes())
+    except OSError:
+        return None
+
+
+def _holder(text: bytes) -> dict[str, Any] | None:
+    """What the file says; None if nobody is named."""
+    try:
+        content = json.loads(text)
+    except ValueError:
+        return {"host": "an unknown host", "pid": "?"} if text.strip() else None
+    return content if isinstance(content, dict) else None
+
+
 class RunLock:
     """Taken when entered. Raises ConfigError where a live run has the directory.
 
@@ -38,7 +59,7 @@ class RunLock:
     def __init__(
         self, run_dir: str | Path, say: Callable[[str], None], *, beat_seconds: float = BEAT_SECONDS, watch_seconds: float = WATCH_SECONDS
     ) -> None:
-        self.path = Path(run_dir) / LOCK_NAME
+        self.path = lock_path(run_dir)
         self.say = say
         self.beat_seconds, self.watch_seconds = beat_seconds, watch_seconds
         self._descriptor = -1
@@ -92,13 +113,7 @@ class RunLock:
         return f"run.dir = {str(self.path.parent)!r} is in use by a live run ({who}); end that run first, or give another run.dir"
 
     def _read(self) -> dict[str, Any] | None:
-        """What the file says; None if nobody is named."""
-        text = os.pread(self._descriptor, 4096, 0)
-        try:
-            content = json.loads(text)
-        except ValueError:
-            return {"host": "an unknown host", "pid": "?"} if text.strip() else None
-        return content if isinstance(content, dict) else None
+        return _holder(os.pread(self._descriptor, 4096, 0))
 
     def _beat(self) -> None:
         count = 0

@@ -1,0 +1,42 @@
+"""``vapo-mcore watch RUN``."""
+
+from __future__ import annotations
+
+import argparse
+import time
+
+from rich.console import Console
+from rich.live import Live
+
+from vapo_mcore.errors import ConfigError
+from vapo_mcore.watch.state import RunReader
+from vapo_mcore.watch.view import BARS, PLAIN_BARS, render
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options to a parser."""
+    parser.add_argument("run", metavar="RUN", help="run directory (run.dir), on this machine or on a file system that it sees")
+    parser.add_argument("--once", action="store_true", help="print one frame and exit")
+    parser.add_argument("--interval", type=float, default=2.0, metavar="SECONDS", help="between two looks at the files (2)")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Show the run until it is finished or the reader has seen enough (Ctrl-C); returns 0.
+
+    Raises ConfigError for a folder without a run.
+    """
+    if options.interval <= 0:
+        raise ConfigError(f"--interval {options.interval:g} must be above 0")
+    reader = RunReader(options.run)
+    console = Console()
+    bars = BARS if console.encoding.startswith("utf") else PLAIN_BARS
+    state = reader.read()
+    if options.once:
+        console.print(render(state, time.time(), bars))
+        return 0
+    with Live(render(state, time.time(), bars), console=console, auto_refresh=False, vertical_overflow="crop") as live:
+        while state.status != "finished":
+            time.sleep(options.interval)
+            state = reader.read()
+            live.update(render(state, time.time(), bars), refresh=True)
+    return 0

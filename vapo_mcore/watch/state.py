@@ -1,0 +1,219 @@
+"""What the files of a run say about it: who holds it, what each rank does, its rows, evaluations, checkpoints, diagnosis."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any, Literal
+
+from vapo_mcore.checkpoint.files import list_checkpoints
+from vapo_mcore.config import Config, load_config
+from vapo_mcore.diagnosis.monitor import Finding, Monitor
+from vapo_mcore.errors import ConfigError, DataError
+from vapo_mcore.launch.watchdog import has_hung, heartbeat_folder, read_heartbeats
+from vapo_mcore.metrics_file import GrowingMetrics, Row
+from vapo_mcore.trainer.run_dir import finished_steps, holds_run
+from vapo_mcore.trainer.run_lock import lock_holder, lock_path
+
+SILENT_SECONDS = 60.0
+"""A holder of the lock renews it every 5 s; after so long without it is taken for dead."""
+LAST_STEPS = 50
+"""Steps that the median step time is of."""
+
+Status = Literal["running", "stopped", "finished", "hung", "stale"]
+STAGES = ("value_pretraining", "rl")
+
+
+@dataclass(frozen=True)
+class RankState:
+    """A rank's own account. ``since``, ``last``: wall-clock times of the phase's begin and of the last sign of life."""
+
+    rank: int
+    host: str
+    phase: str
+    step: str
+    since: float
+    last: float
+
+
+@dataclass
+class RunState:
+    """One look at a run.
+
+    Attributes:
+        status: "stale" is a run whose process has not been heard of although it never gave up the run; ``reason`` says more.
+        rows: of metrics.jsonl so far.
+        ranks: the one that has been in its phase for longest first.
+        totals: steps of each stage that are to be made, as far as the configuration can be read.
+        findings: rules of the diagnosis that hold after the last step; ``counts``: in how many steps each has held.
+        faults: what could not be read.
+    """
+
+    path: Path
+    status: Status
+    reason: str
+    rows: Sequence[Row]
+    ranks: list[RankState]
+    totals: dict[str, int]
+    checkpoints: list[Path]
+    findings: list[Finding]
+    counts: dict[str, int]
+    faults: list[str] = field(default_factory=list)
+
+    def steps(self, stage: str) -> list[Row]:
+        """Rows of the steps of a stage; the evaluation before the first step is none."""
+        return [row for row in self.rows if row.get("stage", "rl") == stage and row["step"] > 0]
+
+    @property
+    def stage(self) -> str:
+        """Of the last step, or the first stage of a run that has made none."""
+        steps = [row for row in self.rows if row["step"] > 0]
+        if steps:
+            return str(steps[-1].get("stage", "rl"))
+        return "value_pretraining" if self.totals.get("value_pretraining") else "rl"
+
+    def seconds_left(self) -> float | None:
+        """Steps left of each stage times its median step time (that of the other stage where it has made none); None without any step.
+
+        Evaluations and what lies between the steps are not in it.
+        """
+        medians = {stage: _median_step(self.steps(stage)) for stage in STAGES}
+        known = [seconds for seconds in medians.values() if seconds is not None]
+        if not known or not self.totals:
+            return None
+        left = 0.0
+        for number, stage in enumerate(STAGES):
+            over = number < STAGES.index(self.stage)
+            made = self.steps(stage)
+            remaining = 0 if over else max(0, self.totals[stage] - (made[-1]["step"] if made else 0))
+            seconds = medians[stage]
+            left += remaining * (known[-1] if seconds is None else seconds)
+        return left
+
+
+def _median_step(rows: Sequence[Row]) -> float | None:
+    seconds = [row["time/step"] for row in rows[-LAST_STEPS:] if row.get("time/step") is not None]
+    return median(seconds) if seconds else None
+
+
+class RunReader:
+    """Reads a run again and again; only what is new is read of its metrics. Raises ConfigError for a folder that is no run."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        if not self.path.is_dir():
+            raise ConfigError(f"{str(path)!r} is no directory; give the run directory (run.dir) of a run")
+        if not holds_run(self.path):
+            raise ConfigError(f"{str(path)!r} holds no run of vapo-mcore; give the run directory (run.dir) of a run")
+        self._metrics = GrowingMetrics(self.path / "metrics.jsonl")
+        self._config_text: str | None = None
+        self._config: Config | None = None
+        self._monitor: Monitor | None = None
+        self._observed: list[Row] = []
+        self._findings: list[Finding] = []
+
+    def read(self) -> RunState:
+        """Look at the files now."""
+        faults: list[str] = []
+        status, reason = run_status(self.path, time.time())  # first: a run that is finished has written all of its rows
+        try:
+            self._metrics.refresh()
+        except DataError as error:
+            faults.append(str(error))
+        try:
+            self._read_config()
+        except (OSError, ConfigError) as error:
+            faults.append(f"config.yaml cannot be read, so that totals and diagnosis are missing: {error}")
+        self._observe()
+        config, monitor = self._config, self._monitor
+        totals = {}
+        if config is not None:
+            pretraining = config.critic.value_pretraining.max_steps if config.uses_critic else 0
+            totals = {"value_pretraining": pretraining, "rl": config.run.steps}
+        return RunState(
+            path=self.path,
+            status=status,
+            reason=reason,
+            rows=self._metrics.rows,
+            ranks=rank_states(self.path),
+            totals=totals,
+            checkpoints=list_checkpoints(self.path),
+            findings=self._findings,
+            counts={} if monitor is None else dict(monitor.counts),
+            faults=faults,
+        )
+
+    def _read_config(self) -> None:
+        """The configuration, which a resume may have changed."""
+        text = (self.path / "config.yaml").read_text(encoding="utf-8")
+        if text != self._config_text:
+            self._config_text, self._config, self._monitor = text, None, None
+            self._config = load_config(self.path / "config.yaml", check_paths=False)
+
+    def _observe(self) -> None:
+        """Show the rules the rows that they have not seen; all of them anew where a resume has changed the past."""
+        rows = self._metrics.rows
+        if self._config is None:
+            return
+        if self._monitor is None or rows[: len(self._observed)] != self._observed:
+            self._monitor, self._observed, self._findings = Monitor(self._config), [], []
+        for row in rows[len(self._observed) :]:
+            self._observed.append(row)
+            self._findings = self._monitor.observe(row)
+
+
+def run_status(path: Path, now: float) -> tuple[Status, str]:
+    """Whether the run lives, at wall-clock time ``now``, and what makes that out."""
+    steps = finished_steps(path)
+    if steps is not None:
+        return "finished", f"{steps} steps"
+    if has_hung(path):
+        return "hung", f"the watchdog ended it; stacks of all ranks: {heartbeat_folder(path)}"
+    holder = lock_holder(path)
+    if holder is None:
+        return "stopped", "no process holds it; train --resume continues it"
+    who = f"process {holder.get('pid')} on {holder.get('host')}"
+    try:
+        silent = now - lock_path(path).stat().st_mtime
+    except OSError:
+        silent = 0.0  # given up this moment
+    if silent > SILENT_SECONDS:
+        return "stale", f"nothing heard of {who} for {duration(silent)}; it ended without giving up the run, or its file system hangs"
+    return "running", who
+
+
+def rank_states(path: Path) -> list[RankState]:
+    """What the ranks say they do, the one longest in its phase first."""
+    found = []
+    for rank, record in read_heartbeats(path).items():
+        try:
+            found.append(
+                RankState(
+                    rank, str(record["host"]), str(record["phase"]), str(record["step"]), float(record["since"]), float(record["last"])
+                )
+            )
+        except (KeyError, TypeError, ValueError):
+            continue  # of another version
+    return sorted(found, key=lambda state: state.since)
+
+
+def duration(seconds: float) -> str:
+    """In words of at most two units: 42 s, 3 min 20 s, 5 h 2 min, 3 d 4 h."""
+    whole = round(max(seconds, 0.0))
+    for unit, name, below, small in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
+        if whole >= unit:
+            rest = whole % unit // below
+            return f"{whole // unit} {name}" + (f" {rest} {small}" if rest else "")
+    return f"{whole} s"
+
+
+def last_evaluation(rows: Sequence[Row]) -> tuple[int, dict[str, Any]] | None:
+    """Step and ``eval/...`` entries of the last row that has any."""
+    for row in reversed(rows):
+        found = {name: value for name, value in row.items() if name.startswith("eval/")}
+        if found:
+            return row["step"], found
+    return None
