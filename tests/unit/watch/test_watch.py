@@ -82,9 +82,7 @@ def test_a_frame_of_a_running_run(running: RunDirectory) -> None:
     assert "evaluation after step 0: chain_sum avg@4 0.25 [0.125, 0.5]" in found
     assert "checkpoints: step_000002 (1 h 1 min ago)" in found
     assert found[-1] == "faults: policy updates skipped 6"
-    assert any(
-        line.startswith("diagnosis: skipped_updates (for 3 steps): 6 updates of the policy and 0 of the critic were") for line in found
-    ), found
+    assert any(line.startswith("diagnosis: skipped_updates (for 3 steps): 3 updates of the policy and 0") for line in found), found
 
 
 def test_a_torn_last_line_is_not_shown_and_a_damaged_one_is_said(running: RunDirectory) -> None:
