@@ -8,6 +8,7 @@ import pytest
 from vapo_mcore.rewards import GradeItem, VerifierPool
 
 ACTIONS = ("loop", "exit 3", "kill", "fork and return", "fork and stay", "sleep", "segfault", "raise", "exit 0", "nan")
+PIPES_OF_A_WORKER = 6  # descriptors
 VERIFIER = "tests.unit.rewards.misbehaving:by_response"
 
 
@@ -46,7 +47,7 @@ def test_500_misbehaving_verifiers_leave_memory_descriptors_and_processes_flat()
         stats = pool.stats
     print(f"kB, descriptors, processes: {before} after 50, {after} after 500; {stats}")
     assert after[0] - before[0] < 8 * 1024
-    assert after[1] <= before[1] + 4
-    assert after[2] <= before[2] + 1
+    assert after[2] <= before[2] + 1  # the one that replaces the last that was ended may be missing at either moment
+    assert after[1] <= before[1] + PIPES_OF_A_WORKER * max(0, after[2] - before[2])
     assert (stats.graded, stats.errors) == (600, 400)
     assert (stats.timeouts, stats.crashes, stats.restarts) == (100, 200, 300)
