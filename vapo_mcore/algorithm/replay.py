@@ -142,13 +142,13 @@ class ReplayBuffer:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Replace the contents. ``ValueError`` if the state is of a buffer with other settings."""
-        for name in ("capacity", "eviction", "top_k"):
-            if state[name] != getattr(self, name):
-                raise ValueError(f"the saved replay buffer has {name} {state[name]!r}, this one {getattr(self, name)!r}")
+        """Replace the contents; of those of a buffer with other settings, by what this one's limits and order keep.
+
+        A buffer that was frozen stays so where this one is ``frozen`` too.
+        """
         bounds = state["cu_seqlens"].tolist()
         columns = zip(bounds, bounds[1:], state["rewards"].tolist(), state["steps"].tolist(), state["prompt_ids"], strict=False)
-        self._entries = [
+        entries = [
             _Entry(
                 tokens=state["tokens"][lo:hi].clone(),
                 response_mask=state["response_mask"][lo:hi].clone(),
@@ -159,7 +159,8 @@ class ReplayBuffer:
             )
             for lo, hi, reward, step, prompt_id in columns
         ]
-        self.is_frozen = state["is_frozen"]
+        self._entries = self._trim(entries)
+        self.is_frozen = self.eviction == "frozen" and (state["is_frozen"] or len(self._entries) == self.capacity)
 
     def _merge(self, offered: list[_Entry]) -> list[_Entry]:
         """The entries with the offered ones after them, without repetitions: the newer stays (the older in a frozen buffer)."""

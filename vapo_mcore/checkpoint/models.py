@@ -64,7 +64,7 @@ class ModelSaver:
     def __init__(self, parallel: ParallelContext) -> None:
         self.parallel = parallel
         self.pool = HostPool()
-        self._strategies: dict[str, tuple[SnapshotSave, Any]] = {}
+        self._strategies: dict[tuple[str, str], tuple[SnapshotSave, Any]] = {}  # by owner and form
 
     def weights(self, model: MegatronModel, folder: Path) -> FolderSave:
         """A snapshot of the weights, to be written into ``folder`` (which exists on the first rank). A collective."""
@@ -74,27 +74,28 @@ class ModelSaver:
     def optimizer(self, model: MegatronModel, folder: Path, form: OptimizerFormat) -> FolderSave:
         """A snapshot of the optimizer's state, as :meth:`weights`."""
         with megatron_scope():
-            return self._save(f"{model.role}/{OPTIMIZER}/{form}", optimizer_state(model, form, is_loading=False), folder)
+            return self._save(f"{model.role}/{OPTIMIZER}", optimizer_state(model, form, is_loading=False), folder, form)
 
     def forget(self, role: str) -> None:
         """The model of that role was made anew: other tensors, so other plans and buffers."""
-        for owner in [owner for owner in self._strategies if owner.startswith(f"{role}/")]:
-            del self._strategies[owner]
+        for owner, form in [key for key in self._strategies if key[0].startswith(f"{role}/")]:
+            del self._strategies[owner, form]
             self.pool.release(owner)
 
-    def _save(self, owner: str, state: Any, folder: Path) -> FolderSave:
+    def _save(self, owner: str, state: Any, folder: Path, form: str = "") -> FolderSave:
         from megatron.core import dist_checkpointing
         from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 
-        known = owner in self._strategies
+        known = (owner, form) in self._strategies
         if not known:
             base = SnapshotSave(self.pool, owner)
             # Replicas share the writing: each data-parallel rank takes a part of the weights.
             group = self.parallel.data_context_parallel_group
-            self._strategies[owner] = base, FullyParallelSaveStrategyWrapper(base, group, do_cache_distribution=True)
-        base, shared = self._strategies[owner]
+            self._strategies[owner, form] = base, FullyParallelSaveStrategyWrapper(base, group, do_cache_distribution=True)
+        base, shared = self._strategies[owner, form]
+        content = {"content": f"{owner}/{form}" if form else owner}
         request = dist_checkpointing.save(
-            state, str(folder), shared, async_sharded_save=True, validate_access_integrity=not known, content_metadata={"content": owner}
+            state, str(folder), shared, async_sharded_save=True, validate_access_integrity=not known, content_metadata=content
         )
         return FolderSave(base, request)
 

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import hashlib
 import io
+import itertools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.base import AsyncSaveShardedStrategy, LoadShardedStrategy  # noqa: E402
 from megatron.core.dist_checkpointing.strategies.common import TorchCommonLoadStrategy  # noqa: E402
 
+_ALIGNMENT = 64
 EXTRA_STATE = "_extra_state"
 """Part of the keys of Transformer Engine's own state: empty without fp8, and not there without Transformer Engine."""
 
@@ -120,10 +122,11 @@ class SnapshotSave(AsyncSaveShardedStrategy):
     """Copies now, writes later: ``async_save`` returns once the chunks of this rank are in host buffers.
 
     Args:
-        pool, owner: where the buffers live and under whose name; the same owner uses the same buffers again, so its last save must
-            be over before the next begins.
+        pool, owner: where the copies live and under whose name; the same owner uses the same memory again, in whatever form it is
+            saved, so its last save must be over before the next begins.
 
-    ``num_bytes`` is what this rank writes in the save last begun; ``written`` its files (name -> size, SHA-256) once written.
+    Raises CheckpointError on all ranks where the host of one has no memory for the copy. ``num_bytes`` is what this rank writes in the
+    save last begun; ``written`` its files (name -> size, SHA-256) once written.
     """
 
     can_handle_sharded_objects = True  # type: ignore[assignment]
@@ -137,21 +140,20 @@ class SnapshotSave(AsyncSaveShardedStrategy):
 
     def async_save(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> AsyncRequest:
         folder = Path(checkpoint_dir)
-        tensors, objects = [], []
-        self.num_bytes = 0
-        for number, item in enumerate(nested_values(sharded_state_dict)):
+        objects: list[tuple[str, Any, tuple[int, ...], tuple[int, ...]]] = []
+        shards: list[ShardedTensor] = []
+        for item in nested_values(sharded_state_dict):
             if not is_main_replica(item.replica_id):
                 continue
             if isinstance(item, ShardedObject):
                 objects.append((item.key, item.data, tuple(item.global_offset), tuple(item.global_shape)))
-                continue
-            assert isinstance(item, ShardedTensor) and item.data is not None, item
-            snapshot = self.pool.buffer((self.owner, number), item.data).view(item.data.shape)
-            snapshot.copy_(item.data.detach(), non_blocking=True)
-            self.num_bytes += snapshot.nbytes
-            tensors.append((item.key, snapshot, tuple(item.global_shape), tuple(item.global_offset)))
-        if HAS_CUDA:
-            torch.cuda.synchronize()
+            else:
+                assert isinstance(item, ShardedTensor) and item.data is not None, item
+                shards.append(item)
+        with fail_together():
+            snapshots = self._copy([shard.data.detach() for shard in shards])
+        copied = zip(shards, snapshots, strict=True)
+        tensors = [(shard.key, snapshot, tuple(shard.global_shape), tuple(shard.global_offset)) for shard, snapshot in copied]
         writer: list[_RankWriter] = []
 
         def write() -> None:
@@ -173,6 +175,25 @@ class SnapshotSave(AsyncSaveShardedStrategy):
             self.written = {name: (file.size, file.sha256) for name, file in writer[0].files.items()}
 
         return AsyncRequest(write, (), [finish])
+
+    def _copy(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Copies of tensors in the owner's memory, one behind the other."""
+        self.num_bytes = sum(tensor.nbytes for tensor in tensors)
+        ends = list(itertools.accumulate(-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors))
+        try:
+            arena = self.pool.arena(self.owner, ends[-1] if ends else 0)
+        except MemoryError as error:
+            gib = (ends[-1] if ends else 0) / 2**30
+            raise CheckpointError(
+                f"no host memory for the copy of {self.owner} on rank {world()[0]}, {gib:.2f} GiB: {error}; nothing was written"
+            ) from error
+        snapshots = []
+        for tensor, start in zip(tensors, [0, *ends], strict=False):
+            snapshot = arena[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            snapshots.append(snapshot.copy_(tensor, non_blocking=True))
+        if HAS_CUDA:
+            torch.cuda.synchronize()
+        return snapshots
 
 
 def _complete(folder: Path, parts: list[WrittenPart]) -> None:

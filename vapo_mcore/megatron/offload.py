@@ -56,22 +56,43 @@ class HostPool:
         return sum(buffer.untyped_storage().nbytes() for buffer in self._buffers.values())
 
     def buffer(self, key: tuple[Any, ...], like: Tensor) -> Tensor:
-        """The host buffer of ``key``, [numel] in the dtype of ``like``, whose values it does not take over."""
+        """The host buffer of ``key``, [numel] in the dtype of ``like``, whose values it does not take over.
+
+        Raises MemoryError where the host has no room for it.
+        """
         if key not in self._buffers:
-            buffer = torch.empty(like.numel(), dtype=like.dtype)
-            if HAS_CUDA:
-                _page_lock(buffer)
-            self._buffers[key] = buffer
+            self._buffers[key] = _allocate(like.numel(), like.dtype)
         found = self._buffers[key]
         assert found.numel() == like.numel() and found.dtype == like.dtype, f"offload: tensor {key} changed its size or type"
         return found
+
+    def arena(self, owner: str, num_bytes: int) -> Tensor:
+        """The first ``num_bytes`` of one buffer of ``owner``, uint8, whatever they hold; it is made anew only where it is too small.
+
+        Raises MemoryError, and ``owner`` has none then.
+        """
+        key = (owner, "arena")
+        if key not in self._buffers or self._buffers[key].numel() < num_bytes:
+            self.release(owner)
+            self._buffers[key] = _allocate(num_bytes, torch.uint8)
+        return self._buffers[key][:num_bytes]
 
     def release(self, owner: str) -> None:
         """Give back the buffers of one model (its keys begin with its name); its parts must be on the device."""
         for key in [key for key in self._buffers if key[0] == owner]:
             buffer = self._buffers.pop(key)
-            if HAS_CUDA:
+            if HAS_CUDA and buffer.numel() > 0:
                 torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())  # type: ignore[attr-defined]
+
+
+def _allocate(numel: int, dtype: torch.dtype) -> Tensor:
+    try:
+        buffer = torch.empty(numel, dtype=dtype)
+    except RuntimeError as error:  # torch's CPU allocator has no type of its own for it
+        raise MemoryError(f"cannot allocate {numel * dtype.itemsize} bytes of host memory") from error
+    if HAS_CUDA and numel > 0:
+        _page_lock(buffer)
+    return buffer
 
 
 def _page_lock(buffer: Tensor) -> None:

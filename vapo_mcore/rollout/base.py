@@ -210,6 +210,10 @@ class RolloutEngine(Protocol):
         """Replace a broken engine by a new one, which is asleep and gets its weights as usual. All ranks of all replicas together."""
         ...
 
+    def discard(self) -> None:
+        """End the engine and give back all its memory; it stays ``BROKEN``. All ranks of all replicas together, in any state."""
+        ...
+
     def update_weights(
         self, buckets: WeightBuckets, expected_names: Collection[str], *, checksum: Callable[[Tensor], str] | None = None
     ) -> SyncReport:

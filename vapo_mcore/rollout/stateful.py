@@ -81,6 +81,11 @@ class StatefulEngine(ABC):
             raise RolloutError(f"no new rollout engine: {type(error).__name__}: {error}") from error
         self._state = EngineState.ASLEEP
 
+    def discard(self) -> None:
+        """See RolloutEngine."""
+        self._state = EngineState.BROKEN
+        self._discard()
+
     def update_weights(
         self, buckets: WeightBuckets, expected_names: Collection[str], *, checksum: Callable[[Tensor], str] | None = None
     ) -> SyncReport:
@@ -122,6 +127,9 @@ class StatefulEngine(ABC):
 
     @abstractmethod
     def _rebuild(self) -> None: ...
+
+    @abstractmethod
+    def _discard(self) -> None: ...
 
     @abstractmethod
     def _load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None: ...

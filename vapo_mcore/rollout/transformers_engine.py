@@ -44,6 +44,9 @@ class TransformersEngine(StatefulEngine):
     def _rebuild(self) -> None:
         self._sleep()  # nothing but the weights outlives a generation
 
+    def _discard(self) -> None:
+        self._sleep()
+
     def _sleep(self) -> None:
         for parameter in self._parameters.values():
             parameter.data = parameter.data.new_empty(0)

@@ -76,6 +76,10 @@ class VllmEngine(StatefulEngine):
         self._sleep()
 
     def _rebuild(self) -> None:
+        self._discard()
+        self._build()
+
+    def _discard(self) -> None:
         with _random_state_kept():
             old, self._llm = self._llm, None
             if old is not None:
@@ -84,7 +88,6 @@ class VllmEngine(StatefulEngine):
             gc.collect()
             if _HAS_CUDA:
                 torch.cuda.empty_cache()
-        self._build()
 
     def _sleep(self) -> None:
         if _HAS_CUDA:
@@ -249,9 +252,10 @@ def _shut_down(llm: Any) -> None:
 
 def _release() -> None:
     """What remains of vLLM's own shutdown: its shared memory is unlinked and its objects may be collected again."""
-    from vllm.distributed.parallel_state import get_tp_group
+    from vllm.distributed.parallel_state import get_tp_group, model_parallel_is_initialized
 
-    get_tp_group().mq_broadcaster = None
+    if model_parallel_is_initialized():  # not after an engine that was discarded
+        get_tp_group().mq_broadcaster = None
     gc.unfreeze()
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from vapo_mcore.config.schema import Config
 from vapo_mcore.data.prompts import Prompt
-from vapo_mcore.errors import TrainingError
+from vapo_mcore.errors import StepAbandoned
 from vapo_mcore.rollout.base import SamplingConfig
 from vapo_mcore.trainer.collectives import broadcast_object, world
 from vapo_mcore.trainer.dynamic_sampling import GroupCollector
@@ -49,7 +49,7 @@ def collect(
 ) -> tuple[Round, SamplingCounts]:
     """The step's responses. A collective; every rank draws the same prompts.
 
-    Raises TrainingError when dynamic sampling could not fill the batch and ``on_exhausted`` is ``stop``.
+    Raises StepAbandoned on all ranks when dynamic sampling could not fill the batch and ``on_exhausted`` is ``stop``.
     """
     size = config.batch.responses_per_prompt
     sampling = training_sampling(config)
@@ -70,7 +70,7 @@ def collect(
             collector.add_round(rows.verdict.view(-1, size).tolist(), rows.graded.view(-1, size).tolist())
         collector = broadcast_object(collector)
     if collector.exhausted and config.rollout.dynamic_sampling.on_exhausted == "stop":
-        raise TrainingError(
+        raise StepAbandoned(
             f"dynamic sampling kept {len(collector.kept)} of {wanted} prompts after {collector.rounds} rounds "
             f"({collector.tried} prompts tried, {collector.all_right} groups all right, {collector.all_wrong} all wrong, "
             f"{collector.ungraded} without a verdict), and "

@@ -18,7 +18,6 @@ from vapo_mcore.trainer.evaluation import Evaluation, Evaluator, evaluation_sett
 from vapo_mcore.trainer.models import refresh_critic
 from vapo_mcore.trainer.run_dir import RunDirectory, critic_folder, export_folder
 from vapo_mcore.trainer.step import StepOutcome, Trainer
-from vapo_mcore.trainer.stopping import StopRequest
 from vapo_mcore.trainer.timing import PhaseTimer
 from vapo_mcore.trainer.value_pretraining import PretrainingEnd
 from vapo_mcore.weights.export import Exporter, save_hf
@@ -54,6 +53,7 @@ class Run:
         self.stage: Stage = "value_pretraining" if pretrains else "rl"
         self.step = 0
         self.resumed = False
+        self.unevaluated: dict[str, Any] | None = None  # row of the last step, whose evaluation was lost and is to be made up
         self._before_step: dict[str, Any] = {}
         trainer.state.register("run", self)
         trainer.before_sync = self._snapshot_if_due
@@ -65,12 +65,14 @@ class Run:
             "rewards": self.rewards,
             "evaluations": [[step, results] for step, results in self.evaluations],
             "pretraining": self.pretraining.state_dict(),
+            "unevaluated": self.unevaluated,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.stage, self.step, self.rewards = state["stage"], state["step"], state["rewards"]
         self.evaluations = [(step, results) for step, results in state["evaluations"]]
         self.pretraining.load_state_dict(state["pretraining"])
+        self.unevaluated = state.get("unevaluated")  # checkpoints of 0.1 have none
         self.resumed = True
 
     def execute(self) -> None:
@@ -79,6 +81,8 @@ class Run:
         if self.evaluator is not None and self.config.eval.at_start and not self.resumed:
             metrics = self._evaluate(0)
             self._write({"step": 0, "stage": "rl"} | metrics)
+        if self.unevaluated is not None:
+            self._make_up_evaluation(self.unevaluated)
         if self.stage == "value_pretraining":
             self._pretrain_values()
         if self.config.run.steps > 0:
@@ -92,14 +96,17 @@ class Run:
 
     def _pretrain_values(self) -> None:
         end = self.pretraining
+        row: dict[str, Any] = {}
         self.console.start_progress("value pretraining", end.max_steps)
         while not end.over:
-            number = self.step + 1
-            outcome = self._do("value_pretraining", number)
-            end.after(outcome.row)
+            outcome = self._do("value_pretraining", self.step + 1)
+            row = outcome.row
+            end.after(row)
             self._complete(outcome, end.max_steps)
         self.console.stop_progress()
         self.console.print(end.describe())
+        if self.config.run.steps == 0 and self.config.checkpoint.at_end:
+            self._save_now(row, final=True)
         if self.trainer.imitation is not None:
             self.trainer.imitation.end_of_pretraining()
         self._save_critic()
@@ -115,7 +122,7 @@ class Run:
             if outcome.row.get("reward/mean") is not None:
                 self.rewards.append(outcome.row["reward/mean"])
             if self._is_evaluated(number):
-                outcome.row |= self._evaluate(number)
+                self._evaluate_step(outcome.row)
             self._complete(outcome, steps)
         self.console.stop_progress()
 
@@ -136,11 +143,12 @@ class Run:
         self._record(outcome, total)
         self._commit(outcome.row)
         self.checkpointer.poll()
-        request = self.trainer.stop_requests.agreed()
-        if request is not None:
-            self._stop(request, outcome.row)
+        self._stop_if_asked(outcome.row)
 
-    def _stop(self, request: StopRequest, row: dict[str, Any]) -> None:
+    def _stop_if_asked(self, row: dict[str, Any]) -> None:
+        request = self.trainer.stop_requests.agreed()
+        if request is None:
+            return
         self._save_now(row)
         message = f"{request.reason}; stopped after step {row['step']} ({row['stage']})"
         self.console.stop_progress()
@@ -158,16 +166,17 @@ class Run:
     def _commit(self, row: dict[str, Any]) -> None:
         state = None
         if self.run_dir is not None:
-            state = {"objects": self.trainer.state.state_dict(), "files": self.run_dir.position(), "run_id": self.run_dir.run_id}
+            files = self.run_dir.position(without_last_row=self.unevaluated is not None)
+            state = {"objects": self.trainer.state.state_dict(), "files": files, "run_id": self.run_dir.run_id}
         self.checkpointer.commit(state, row)
 
-    def _save_now(self, row: dict[str, Any]) -> None:
-        """Have a published checkpoint of the present state; a save that fails is tried once more."""
+    def _save_now(self, row: dict[str, Any], *, final: bool = False) -> None:
+        """Have a published checkpoint of the present state, after which nothing is generated; a save that fails is tried once more."""
         here = (self.stage, self.step)
         for _ in range(2):
             if self.checkpointer.under_way != here and self.checkpointer.published != here:
                 self._free_device()
-                self.checkpointer.begin(self.stage, self.step)
+                self.checkpointer.begin(self.stage, self.step, final=final)
                 self._commit(row)
             self.checkpointer.wait()
             if self.checkpointer.published == here:
@@ -175,10 +184,10 @@ class Run:
         self.console.print("warning: this step has no checkpoint; --resume continues from the one before")
 
     def _free_device(self) -> None:
-        """Make room for the models, which come to the device to be copied."""
+        """Make room for the models, which come to the device to be copied; the run ends after that."""
         if self.trainer.models.residency.enabled:
             try:
-                self.trainer.sync.put_to_sleep()
+                self.trainer.sync.end_for_good()
             except RolloutError as error:
                 self.console.print(f"warning: the rollout engine could not be put to sleep: {error}")
 
@@ -190,18 +199,32 @@ class Run:
         every, last = self.config.eval.every_steps, step == self.config.run.steps
         return (last and self.config.eval.at_end) or (every > 0 and step % every == 0)
 
+    def _evaluate_step(self, row: dict[str, Any]) -> None:
+        """Evaluate after the step of ``row``, which gets the metrics.
+
+        Where that cannot be done the step is whole all the same: it is recorded and saved, the run ends, and a resumed one evaluates first.
+        """
+        self.unevaluated = None
+        try:
+            row |= self._evaluate(row["step"])
+        except StepAbandoned as lost:
+            self.unevaluated = row
+            reason = f"the evaluation after step {row['step']} could not be done: {lost}"
+            self.trainer.stop_requests.request(reason, exit_code=lost.exit_code)
+
+    def _make_up_evaluation(self, row: dict[str, Any]) -> None:
+        """The evaluation that the run was stopped at; metrics.jsonl is what it was before the row of that step."""
+        self.unevaluated = None
+        if self.evaluator is not None:
+            self._evaluate_step(row)
+        self._write(row)
+        self._stop_if_asked(row)
+
     def _evaluate(self, step: int) -> dict[str, Any]:
         """Evaluate now; the metrics for the step's row."""
         assert self.evaluator is not None
-        try:
-            with heartbeat.entering("evaluation"):
-                evaluation: Evaluation = self.evaluator.run()
-        except StepAbandoned as lost:
-            if step == 0:
-                raise
-            # The step before the evaluation is whole: it is recorded and saved, then the run ends.
-            self.trainer.stop_requests.request(f"the evaluation after step {step} could not be done: {lost}", exit_code=lost.exit_code)
-            return {}
+        with heartbeat.entering("evaluation"):
+            evaluation: Evaluation = self.evaluator.run()
         results = {f"{summary.name} avg@{summary.samples}": describe(summary.average) for summary in evaluation.summaries}
         self.evaluations.append((step, results))
         for line in console_lines(evaluation.summaries):

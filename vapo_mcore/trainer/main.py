@@ -49,7 +49,7 @@ from vapo_mcore.trainer.console import Console
 from vapo_mcore.trainer.evaluation import Evaluator
 from vapo_mcore.trainer.loop import Run
 from vapo_mcore.trainer.models import build_models
-from vapo_mcore.trainer.run_dir import RunDirectory, check_run_directory, finished_steps, holds_run
+from vapo_mcore.trainer.run_dir import RunDirectory, check_position, check_run_directory, finished_steps, holds_run
 from vapo_mcore.trainer.run_lock import RunLock
 from vapo_mcore.trainer.sampling import ResponseSampler
 from vapo_mcore.trainer.signals import StopSignals
@@ -109,7 +109,7 @@ def train(config: Config, parallel: ParallelContext, *, clean: bool, resume: Res
         stack.callback(console.stop_progress)
         locked = _check_run_directory(config, parallel, clean, resume is not None, stack, console)
         console.print(_headline(config))
-        past = None if resume is None else _find_past(config, resume, console)
+        past = None if resume is None else _find_past(config, resume, console, is_first=parallel.rank == 0)
         tokenizer, prompts, held_out = _load_data(config)
         multi_turn = build_multi_turn(config, tokenizer)
         for dataset in (prompts, held_out):
@@ -168,7 +168,7 @@ def _check_run_directory(config: Config, parallel: ParallelContext, clean: bool,
     return taken
 
 
-def _find_past(config: Config, resume: ResumeOptions, console: Console) -> _Past | None:
+def _find_past(config: Config, resume: ResumeOptions, console: Console, *, is_first: bool) -> _Past | None:
     """The checkpoint to continue from, with a configuration that may continue it."""
     checkpoint = choose(config.run.dir, resume.checkpoint, console.print)
     if checkpoint is None:
@@ -186,7 +186,11 @@ def _find_past(config: Config, resume: ResumeOptions, console: Console) -> _Past
     console.print(
         f"resuming from {checkpoint.path}: after step {manifest.step} ({manifest.stage}), saved by vapo-mcore {manifest.package_version}"
     )
-    return _Past(checkpoint, load_state(checkpoint))
+    state = load_state(checkpoint)
+    with fail_together():
+        if is_first:
+            check_position(config.run.dir, **state["files"])
+    return _Past(checkpoint, state)
 
 
 def _continue_data(prompts: PromptDataset, past: _Past, *, restart: bool, console: Console) -> None:

@@ -54,6 +54,7 @@ class RunDirectory:
         self.samples = path / "samples"
         self.evaluations = path / "evaluations"
         self._metrics = open(path / "metrics.jsonl", "a", encoding="utf-8")  # noqa: SIM115 (kept open for the run, closed in close())
+        self._last_row = 0  # where the row last written begins
         self.trackers = Trackers({})  # that show the rows too
 
     @classmethod
@@ -75,15 +76,12 @@ class RunDirectory:
     def resume(cls, path: str | Path, *, metrics_bytes: int, written: Collection[str], config_yaml: str) -> RunDirectory:
         """Take the directory back to what it was with ``metrics_bytes`` of metrics.jsonl and the ``written`` samples and evaluations.
 
-        Later rows, samples, evaluations and exports go. Raises CheckpointError where metrics.jsonl is shorter than that.
+        Later rows, samples, evaluations and exports go. Raises what :func:`check_position` raises.
         """
         path = Path(path)
-        metrics = path / "metrics.jsonl"
-        size = metrics.stat().st_size if metrics.is_file() else 0
-        if size < metrics_bytes:
-            raise CheckpointError(f"{metrics} has {size} bytes, the checkpoint was saved with {metrics_bytes}: rows are missing")
+        check_position(path, metrics_bytes=metrics_bytes, written=written)
         try:
-            os.truncate(metrics, metrics_bytes)
+            os.truncate(path / "metrics.jsonl", metrics_bytes)
             for file in _written(path):
                 if file.relative_to(path).as_posix() not in written:
                     file.unlink()
@@ -99,12 +97,15 @@ class RunDirectory:
         with open(self.path / "metrics.jsonl", encoding="utf-8") as file:
             yield from map(json.loads, file)
 
-    def position(self) -> dict[str, Any]:
-        """Where the files stand, for :meth:`resume`; the rows are on the disk when this returns."""
+    def position(self, *, without_last_row: bool = False) -> dict[str, Any]:
+        """Where the files stand, for :meth:`resume`; the rows are on the disk when this returns.
+
+        ``without_last_row``: :meth:`resume` shall take the row last written away, because it will be written again.
+        """
         self._metrics.flush()
         os.fsync(self._metrics.fileno())
         written = sorted(file.relative_to(self.path).as_posix() for file in _written(self.path))
-        return {"metrics_bytes": self._metrics.tell(), "written": written}
+        return {"metrics_bytes": self._last_row if without_last_row else self._metrics.tell(), "written": written}
 
     def mark_finished(self, steps: int) -> None:
         """The run has reached its end after so many RL steps."""
@@ -120,6 +121,7 @@ class RunDirectory:
             clean[name] = None
         if nonfinite:
             clean["metrics/nonfinite"] = nonfinite
+        self._last_row = self._metrics.tell()
         self._metrics.write(json.dumps(clean, allow_nan=False) + "\n")
         self._metrics.flush()
         self.trackers.write(clean)
@@ -134,6 +136,28 @@ class RunDirectory:
     def close(self) -> None:
         self._metrics.close()
         self.trackers.close()
+
+
+def check_position(path: str | Path, *, metrics_bytes: int, written: Collection[str]) -> None:
+    """Raise CheckpointError unless the directory can be taken back to this position: what was written up to it is still there.
+
+    Nothing is changed.
+    """
+    metrics = Path(path) / "metrics.jsonl"
+    try:
+        size = metrics.stat().st_size if metrics.is_file() else 0
+        if size < metrics_bytes:
+            raise CheckpointError(f"{metrics} has {size} bytes, the checkpoint was saved with {metrics_bytes}: rows are missing")
+        with metrics.open("rb") as stream:
+            stream.seek(max(0, metrics_bytes - 1))
+            whole = metrics_bytes == 0 or stream.read(1) == b"\n"
+    except OSError as error:
+        raise CheckpointError(f"{metrics} cannot be read: {error.strerror}") from error
+    if not whole:
+        raise CheckpointError(
+            f"{metrics} was changed after the checkpoint was saved: no row ends at byte {metrics_bytes}, where its last one did; put the "
+            "file back as it was"
+        )
 
 
 def _written(path: Path) -> list[Path]:

@@ -121,7 +121,7 @@ class SelfImitation:
         return self.buffer.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with saved contents. ``ValueError`` if they are of a buffer with other settings."""
+        """Go on with saved contents, as far as the present settings keep them."""
         self.buffer.load_state_dict(state)
 
     def _microbatches(self, sample: ReplaySample, weights: str, coef: float) -> list[MicroBatch]:

@@ -51,6 +51,13 @@ class WeightSync:
         if self.engine.state not in (EngineState.ASLEEP, EngineState.BROKEN):
             self.engine.sleep()
 
+    def end_for_good(self) -> None:
+        """Free the engine's memory where nothing is generated any more; a collective. One that is broken on any rank is ended on all."""
+        if any(all_gather_objects(self.engine.state is EngineState.BROKEN)):
+            self.engine.discard()
+        else:
+            self.put_to_sleep()
+
     @staticmethod
     def _compare(received: dict[str, str], policy: dict[str, str], unlike: list[str]) -> None:
         """Raise on all ranks what is wrong on any of them; a collective."""

@@ -120,8 +120,30 @@ def test_state_round_trip_through_a_file_without_pickled_code() -> None:
         offer(each, 2, ("c", 0.2, [3, 1]))
     assert contents(loaded) == contents(buffer)
     assert torch.equal(loaded.state_dict()["returns"], buffer.state_dict()["returns"])
-    with pytest.raises(ValueError, match="capacity 3"):
-        ReplayBuffer(4, top_k=2).load_state_dict(buffer.state_dict())
+
+
+def test_a_state_of_other_settings_is_cut_to_the_present_ones() -> None:
+    buffer = ReplayBuffer(4, top_k=2)
+    offer(buffer, 1, ("a", 1.0, [1, 1]), ("a", 0.3, [1, 2, 3]), ("b", 0.125, [2, 1]), ("c", 0.5, [3, 1]))
+    for settings, kept in (
+        ({"capacity": 9, "top_k": 2}, ["a", "a", "b", "c"]),
+        ({"capacity": 2, "top_k": 2}, ["a", "c"]),
+        ({"capacity": 4, "top_k": 1}, ["a", "b", "c"]),
+        ({"capacity": 2, "top_k": 1, "eviction": "fifo"}, ["b", "c"]),
+        ({"capacity": 2, "top_k": 1, "eviction": "frozen"}, ["a", "b"]),
+    ):
+        loaded = ReplayBuffer(**settings)  # type: ignore[arg-type]
+        loaded.load_state_dict(buffer.state_dict())
+        assert [entry.prompt_id for entry in loaded._entries] == kept, settings
+        assert loaded.is_frozen == (settings.get("eviction") == "frozen")
+    frozen = ReplayBuffer(9, eviction="frozen")
+    frozen.freeze()
+    larger = ReplayBuffer(20, eviction="frozen")
+    larger.load_state_dict(frozen.state_dict())
+    assert larger.is_frozen
+    newest = ReplayBuffer(9, eviction="fifo")
+    newest.load_state_dict(frozen.state_dict())
+    assert not newest.is_frozen
 
 
 def test_the_buffer_owns_its_tensors() -> None:
