@@ -35,6 +35,14 @@ def test_what_arrives_at_another_layout_is_what_left(cases: dict[str, dict[str, 
 
 
 @pytest.mark.parametrize("name", ["policy_float32", "critic_float32", "policy_bfloat16", "critic_bfloat16"])
+def test_the_copies_of_each_rank_take_what_the_plan_says(cases: dict[str, dict[str, Any]], name: str) -> None:
+    for layout, ranks in cases[name]["copies"].items():
+        for held, planned in ranks:
+            assert planned > 2**14
+            assert held == pytest.approx(planned, rel=0.05), (layout, ranks)
+
+
+@pytest.mark.parametrize("name", ["policy_float32", "critic_float32", "policy_bfloat16", "critic_bfloat16"])
 def test_training_goes_on_alike(cases: dict[str, dict[str, Any]], name: str) -> None:
     """At the same layout bit for bit, at others within rounding.
 

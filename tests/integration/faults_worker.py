@@ -155,8 +155,11 @@ def engine_fails_once() -> dict[str, Any]:
 
 def engine_fails_again() -> dict[str, Any]:
     """In the second step, twice: its generation is the third call, and the fourth after the rebuild."""
-    with failing_engine(3, 4):
-        return abandoned("engine_again", NO_PRETRAINING) | {"checkpoints": checkpoints("engine_again")}
+    with trainer_watched() as trainers, failing_engine(3, 4):
+        facts = abandoned("engine_again", NO_PRETRAINING, "model.offload=true")
+    engine: Any = trainers[0].sampler.engine
+    held = sum(parameter.nbytes for parameter in engine._parameters.values())
+    return facts | {"checkpoints": checkpoints("engine_again"), "engine": engine.state.name, "engine_bytes": held}
 
 
 def engine_fails_in_an_evaluation() -> dict[str, Any]:
@@ -185,9 +188,14 @@ def engine_fails_twice() -> dict[str, Any]:
 
     fault = RuntimeError("the device is lost")
     shared = sorted(Path("/dev/shm").iterdir())
-    with failing(VllmEngine, "_generate", fault, lambda number: number in (2, 4), after=True):
-        facts = abandoned("engine_twice", *VLLM, *VLLM_SIZES, "run.steps=4")
-    return facts | {"shared_memory_left": len(sorted(Path("/dev/shm").iterdir())) - len(shared)}
+    with trainer_watched() as trainers, failing(VllmEngine, "_generate", fault, lambda number: number in (2, 4), after=True):
+        facts = abandoned("engine_twice", *VLLM, *VLLM_SIZES, "run.steps=4", "model.offload=true")
+    engine: Any = trainers[0].sampler.engine
+    return (
+        facts
+        | {"engine": engine.state.name, "llm": engine._llm is not None}
+        | {"shared_memory_left": len(sorted(Path("/dev/shm").iterdir())) - len(shared)}
+    )
 
 
 CASES: list[Callable[[], dict[str, Any]]] = [

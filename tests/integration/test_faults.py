@@ -103,6 +103,7 @@ def test_an_engine_that_fails_again_leaves_a_checkpoint_of_the_step_before(facts
         )
         assert len(rank["checkpoints"]) == 1
         assert rank["checkpoints"][0].endswith("1")
+        assert (rank["engine"], rank["engine_bytes"]) == ("BROKEN", 0)  # ended on both ranks, before the models came to be saved
     assert [row["step"] for row in rows_of(folder, "engine_again")] == [1]
 
 
@@ -132,4 +133,5 @@ def test_a_second_failure_of_the_engine_ends_the_step_on_all_ranks(vllm_facts: F
         assert rank["message"] == (
             "the rollout engine failed again, after 1 rebuilds (faults.engine_rebuilds = 1): rank 1: RuntimeError: the device is lost"
         )
+        assert (rank["engine"], rank["llm"]) == ("BROKEN", False)
         assert rank["shared_memory_left"] <= 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,11 @@ import pytest
 import torch.distributed as dist
 
 from tests.training_setup import read_metrics, training_config, write_setup
-from vapo_mcore.checkpoint.files import list_checkpoints
+from vapo_mcore.checkpoint.files import Manifest, list_checkpoints
 from vapo_mcore.checkpoint.resume import ResumeOptions
-from vapo_mcore.errors import EXIT_REQUEUE, ConfigError, RunStopped, StepAbandoned
+from vapo_mcore.errors import EXIT_REQUEUE, CheckpointError, ConfigError, RunStopped, StepAbandoned
 from vapo_mcore.megatron.parallel import initialize_parallel
+from vapo_mcore.trainer.evaluation import Evaluation, Evaluator
 from vapo_mcore.trainer.main import train
 from vapo_mcore.trainer.step import StepOutcome, Trainer
 
@@ -99,3 +101,67 @@ def test_a_step_that_cannot_be_done_leaves_the_one_before(folder: Path, whole: P
     run(folder, "abandoned", ResumeOptions(), rarely)
     assert rows(folder / "abandoned") == rows(whole)
     assert weights(folder / "abandoned") == weights(whole)
+
+
+def contents(run: Path) -> dict[str, bytes]:
+    """Every file but the lock."""
+    return {path.relative_to(run).as_posix(): path.read_bytes() for path in run.rglob("*") if path.is_file() and path.name != ".lock"}
+
+
+def test_a_refused_resume_changes_nothing(folder: Path, whole: Path) -> None:
+    """Rows that the checkpoint has seen are gone: newer checkpoints keep their names, and nothing else is touched either."""
+    cut = folder / "cut"
+    shutil.copytree(whole, cut)
+    (cut / "finished.json").unlink()
+    (cut / "metrics.jsonl").write_text((cut / "metrics.jsonl").read_text().splitlines(keepends=True)[0])
+    before = contents(cut)
+    with pytest.raises(CheckpointError, match="rows are missing"):
+        run(folder, "cut", ResumeOptions("step_000001"))
+    assert contents(cut) == before
+
+
+def test_an_evaluation_that_was_lost_is_made_up(folder: Path, whole: Path) -> None:
+    """Twice it cannot be done, the third start does it: the run is the one that nobody stopped, its row of that step included."""
+
+    def failing(_: Evaluator) -> Evaluation:
+        raise StepAbandoned("the rollout engine is gone")
+
+    after_step_one = "eval={every_steps: 1, samples_per_prompt: 2, top_p: 1.0, at_start: false}"
+    run(folder, "evaluated", None, after_step_one)
+    name, resume = "unevaluated", None
+    for _ in range(2):
+        with mock.patch.object(Evaluator, "run", failing), pytest.raises(RunStopped, match="evaluation after step 1 could not be done"):
+            run(folder, name, resume, after_step_one)
+        assert [(row["stage"], row["step"]) for row in rows(folder / name)] == [("value_pretraining", 1), ("rl", 1)]
+        assert not any(key.startswith("eval/") for row in rows(folder / name) for key in row)
+        resume = ResumeOptions()
+    run(folder, name, resume, after_step_one)
+    assert rows(folder / name) == rows(folder / "evaluated")
+    assert any(key.startswith("eval/") for key in rows(folder / name)[1])
+    kept = [{path.name: path.read_bytes() for path in (folder / run / "samples").iterdir()} for run in (name, "evaluated")]
+    assert kept[0] == kept[1]
+    assert {path.name for path in (folder / name / "evaluations").iterdir()} >= {"step_0001.json", "step_0002.json"}
+
+
+def test_a_job_of_value_pretraining_alone_is_saved_at_its_end(folder: Path, whole: Path) -> None:
+    at_end = "checkpoint={every_minutes: 0, at_end: true}"
+    run(folder, "pretrained", None, at_end, "run.steps=0")
+    (checkpoint,) = list_checkpoints(folder / "pretrained")
+    manifest = Manifest.read(checkpoint)
+    assert (manifest.name, manifest.optimizer_format) == ("value_pretraining_000001", "fully_reshardable")
+    run(folder, "pretrained", ResumeOptions(), at_end)
+    assert rows(folder / "pretrained") == rows(whole)
+    assert weights(folder / "pretrained") == weights(whole)
+
+
+def test_data_that_is_exhausted_stops_with_a_checkpoint(folder: Path) -> None:
+    rarely = "checkpoint={every_minutes: 0, at_end: true}"
+    stop, go_on = (f"rollout.dynamic_sampling={{enabled: true, max_rounds: 1, on_exhausted: {way}}}" for way in ("stop", "train"))
+    with pytest.raises(StepAbandoned, match="on_exhausted = 'stop'; use easier or harder data"):
+        run(folder, "exhausted", None, rarely, stop)
+    (checkpoint,) = list_checkpoints(folder / "exhausted")
+    steps = Manifest.read(checkpoint).step
+    assert [row["step"] for row in rows(folder / "exhausted") if row["stage"] == "rl"] == list(range(steps + 1))
+    run(folder, "exhausted", ResumeOptions(allow_config_change=True), rarely, go_on)
+    run(folder, "trained", None, rarely, go_on)
+    assert rows(folder / "exhausted") == rows(folder / "trained")

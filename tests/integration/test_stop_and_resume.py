@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,18 @@ from tests.training_setup import read_metrics, write_setup
 pytestmark = pytest.mark.slow
 
 CLI = [sys.executable, "-m", "vapo_mcore.cli", "train"]
+TORCHRUN = [
+    sys.executable,
+    "-m",
+    "torch.distributed.run",
+    "--nproc-per-node",
+    "2",
+    "--rdzv-backend",
+    "c10d",
+    "--rdzv-endpoint",
+    "localhost:0",
+]
+TORCHRUN += ["--local-addr", "127.0.0.1", "--max-restarts", "2", "-m", *CLI[2:]]
 SETTINGS = [
     "run.steps=4",
     "batch.prompts_per_step=15",  # the first epoch of 40 prompts ends in the third step
@@ -32,13 +46,13 @@ SETTINGS = [
 class Started:
     """A training run in a session of its own, with its output in a file."""
 
-    def __init__(self, folder: Path, name: str, *arguments: str) -> None:
+    def __init__(self, folder: Path, name: str, *arguments: str, command: Sequence[str] = CLI) -> None:
         self.run = folder / name
         self.log = folder / f"{name}{len(list(folder.glob(f'{name}*.log')))}.log"
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         with self.log.open("w") as output:
             self.process = subprocess.Popen(
-                [*CLI, str(folder / "base.yaml"), *SETTINGS, f"run.dir={self.run}", *arguments],
+                [*command, str(folder / "base.yaml"), *SETTINGS, f"run.dir={self.run}", *arguments],
                 cwd=ROOT,
                 env=environment,
                 stdin=subprocess.DEVNULL,
@@ -47,9 +61,9 @@ class Started:
                 start_new_session=True,
             )
 
-    def wait_for(self, text: str, timeout: float = 200) -> None:
+    def wait_for(self, text: str, timeout: float = 200, *, count: int = 1) -> None:
         deadline = time.monotonic() + timeout
-        while text not in self.log.read_text():
+        while self.log.read_text().count(text) < count:
             assert self.process.poll() is None and time.monotonic() < deadline, self.log.read_text()[-4000:]
             time.sleep(0.02)
 
@@ -114,3 +128,48 @@ def test_the_launcher_passes_signals_on_and_a_second_one_ends_the_run_at_once(fo
     assert again.ended() in (128 + signal.SIGTERM, 128 + signal.SIGUSR1)
     assert time.monotonic() - start < 20
     assert not [path for path in (run.run / "checkpoints").iterdir() if path.name == "step_000400"]
+
+
+def test_torchrun_starts_a_run_again_until_it_is_done(folder: Path) -> None:
+    """A rank is killed in the middle of a step, twice: torchrun starts all ranks again, and they continue from the last checkpoint."""
+    two = [
+        "parallel.world_size=2",
+        "checkpoint.every_steps=1",
+        "checkpoint.asynchronous=false",
+        "critic.value_pretraining.steps=1",
+        "run.steps=7",
+    ]
+    whole = Started(folder, "unbroken", *two)
+    assert whole.ended() == 0, whole.log.read_text()[-4000:]
+    run = Started(folder, "restarted", *two, "--resume", command=TORCHRUN)
+    for number, (rank, step) in enumerate(((1, "rl 2"), (0, "rl 4")), start=1):
+        victim = process_in(run, rank, step)
+        start = time.monotonic()
+        os.kill(victim, signal.SIGKILL)
+        run.wait_for("resuming from", count=number)
+        line = [line for line in run.log.read_text().splitlines() if line.startswith("resuming from")][-1]
+        print(f"rank {rank} killed in {step}: after {time.monotonic() - start:.0f} s {line}")
+    assert run.ended() == 0, run.log.read_text()[-4000:]
+    assert rows(run.run) == rows(whole.run)
+    assert [(row["stage"], row["step"]) for row in rows(run.run)] == [
+        ("rl", 0),
+        ("value_pretraining", 1),
+        *(("rl", n) for n in range(1, 8)),
+    ]
+    weights = [{path.name: path.read_bytes() for path in (one.run / "export/hf").glob("*.safetensors")} for one in (whole, run)]
+    assert weights[0] == weights[1] != {}
+
+
+def process_in(run: Started, rank: int, step: str, timeout: float = 200) -> int:
+    """The process id of a rank as soon as its heartbeat says that it is in that step."""
+    deadline = time.monotonic() + timeout
+    path = run.run / "heartbeats" / f"rank_{rank:04d}.json"
+    while True:
+        assert run.process.poll() is None and time.monotonic() < deadline, run.log.read_text()[-4000:]
+        try:
+            beat = json.loads(path.read_text())
+            if beat["step"] == step and beat["phase"] != "checkpoint":
+                return int(beat["pid"])
+        except (OSError, ValueError):
+            pass  # not there yet
+        time.sleep(0.02)

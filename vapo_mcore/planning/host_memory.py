@@ -1,14 +1,15 @@
-"""Host memory that offloading takes, against what this machine has: checked before a model loads. Imports no torch."""
+"""Host memory that offloading and checkpoints take, against what this machine has: checked before a model loads. Imports no torch."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vapo_mcore.config.architecture import read_architecture
 from vapo_mcore.errors import ConfigError
-from vapo_mcore.planning.state import offload_host_bytes
+from vapo_mcore.planning.state import offload_host_bytes, snapshot_host_bytes
 
 if TYPE_CHECKING:
     from vapo_mcore.config.schema import Config
@@ -46,26 +47,50 @@ def _control_group_bytes(root: Path) -> Iterator[int]:
                 yield max(0, int(text) - used + int(stat.get("inactive_file", 0)))
 
 
+@dataclass(frozen=True)
+class HostBytes:
+    """What the processes of a node hold in host memory by their configuration: offloaded state, and copies that checkpoints are written
+    from."""
+
+    offloaded: int
+    snapshots: int
+
+    @property
+    def total(self) -> int:
+        return self.offloaded + self.snapshots
+
+    def __str__(self) -> str:
+        parts = [f"offloading takes {self.offloaded / _GIB:.2f} GiB"] if self.offloaded else []
+        return " and ".join([*parts, f"the copy that checkpoints are written from takes {self.snapshots / _GIB:.2f} GiB"])
+
+
+def host_bytes(config: Config, *, processes: int, cuda: bool) -> HostBytes:
+    """Of the fullest node with ``processes`` processes. Raises VapoError where a model folder cannot be read."""
+    policy = read_architecture(config.model.path)
+    critic = read_architecture(config.critic.path) if config.uses_critic and config.critic.path is not None else None
+    offload = cuda if config.model.offload is None else config.model.offload
+    offloaded = offload_host_bytes(config, policy, critic, processes_per_node=processes) if offload else 0
+    return HostBytes(offloaded, snapshot_host_bytes(config, policy, critic, processes_per_node=processes, cuda=cuda))
+
+
 def check_host_memory(config: Config, *, processes: int, cuda: bool, available: int | None = None) -> None:
-    """Raise ConfigError if this node cannot hold what its processes offload.
+    """Raise ConfigError if this node cannot hold what its processes offload and what checkpoints are written from.
 
     Args:
         processes: of the run on this node.
         cuda: whether the devices are GPUs: ``model.offload: null`` is then on.
         available: bytes; by default those of this machine.
     """
-    if not (cuda if config.model.offload is None else config.model.offload):
-        return
-    folders = [config.model.path] + ([config.critic.path] if config.uses_critic and config.critic.path is not None else [])
-    policy, *critic = [read_architecture(folder) for folder in folders]
-    needed = offload_host_bytes(config, policy, critic[0] if critic else None, processes_per_node=processes)
+    needed = host_bytes(config, processes=processes, cuda=cuda)
     free = available_host_bytes() if available is None else available
-    if needed <= free:
+    if needed.total <= free:
         return
     models = ["the policy", *(["the critic"] if config.uses_critic else []), *(["the reference"] if config.uses_reference else [])]
+    way = ""
+    if needed.offloaded:
+        way = "; or set model.offload: false" + (", if the devices hold all models at once" if cuda else "")
     raise ConfigError(
-        f"model.offload: weights and optimizer state of {' and '.join(models)} take {needed / _GIB:.2f} GiB of host memory for the "
-        f"{processes} process{'' if processes == 1 else 'es'} on this node, and {free / _GIB:.2f} GiB are available. With more nodes each "
-        "holds a smaller part (more data parallelism splits the optimizer state, more tensor or pipeline parallelism everything)"
-        + ("; or set model.offload: false, if the devices hold all models at once" if cuda else "; or set model.offload: false")
+        f"host memory: of weights and optimizer state of {' and '.join(models)}, {needed} for the {processes} "
+        f"process{'' if processes == 1 else 'es'} on this node, and {free / _GIB:.2f} GiB are available. With more nodes each "
+        "holds a smaller part (more data parallelism splits the optimizer state, more tensor or pipeline parallelism everything)" + way
     )

@@ -176,14 +176,15 @@ def _add_activations(
 
 @dataclass(frozen=True)
 class HostMemory:
-    """Bytes of the fullest node: offloaded state, and the processes themselves."""
+    """Bytes of the fullest node: offloaded state, the copies that checkpoints are written from, and the processes themselves."""
 
     offloaded: float
+    snapshots: float
     processes: float
 
     @property
     def total(self) -> float:
-        return self.offloaded + self.processes
+        return self.offloaded + self.snapshots + self.processes
 
 
 @dataclass(frozen=True)
@@ -199,5 +200,5 @@ def disk_bytes(config: Config, policy: ModelArchitecture, critic: ModelArchitect
     item = ITEM_BYTES[config.model.dtype]
     count = num_parameters(policy)
     critic_count = 0 if critic is None else num_parameters(critic, "critic")
-    per_parameter = item + (12 if item == 2 else 8)
+    per_parameter = item + 12  # main parameters and both moments, in float32 also where the weights are
     return DiskBytes(count * item, critic_count * item, (count + critic_count) * per_parameter)

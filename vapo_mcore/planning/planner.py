@@ -21,7 +21,16 @@ from vapo_mcore.planning.memory import (
     rank_memory,
     vllm_memory,
 )
-from vapo_mcore.planning.state import Role, StateBytes, as_dense, fullest_node, host_bytes_by_data_rank, model_state, reduction_copy_bytes
+from vapo_mcore.planning.state import (
+    Role,
+    StateBytes,
+    as_dense,
+    fullest_node,
+    host_bytes_by_data_rank,
+    model_state,
+    reduction_copy_bytes,
+    snapshot_host_bytes,
+)
 from vapo_mcore.planning.timing import RunEstimate, StepEstimate, StepTimer
 from vapo_mcore.planning.workload import Workload, packed_lengths, workload
 
@@ -116,7 +125,10 @@ class Planner:
         offloaded = 0.0
         if offload_enabled(config, device):
             offloaded = fullest_node(by_stage, config.parallel.tensor_model_parallel_size, cluster.processes_per_node)
-        host = HostMemory(offloaded, device.process_host_bytes * cluster.processes_per_node)
+        snapshots = snapshot_host_bytes(
+            config, subject.policy, subject.critic, processes_per_node=cluster.processes_per_node, cuda=device.is_gpu
+        )
+        host = HostMemory(offloaded, snapshots, device.process_host_bytes * cluster.processes_per_node)
         timer = StepTimer(config, subject.policy, subject.critic, work, device)
         step = timer.estimate(fullest, vllm, cluster.processes_per_node)
         capacity = device.memory if device.is_gpu else (device.node_memory - host.total) / cluster.processes_per_node
@@ -182,7 +194,8 @@ def _misfits(
         yield f"generate: the KV cache holds {held:,.0f} tokens, and one longest sequence has {longest:,}; vLLM would not start"
     if device.is_gpu and host.total > device.node_memory:
         yield (
-            f"host: {host.offloaded / GIB:.0f} GiB of offloaded state and {host.processes / GIB:.0f} GiB of processes on a node, "
+            f"host: {host.offloaded / GIB:.0f} GiB of offloaded state, {host.snapshots / GIB:.0f} GiB of copies for checkpoints and "
+            f"{host.processes / GIB:.0f} GiB of processes on a node, "
             f"{device.node_memory / GIB:.0f} GiB are there"
         )
 

@@ -53,7 +53,7 @@ def to_json(plan: Plan, notes: Sequence[str], changes: Sequence[Change], layouts
             for rank, counts in zip(plan.ranks, plan.parameters, strict=True)
         ],
         "kv_cache": {"bytes": plan.vllm.kv_bytes, "tokens": plan.vllm.kv_tokens, "bytes_per_token": plan.vllm.kv_bytes_per_token},
-        "host_bytes_per_node": {"offloaded": plan.host.offloaded, "processes": plan.host.processes},
+        "host_bytes_per_node": asdict(plan.host),
         "disk_bytes": asdict(plan.disk),
         "communication_bytes": asdict(plan.step.communication),
         "seconds": {
@@ -136,7 +136,10 @@ def _print_other_bytes(console: Console, plan: Plan) -> None:
     vllm, host, disk, sent = plan.vllm, plan.host, plan.disk, plan.step.communication
     longest = vllm.kv_tokens / plan.subject.config.max_sequence_length
     console.print(f"KV cache of a replica: {vllm.kv_tokens:,} tokens ({longest:.1f} longest sequences)")
-    console.print(f"host memory of the fullest node: {host.offloaded / GIB:.1f} GiB offloaded + {host.processes / GIB:.1f} GiB processes")
+    console.print(
+        f"host memory of the fullest node: {host.offloaded / GIB:.1f} GiB offloaded + {host.snapshots / GIB:.1f} GiB copies for "
+        f"checkpoints + {host.processes / GIB:.1f} GiB processes"
+    )
     console.print(
         f"disk: export {disk.export / GIB:.2f} GiB, critic {disk.critic / GIB:.2f} GiB, "
         f"weights and optimizer state {disk.checkpoint / GIB:.2f} GiB"

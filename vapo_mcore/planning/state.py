@@ -8,6 +8,7 @@ of every bucket. ``plan`` itself builds the real models; this is for checks that
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -165,6 +166,10 @@ def _flat_buffer(parameters: Sequence[Parameter], item_bytes: int, ranks: int, b
     return FlatBuffer(item_bytes, tuple(ranges), tuple(buckets))
 
 
+def _bucket_size(ranks: int) -> int:
+    return max(_MIN_BUCKET, _BUCKET_PER_RANK * ranks)
+
+
 def _round_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
@@ -189,12 +194,30 @@ def model_state(
     optimizer = [0] * ranks
     for number, parameters in enumerate(stage_chunks(arch, role, dtype, parallel, stage)):
         bucketed = overlap and stage == 0 and number == 0
-        for buffer in flat_buffers(parameters, ranks, max(_MIN_BUCKET, _BUCKET_PER_RANK * ranks) if bucketed else None):
+        for buffer in flat_buffers(parameters, ranks, _bucket_size(ranks) if bucketed else None):
             params += buffer.numel * buffer.item_bytes
             grads += buffer.numel * GRADIENT_BYTES
             shards = buffer.shard_numels(ranks)
             optimizer = [held + buffer.optimizer_bytes * shard for held, shard in zip(optimizer, shards, strict=True)]
     return [StateBytes(params, grads, held) for held in optimizer]
+
+
+def snapshot_bytes(arch: ModelArchitecture, role: Role, dtype: str, parallel: ParallelConfig, *, stage: int, overlap: bool) -> list[int]:
+    """Host memory of the copy that a checkpoint of one model is written from, by rank of the data x context parallel group.
+
+    ``checkpoint.strategies.SnapshotSave`` keeps it from save to save. The ranks share the weights, tensor by tensor, the largest first;
+    each has its shard of main parameters and both moments in float32, padding included.
+    """
+    ranks = parallel.data_parallel_size * parallel.context_parallel_size
+    weights = [0] * ranks
+    optimizer = 0
+    for number, parameters in enumerate(stage_chunks(arch, role, dtype, parallel, stage)):
+        for size in sorted((parameter.numel * parameter.item_bytes for parameter in parameters), reverse=True):
+            heapq.heapreplace(weights, weights[0] + size)
+        bucketed = overlap and stage == 0 and number == 0
+        for buffer in flat_buffers(parameters, ranks, _bucket_size(ranks) if bucketed else None):
+            optimizer += 12 * buffer.numel // ranks
+    return [share + optimizer for share in weights]
 
 
 def reduction_copy_bytes(arch: ModelArchitecture, role: Role, dtype: str, parallel: ParallelConfig, *, stage: int) -> int:
@@ -249,14 +272,41 @@ def offload_host_bytes(
     ``megatron.offload.HostPool`` allocates them. Meaningful where ``model.offload`` is in force (by default with CUDA).
     """
     parallel = config.parallel
-    roles: list[tuple[Role, ModelArchitecture]] = [("policy", architecture)]
-    if config.uses_critic:
-        roles.append(("critic", critic_architecture or architecture))
+    roles = _trained(config, architecture, critic_architecture)
     by_stage: list[list[int]] = []
     for stage in range(parallel.pipeline_model_parallel_size):
         states = [model_state(arch, role, config.model.dtype, parallel, stage=stage, overlap=True) for role, arch in roles]
         by_stage.append(host_bytes_by_data_rank(config, dict(zip((role for role, _ in roles), states, strict=True))))
     return fullest_node(by_stage, parallel.tensor_model_parallel_size, processes_per_node)
+
+
+def snapshot_host_bytes(
+    config: Config,
+    architecture: ModelArchitecture,
+    critic_architecture: ModelArchitecture | None = None,
+    *,
+    processes_per_node: int = 1,
+    cuda: bool = False,
+) -> int:
+    """Host memory for the copies that checkpoints are written from on the fullest node, in bytes; needed with offloading and without."""
+    parallel = config.parallel
+    by_stage = []
+    for stage in range(parallel.pipeline_model_parallel_size):
+        copies = [
+            snapshot_bytes(arch, role, config.model.dtype, parallel, stage=stage, overlap=cuda)
+            for role, arch in _trained(config, architecture, critic_architecture)
+        ]
+        by_stage.append([sum(of_rank) for of_rank in zip(*copies, strict=True)])
+    return fullest_node(by_stage, parallel.tensor_model_parallel_size, processes_per_node)
+
+
+def _trained(
+    config: Config, architecture: ModelArchitecture, critic_architecture: ModelArchitecture | None
+) -> list[tuple[Role, ModelArchitecture]]:
+    roles: list[tuple[Role, ModelArchitecture]] = [("policy", architecture)]
+    if config.uses_critic:
+        roles.append(("critic", critic_architecture or architecture))
+    return roles
 
 
 def host_bytes_by_data_rank(config: Config, states: Mapping[Role, Sequence[StateBytes]]) -> list[int]:

@@ -29,6 +29,8 @@ from vapo_mcore.errors import CheckpointError
 from vapo_mcore.megatron.engine import MegatronModel
 from vapo_mcore.megatron.host import megatron_scope
 from vapo_mcore.megatron.parallel import ParallelContext, initialize_distributed, initialize_parallel
+from vapo_mcore.planning.state import snapshot_bytes
+from vapo_mcore.trainer.collectives import all_gather_objects
 from vapo_mcore.weights.distcp import DistributedCheckpointReader
 from vapo_mcore.weights.loader import load_hf_into
 
@@ -131,15 +133,26 @@ def resharding(role: str, dtype: str) -> dict[str, Any]:
         for a, b in zip(one.parameters(), other.parameters(), strict=True)
     )
     previous, faults = f"{name}_tp2", {}
+    copies = {}
     for layout, degrees in (("pp2", {"pipeline_model_parallel_size": 2}), ("dp2", {}), ("cp2", {"context_parallel_size": 2})):
         parallel = context(**degrees)
         other = loaded(role, dtype, parallel, previous, "fully_reshardable")
-        save(other, f"{name}_{layout}", "fully_reshardable", ModelSaver(parallel))
+        saver = ModelSaver(parallel)
+        save(other, f"{name}_{layout}", "fully_reshardable", saver)
+        save(other, f"{name}_{layout}_shards", "dp_reshardable", saver)
+        copies[layout] = copied(saver, role, dtype, parallel)
         if dist.get_rank() == 0:
             faults[layout] = different(previous, f"{name}_{layout}", "weights") + different(previous, f"{name}_{layout}", "optimizer")
         norms[layout] = train(other, parallel, 2)
         previous = f"{name}_{layout}"
-    return {"exact": exact, "different": faults, "norms": norms}
+    return {"exact": exact, "different": faults, "norms": norms, "copies": copies}
+
+
+def copied(saver: ModelSaver, role: Any, dtype: str, parallel: Any) -> list[tuple[int, int]]:
+    """Bytes of the copies of each rank, and what the plan says of them."""
+    architecture, stage = read_architecture(FOLDER / "qwen2"), parallel.pipeline_model_parallel_rank
+    planned = snapshot_bytes(architecture, role, dtype, parallel, stage=stage, overlap=False)
+    return all_gather_objects((saver.pool.num_bytes, planned[dist.get_rank(parallel.data_context_parallel_group)]))
 
 
 def read_by_megatron() -> dict[str, Any]:

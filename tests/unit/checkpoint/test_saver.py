@@ -23,9 +23,11 @@ from vapo_mcore.checkpoint.saver import Checkpointer
 from vapo_mcore.config import Config
 from vapo_mcore.errors import CheckpointError
 from vapo_mcore.megatron.parallel import ParallelContext
+from vapo_mcore.planning.state import Role, snapshot_bytes
 from vapo_mcore.trainer.models import Models
 from vapo_mcore.weights.distcp import DistributedCheckpointReader
 
+DTYPES: tuple[tuple[Role, str], ...] = (("policy", "bfloat16"), ("critic", "float32"))
 KEPT = ROOT / "tests" / "cases" / "checkpoint"
 
 
@@ -190,6 +192,57 @@ def test_a_full_disk_costs_the_save_and_nothing_else(config: Config, tmp_path: P
     checkpointer.wait()
     checkpointer.close()
     assert checkpointer.published == ("rl", 8)
+
+
+def test_no_memory_for_the_copy_costs_the_save_and_nothing_else(
+    config: Config, tmp_path: Path, parallel: ParallelContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    checkpointer, models = saver(config, tmp_path, parallel, said)
+    before = fingerprints(models)
+    original, full = torch.empty, [True]
+
+    def no_memory(*sizes: Any, **more: Any) -> torch.Tensor:
+        if more == {"dtype": torch.uint8} and full[0]:
+            raise RuntimeError("[enforce fail at alloc_cpu.cpp:131] . DefaultCPUAllocator: can't allocate memory")
+        return original(*sizes, **more)
+
+    monkeypatch.setattr(torch, "empty", no_memory)
+    checkpointer.begin("rl", 1)
+    checkpointer.commit(STATE, {})
+    checkpointer.wait()
+    assert "step_000001 failed: no host memory for the copy of policy/weights on rank 0, 0.00 GiB: cannot allocate" in said[0]
+    assert said[0].endswith("next try after the next step")
+    assert list((Path(config.run.dir) / "checkpoints").iterdir()) == []
+    full[0] = False
+    assert checkpointer.is_due(2)
+    checkpointer.begin("rl", 2)
+    checkpointer.commit(STATE, {})
+    checkpointer.wait()
+    checkpointer.close()
+    assert checkpointer.published == ("rl", 2)
+    found, _ = loaded(Path(config.run.dir), "step_000002", config, tmp_path, parallel)
+    assert fingerprints(found) == fingerprints(models) == before
+
+
+def test_the_copies_take_what_the_plan_says_and_both_forms_share_them(
+    config: Config, tmp_path: Path, parallel: ParallelContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpointer, models = saver(config, tmp_path, parallel, [])
+    assert models.critic is not None
+    update(models.critic, 1, seed=3)
+    planned = {role: snapshot_bytes(models.architecture, role, dtype, config.parallel, stage=0, overlap=False)[0] for role, dtype in DTYPES}
+    held = []
+    for step, reshardable in ((1, False), (2, True), (3, False)):
+        checkpointer.begin("rl", step, final=reshardable)
+        checkpointer.commit(STATE, {})
+        checkpointer.wait()
+        held.append(checkpointer._saver.pool.num_bytes)
+    checkpointer.close()
+    manifests = [Manifest.read(path) for path in files.list_checkpoints(config.run.dir)]
+    assert [manifest.optimizer_format for manifest in manifests] == ["fully_reshardable", "dp_reshardable"]
+    assert held[0] == held[2] and max(held) <= 1.02 * held[0]
+    assert held[0] == pytest.approx(sum(planned.values()), rel=0.1)  # tensors of a few bytes begin at multiples of 64
 
 
 def test_the_newest_complete_one_is_taken(config: Config, tmp_path: Path, parallel: ParallelContext) -> None:

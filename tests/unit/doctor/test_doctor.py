@@ -67,17 +67,16 @@ def test_imports_run_elsewhere_and_are_ended(tmp_path: Path, monkeypatch: pytest
 
 
 def test_host_memory_against_the_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from vapo_mcore.config.architecture import read_architecture
-    from vapo_mcore.planning.state import offload_host_bytes
+    from vapo_mcore.planning.host_memory import host_bytes
 
     write_base(tmp_path)
-    config = load(tmp_path, "parallel.world_size=2", "model.offload=true")
-    needed = offload_host_bytes(config, read_architecture(config.model.path), processes_per_node=2)
-    assert needed > 2**20
-    for free, status in ((needed - 1, "FAIL"), (needed, "warn"), (2 * needed, "ok")):
-        monkeypatch.setattr(machine, "available_host_bytes", lambda free=free: free)
-        assert machine.host_memory(config, 2, cuda=False).status == status
-        assert machine.host_memory(load(tmp_path, "parallel.world_size=2"), 2, cuda=False).status == "ok"  # nothing is offloaded on CPUs
+    for setting in ("model.offload=true", "model.offload=null"):  # on CPUs nothing is offloaded by default
+        config = load(tmp_path, "parallel.world_size=2", setting)
+        needed = host_bytes(config, processes=2, cuda=False).total
+        assert needed > 2**20
+        for free, status in ((needed - 1, "FAIL"), (needed, "warn"), (2 * needed, "ok")):
+            monkeypatch.setattr(machine, "available_host_bytes", lambda free=free: free)
+            assert machine.host_memory(config, 2, cuda=False).status == status
 
 
 def test_missing_inputs(tmp_path: Path) -> None:

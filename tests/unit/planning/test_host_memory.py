@@ -11,7 +11,7 @@ from vapo_mcore.config.architecture import read_architecture
 from vapo_mcore.errors import ConfigError
 from vapo_mcore.planning import host_memory
 from vapo_mcore.planning.host_memory import available_host_bytes, check_host_memory
-from vapo_mcore.planning.state import offload_host_bytes
+from vapo_mcore.planning.state import offload_host_bytes, snapshot_host_bytes
 
 
 def machine(root: Path, groups: str, files: dict[str, str]) -> Path:
@@ -47,21 +47,28 @@ def test_this_machine_has_some() -> None:
 
 def test_one_byte_too_few_is_refused_with_the_numbers(tmp_path: Path) -> None:
     config = load_config(write_base(tmp_path), ["model.offload=true"])
-    needed = offload_host_bytes(config, read_architecture(config.model.path), processes_per_node=1)
+    architecture = read_architecture(config.model.path)
+    needed = offload_host_bytes(config, architecture) + snapshot_host_bytes(config, architecture)
     check_host_memory(config, processes=1, cuda=False, available=needed)
     with pytest.raises(
-        ConfigError, match=r"the policy and the critic take \S+ GiB of host memory for the 1 process on this node"
+        ConfigError,
+        match=r"the policy and the critic, offloading takes \S+ GiB and the copy that checkpoints are written from takes \S+ GiB for",
     ) as refusal:
         check_host_memory(config, processes=1, cuda=False, available=needed - 1)
     assert "model.offload: false" in str(refusal.value)
 
 
-def test_nothing_is_needed_without_offload(tmp_path: Path) -> None:
+def test_without_offload_a_checkpoint_still_needs_its_copy(tmp_path: Path) -> None:
     path = write_base(tmp_path)
-    check_host_memory(load_config(path, ["model.offload=false"]), processes=8, cuda=True, available=0)
-    check_host_memory(load_config(path), processes=8, cuda=False, available=0)
-    with pytest.raises(ConfigError):
-        check_host_memory(load_config(path), processes=8, cuda=True, available=0)
+    config = load_config(path)
+    copy = snapshot_host_bytes(config, read_architecture(config.model.path))
+    for settings, cuda in ((["model.offload=false"], True), ([], False)):
+        check_host_memory(load_config(path, settings), processes=1, cuda=cuda, available=copy)
+        with pytest.raises(ConfigError, match=r"critic, the copy that checkpoints are written from takes") as refusal:
+            check_host_memory(load_config(path, settings), processes=1, cuda=cuda, available=copy - 1)
+        assert "model.offload" not in str(refusal.value)
+    with pytest.raises(ConfigError, match="offloading takes"):
+        check_host_memory(config, processes=1, cuda=True, available=copy)
 
 
 def test_train_refuses_before_it_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

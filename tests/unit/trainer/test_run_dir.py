@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from vapo_mcore.errors import CheckpointError, ConfigError
-from vapo_mcore.trainer.run_dir import RunDirectory, check_run_directory, finished_steps
+from vapo_mcore.trainer.run_dir import RunDirectory, check_position, check_run_directory, finished_steps
 
 
 def create(path, **kwargs):
@@ -96,6 +96,25 @@ def test_rows_that_a_checkpoint_has_seen_must_be_there(tmp_path: Path) -> None:
     run.close()
     with pytest.raises(CheckpointError, match="has 0 bytes, the checkpoint was saved with 10"):
         RunDirectory.resume(run.path, metrics_bytes=10, written=[], config_yaml="")
+
+
+def test_a_file_of_rows_that_was_changed_is_noticed(tmp_path: Path) -> None:
+    run = create(tmp_path / "run")
+    for step in (1, 2):
+        run.write_metrics({"step": step, "stage": "rl"})
+    after, before_the_last = run.position(), run.position(without_last_row=True)
+    run.close()
+    metrics = run.path / "metrics.jsonl"
+    lines = metrics.read_text().splitlines(keepends=True)
+    assert before_the_last["metrics_bytes"] == len(lines[0]) < after["metrics_bytes"] == len(lines[0] + lines[1])
+    for position in (after, before_the_last):
+        check_position(run.path, **position)
+    metrics.write_text(lines[0].replace("rl", "value_pretraining") + lines[1])
+    with pytest.raises(CheckpointError, match=rf"was changed after .* no row ends at byte {after['metrics_bytes']}"):
+        check_position(run.path, **after)
+    metrics.unlink()
+    with pytest.raises(CheckpointError, match="has 0 bytes"):
+        check_position(run.path, **after)
 
 
 def test_a_directory_with_a_run_may_be_resumed_and_a_foreign_one_not(tmp_path: Path) -> None:
