@@ -44,7 +44,7 @@ from vapo_mcore.rollout.base import RolloutEngine
 from vapo_mcore.rollout.factory import build_rollout_engine
 from vapo_mcore.rollout.hf_folder import stop_token_ids
 from vapo_mcore.rollout.multi_turn import MultiTurn, ObservationFormat
-from vapo_mcore.trainer.collectives import all_gather_objects, broadcast_object, fail_together, lost_a_peer
+from vapo_mcore.trainer.collectives import all_gather_objects, broadcast_object, fail_together, lost_a_peer, world
 from vapo_mcore.trainer.console import Console
 from vapo_mcore.trainer.evaluation import Evaluator
 from vapo_mcore.trainer.loop import Run
@@ -109,7 +109,7 @@ def train(config: Config, parallel: ParallelContext, *, clean: bool, resume: Res
         stack.callback(console.stop_progress)
         locked = _check_run_directory(config, parallel, clean, resume is not None, stack, console)
         console.print(_headline(config))
-        past = None if resume is None else _find_past(config, resume, console, is_first=parallel.rank == 0)
+        past = None if resume is None else _find_past(config, resume, console)
         tokenizer, prompts, held_out = _load_data(config)
         multi_turn = build_multi_turn(config, tokenizer)
         for dataset in (prompts, held_out):
@@ -168,7 +168,7 @@ def _check_run_directory(config: Config, parallel: ParallelContext, clean: bool,
     return taken
 
 
-def _find_past(config: Config, resume: ResumeOptions, console: Console, *, is_first: bool) -> _Past | None:
+def _find_past(config: Config, resume: ResumeOptions, console: Console) -> _Past | None:
     """The checkpoint to continue from, with a configuration that may continue it."""
     checkpoint = choose(config.run.dir, resume.checkpoint, console.print)
     if checkpoint is None:
@@ -188,7 +188,7 @@ def _find_past(config: Config, resume: ResumeOptions, console: Console, *, is_fi
     )
     state = load_state(checkpoint)
     with fail_together():
-        if is_first:
+        if world()[0] == 0:
             check_position(config.run.dir, **state["files"])
     return _Past(checkpoint, state)
 
