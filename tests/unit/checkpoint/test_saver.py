@@ -17,6 +17,7 @@ from tests.unit.checkpoint.conftest import contents, update
 from tests.unit.checkpoint.fixture import SHAPE, STATE, fingerprints, make_models, save
 from tests.unit.config_helpers import load, write_base, write_model
 from vapo_mcore.checkpoint import files, strategies
+from vapo_mcore.checkpoint import saver as saver_module
 from vapo_mcore.checkpoint.files import Manifest
 from vapo_mcore.checkpoint.resume import choose, load_models, load_state, restore_random
 from vapo_mcore.checkpoint.saver import Checkpointer
@@ -192,6 +193,27 @@ def test_a_full_disk_costs_the_save_and_nothing_else(config: Config, tmp_path: P
     checkpointer.wait()
     checkpointer.close()
     assert checkpointer.published == ("rl", 8)
+
+
+def test_saves_are_due_by_steps_and_by_the_clock(
+    config: Config, tmp_path: Path, parallel: ParallelContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [1000.0]
+    monkeypatch.setattr(saver_module.time, "monotonic", lambda: now[0])
+    both = load(tmp_path, "critic.value_pretraining.steps=0", "checkpoint={every_steps: 4, every_minutes: 2}")
+    checkpointer, _ = saver(both, tmp_path, parallel, [])
+    assert [checkpointer.is_due(step) for step in (1, 2, 3, 4, 5)] == [False, False, False, True, False]
+    now[0] += 119.0
+    assert not checkpointer.is_due(5)
+    now[0] += 1.0
+    assert checkpointer.is_due(5)
+    checkpointer.begin("rl", 5)  # from here the two minutes count again
+    checkpointer.commit(STATE, {})
+    checkpointer.wait()
+    assert [checkpointer.is_due(step) for step in (6, 8)] == [False, True]
+    now[0] += 120.0
+    assert checkpointer.is_due(6)
+    checkpointer.close()
 
 
 def test_no_memory_for_the_copy_costs_the_save_and_nothing_else(
