@@ -143,19 +143,23 @@ def test_an_evaluation_that_was_lost_is_made_up(folder: Path, whole: Path) -> No
     assert {path.name for path in (folder / name / "evaluations").iterdir()} >= {"step_0001.json", "step_0002.json"}
 
 
-def test_a_job_of_value_pretraining_alone_is_saved_at_its_end(folder: Path, whole: Path) -> None:
-    at_end = "checkpoint={every_minutes: 0, at_end: true}"
-    run(folder, "pretrained", None, at_end, "run.steps=0")
-    (checkpoint,) = list_checkpoints(folder / "pretrained")
+@pytest.mark.parametrize(
+    "end", [(), ("critic.value_pretraining.steps=50", "critic.value_pretraining.until={value_loss_below: 1e9, window: 1, max_steps: 5}")]
+)
+def test_a_job_of_value_pretraining_alone_is_saved_at_its_end(folder: Path, whole: Path, end: tuple[str, ...]) -> None:
+    """After the last step, or where a threshold holds before it; a run with RL steps goes on from there."""
+    settings, name = ("checkpoint.every_steps=0", "checkpoint.at_end=true", *end), f"pretrained_{len(end)}"
+    run(folder, name, None, *settings, "run.steps=0")
+    (checkpoint,) = list_checkpoints(folder / name)
     manifest = Manifest.read(checkpoint)
     assert (manifest.name, manifest.optimizer_format) == ("value_pretraining_000001", "fully_reshardable")
-    run(folder, "pretrained", ResumeOptions(), at_end)
-    assert rows(folder / "pretrained") == rows(whole)
-    assert weights(folder / "pretrained") == weights(whole)
+    run(folder, name, ResumeOptions(), *settings)
+    assert rows(folder / name) == rows(whole)
+    assert weights(folder / name) == weights(whole)
 
 
 def test_data_that_is_exhausted_stops_with_a_checkpoint(folder: Path) -> None:
-    rarely = "checkpoint={every_minutes: 0, at_end: true}"
+    rarely = "checkpoint.every_steps=0"
     stop, go_on = (f"rollout.dynamic_sampling={{enabled: true, max_rounds: 1, on_exhausted: {way}}}" for way in ("stop", "train"))
     with pytest.raises(StepAbandoned, match="on_exhausted = 'stop'; use easier or harder data"):
         run(folder, "exhausted", None, rarely, stop)

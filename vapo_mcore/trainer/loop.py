@@ -106,7 +106,7 @@ class Run:
         self.console.stop_progress()
         self.console.print(end.describe())
         if self.config.run.steps == 0 and self.config.checkpoint.at_end:
-            self._save_now(row, final=True)
+            self._save_now(row, final=True)  # unless the last step has done it: thresholds may end pretraining before
         if self.trainer.imitation is not None:
             self.trainer.imitation.end_of_pretraining()
         self._save_critic()
@@ -158,7 +158,9 @@ class Run:
     # ----------------------------------------------------------------------------------------------------------- checkpoints
 
     def _snapshot_if_due(self, stage: str, step: int, timer: PhaseTimer) -> None:
-        final = stage == "rl" and step == self.config.run.steps and self.config.checkpoint.at_end
+        steps = self.config.run.steps
+        last = step == steps if stage == "rl" else steps == 0 and step == self.pretraining.max_steps
+        final = last and self.config.checkpoint.at_end
         if self.checkpointer.is_due(step) or final:
             with timer.phase("checkpoint"):
                 self.checkpointer.begin("rl" if stage == "rl" else "value_pretraining", step, final=final)
