@@ -134,4 +134,4 @@ def test_a_second_failure_of_the_engine_ends_the_step_on_all_ranks(vllm_facts: F
             "the rollout engine failed again, after 1 rebuilds (faults.engine_rebuilds = 1): rank 1: RuntimeError: the device is lost"
         )
         assert (rank["engine"], rank["llm"]) == ("BROKEN", False)
-        assert rank["shared_memory_left"] <= 0
+        assert rank["segments_left"] == []
