@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from vapo_mcore.errors import ConfigError
 from vapo_mcore.megatron.host import HAS_CUDA, compute_device, import_megatron, megatron_scope
@@ -79,9 +80,21 @@ def initialize_distributed(timeout_minutes: float) -> None:
     backend = "nccl" if HAS_CUDA else "gloo"
     timeout = timedelta(minutes=timeout_minutes)
     if "RANK" in os.environ:
-        dist.init_process_group(backend, timeout=timeout)
+        store, rank, world_size = next(rendezvous("env://", timeout=timeout))
+        store.set_timeout(timeout)
+        dist.init_process_group(backend, store=_of_this_start(store), rank=rank, world_size=world_size, timeout=timeout)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+
+
+def _of_this_start(store: dist.Store) -> dist.Store:
+    """torchrun's store, without what the ranks have left in it before torchrun started them again (``--max-restarts``).
+
+    The store outlives the ranks, and a rank that is early would take an address of a dead one for its neighbour's. Of several nodes each
+    counts its own starts, so there the number tells nothing (docs/troubleshooting.md).
+    """
+    nodes, start = os.environ.get("GROUP_WORLD_SIZE", "1"), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return dist.PrefixStore(f"vapo_mcore/start_{start if nodes == '1' else 0}", store)
 
 
 def initialize_parallel(config: ParallelConfig) -> ParallelContext:
