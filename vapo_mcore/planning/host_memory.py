@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from vapo_mcore.checkpoint.files import model_folder
 from vapo_mcore.config.architecture import read_architecture
 from vapo_mcore.errors import ConfigError
 from vapo_mcore.planning.state import offload_host_bytes, snapshot_host_bytes
@@ -67,7 +68,9 @@ class HostBytes:
 def host_bytes(config: Config, *, processes: int, cuda: bool) -> HostBytes:
     """Of the fullest node with ``processes`` processes. Raises VapoError where a model folder cannot be read."""
     policy = read_architecture(config.model.path)
-    critic = read_architecture(config.critic.path) if config.uses_critic and config.critic.path is not None else None
+    critic = None
+    if config.uses_critic and config.critic.path is not None:
+        critic = read_architecture(model_folder(config.critic.path, "critic"))
     offload = cuda if config.model.offload is None else config.model.offload
     offloaded = offload_host_bytes(config, policy, critic, processes_per_node=processes) if offload else 0
     return HostBytes(offloaded, snapshot_host_bytes(config, policy, critic, processes_per_node=processes, cuda=cuda))

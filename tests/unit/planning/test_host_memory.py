@@ -1,5 +1,6 @@
 """Host memory for offloading: what the machine has, by hand-made files, and the refusal before a model loads."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from vapo_mcore.config import load_config
 from vapo_mcore.config.architecture import read_architecture
 from vapo_mcore.errors import ConfigError
 from vapo_mcore.planning import host_memory
-from vapo_mcore.planning.host_memory import available_host_bytes, check_host_memory
+from vapo_mcore.planning.host_memory import available_host_bytes, check_host_memory, host_bytes
 from vapo_mcore.planning.state import offload_host_bytes, snapshot_host_bytes
 
 
@@ -69,6 +70,16 @@ def test_without_offload_a_checkpoint_still_needs_its_copy(tmp_path: Path) -> No
         assert "model.offload" not in str(refusal.value)
     with pytest.raises(ConfigError, match="offloading takes"):
         check_host_memory(config, processes=1, cuda=True, available=copy)
+
+
+def test_a_critic_of_another_run_s_checkpoint_is_found(tmp_path: Path) -> None:
+    config = load_config(write_base(tmp_path))
+    checkpoint = tmp_path / "step_000001"
+    (checkpoint / "critic" / "weights" / "hf").mkdir(parents=True)
+    (checkpoint / "manifest.json").write_text("{}")
+    shutil.copy(config.model.path / "config.json", checkpoint / "critic" / "weights" / "hf")
+    continued = config.model_copy(update={"critic": config.critic.model_copy(update={"init": "saved", "path": checkpoint})})
+    assert host_bytes(continued, processes=2, cuda=True) == host_bytes(config, processes=2, cuda=True)
 
 
 def test_train_refuses_before_it_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
