@@ -77,7 +77,7 @@ def test_a_critic_of_another_run_s_checkpoint_is_found(tmp_path: Path) -> None:
     checkpoint = tmp_path / "step_000001"
     (checkpoint / "critic" / "weights" / "hf").mkdir(parents=True)
     (checkpoint / "manifest.json").write_text("{}")
-    shutil.copy(config.model.path / "config.json", checkpoint / "critic" / "weights" / "hf")
+    shutil.copy(Path(config.model.path) / "config.json", checkpoint / "critic" / "weights" / "hf")
     continued = config.model_copy(update={"critic": config.critic.model_copy(update={"init": "saved", "path": checkpoint})})
     assert host_bytes(continued, processes=2, cuda=True) == host_bytes(config, processes=2, cuda=True)
 
