@@ -72,7 +72,7 @@ class ParallelContext:
 
 
 def initialize_distributed(timeout_minutes: float) -> None:
-    """Join the process group of torchrun's environment, or make a world of one. Idempotent."""
+    """Join the process group of torchrun's environment, or make a world of one. Idempotent. ConfigError for restarts that would hang."""
     if dist.is_initialized():
         return
     if HAS_CUDA:
@@ -91,10 +91,17 @@ def _of_this_start(store: dist.Store) -> dist.Store:
     """torchrun's store, without what the ranks have left in it before torchrun started them again (``--max-restarts``).
 
     The store outlives the ranks, and a rank that is early would take an address of a dead one for its neighbour's. Of several nodes each
-    counts its own starts, so there the number tells nothing (docs/troubleshooting.md).
+    counts its own starts, so there the number tells nothing, and torchrun must make a new store each time. Raises ConfigError where it
+    would not.
     """
-    nodes, start = os.environ.get("GROUP_WORLD_SIZE", "1"), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return dist.PrefixStore(f"vapo_mcore/start_{start if nodes == '1' else 0}", store)
+    nodes, start = int(os.environ.get("GROUP_WORLD_SIZE", "1")), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    restarts, shared = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"), os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if nodes > 1 and shared and int(restarts) > 0:
+        raise ConfigError(
+            f"torchrun --max-restarts={restarts} on {nodes} nodes: the ranks of a second start would look for those of the first and hang; "
+            "set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun on all nodes (with --rdzv-backend c10d), or --max-restarts=0"
+        )
+    return dist.PrefixStore(f"vapo_mcore/start_{start if nodes == 1 else 0}", store)
 
 
 def initialize_parallel(config: ParallelConfig) -> ParallelContext:
