@@ -68,6 +68,8 @@ def test_results_are_those_of_the_records(folder: Path) -> None:
     assert scores["maj@3"] is None  # a user's verifier: what the answer is, is not known
     assert scores["avg@3"]["low"] <= scores["avg@3"]["value"] <= scores["avg@3"]["high"]
     assert results["response_tokens"] == sum(row["response_length"] for row in records)
+    timing = json.loads((folder / "whole" / "results.json").read_text(encoding="utf-8"))["timing"]
+    assert timing["gpu_hours"] == pytest.approx(2 * timing["seconds"] / 3600) and timing["seconds"] > 0  # of two processes
     assert results["truncated"] == fmean(row["finish_reason"] == "length" for row in records)
     odd = results["parts"]["level"]["odd"]
     assert (odd["problems"], odd["scores"]["avg@3"]["value"]) == (3, pytest.approx(fmean(rights[n] / 3 for n in (1, 3, 5))))

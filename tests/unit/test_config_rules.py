@@ -8,6 +8,7 @@ import pytest
 from tests.unit.config_helpers import faults_of, load, write_base, write_child, write_model
 from vapo_mcore.config import load_config
 from vapo_mcore.config.applicability import INAPPLICABLE
+from vapo_mcore.config.loading import _REASONS, all_keys
 from vapo_mcore.config.rules import RULES
 
 TP2 = ["parallel.world_size=2", "parallel.tensor_model_parallel_size=2"]
@@ -486,14 +487,21 @@ def test_a_rule_is_not_applied_to_a_faulty_key(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("setting", "key", "message"),
+    ("setting", "message"),
     [
-        ("algorithm.kl.place=[reward, loss]", "algorithm.kl.place", "must be 'off', 'reward' or 'loss'"),
-        ("algorithm.advantage.lambda_policy.alpha=0", "algorithm.advantage.lambda_policy.alpha", "0 must be > 0"),
-        ("algorithm.advantage.lambda_policy.alpha=-0.05", "algorithm.advantage.lambda_policy.alpha", "-0.05 must be > 0"),
-        ("algorithm.policy_loss.clip_low=1.0", "algorithm.policy_loss.clip_low", "1.0 must be < 1"),
+        ("algorithm.kl.place=[reward, loss]", "['reward', 'loss'] must be 'off', 'reward' or 'loss' (one place, since a penalty"),
+        ("algorithm.kl.place=both", "'both' must be 'off', 'reward' or 'loss' (one place, since a penalty"),
+        ("algorithm.advantage.lambda_policy.alpha=0", "0 must be > 0 (lambda is 1 - 1/(alpha l)"),
+        ("algorithm.advantage.lambda_policy.alpha=-0.05", "-0.05 must be > 0 (lambda is 1 - 1/(alpha l)"),
+        ("algorithm.policy_loss.clip_low=1.0", "1.0 must be < 1 (ratios are clipped at 1 - clip_low"),
+        ("algorithm.policy_loss.clip_high=0", "0 must be > 0 (ratios are clipped at 1 + clip_high"),
+        ("algorithm.policy_loss.dual_clip=1.0", "1.0 must be > 1 (it bounds ratios above 1"),
     ],
 )
-def test_impossible_settings_of_the_algorithm_are_refused(setting: str, key: str, message: str, tmp_path: Path) -> None:
+def test_impossible_settings_of_the_algorithm_are_refused_with_the_reason(setting: str, message: str, tmp_path: Path) -> None:
     (fault,) = faults_of(tmp_path, setting)
-    assert fault.startswith(f"{key}: ") and message in fault
+    assert fault.startswith(f"{setting.split('=')[0]}: {message}")
+
+
+def test_the_reasons_are_of_settings_that_exist() -> None:
+    assert set(_REASONS) <= set(all_keys())

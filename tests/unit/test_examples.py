@@ -115,7 +115,54 @@ DIFFERENCES_FROM_VAPO = {
         "policy_loss.aggregation": "fixed_length",
         "positive_lm.coef": 0.0,
     },
+    "vc_ppo": {
+        "advantage.lambda_policy.kind": "fixed",
+        "advantage.lambda_policy.value": 0.95,
+        "policy_loss.clip_high": 0.2,
+        "policy_loss.aggregation": "sequence",
+        "positive_lm.coef": 0.0,
+    },
+    "orz": {
+        "advantage.lambda_policy.kind": "fixed",
+        "advantage.lambda_policy.value": 1.0,
+        "policy_loss.clip_high": 0.2,
+        "policy_loss.aggregation": "sequence",
+        "positive_lm.coef": 0.0,
+    },
+    "nemo_rl_ppo": {
+        "advantage.lambda_policy.kind": "fixed",
+        "advantage.lambda_policy.value": 0.95,
+        "advantage.lambda_critic": 0.95,
+        "policy_loss.dual_clip": 10.0,
+        "value_loss.clip": 0.2,
+        "positive_lm.coef": 0.0,
+    },
+    "rloo": {
+        "advantage.estimator": "rloo",
+        "advantage.whiten": "off",
+        "policy_loss.clip_high": 0.2,
+        "policy_loss.aggregation": "sequence",
+        "positive_lm.coef": 0.0,
+    },
+    "raw_reward": {
+        "advantage.estimator": "reinforce",
+        "advantage.whiten": "off",
+        "policy_loss.clip_high": 0.2,
+        "positive_lm.coef": 0.0,
+    },
+    "reinforce_pp": {
+        "advantage.estimator": "reinforce_pp",
+        "policy_loss.clip_high": 0.2,
+        "positive_lm.coef": 0.0,
+        "kl.place": "reward",
+        "kl.kind": "k1",
+        "kl.coef": 0.01,
+    },
 }
+
+
+def test_the_differences_of_every_preset_are_given() -> None:
+    assert set(DIFFERENCES_FROM_VAPO) | {"vapo"} == {path.stem for path in PRESETS}
 
 
 @pytest.mark.parametrize("preset", DIFFERENCES_FROM_VAPO)
@@ -127,19 +174,42 @@ def test_preset_differs_from_vapo_exactly_in(preset: str, tmp_path: Path) -> Non
     assert differences == expected
 
 
-def test_preset_settings_outside_the_algorithm(tmp_path: Path) -> None:
-    def config(preset: str) -> Config:
-        return _on_quickstart(preset, tmp_path)
+NO_PRETRAINING = {"pretraining": False}
+PLUS_MINUS_ONE = {"reward.scale": ((0.0, 1.0), (-1.0, 1.0)), "reward.overlong": (32, 1.0)}
+CRITIC_FREE = {"critic": False, "pretraining": False}
 
-    assert config("vapo_wo_value_pretraining").critic.value_pretraining.max_steps == 0
-    assert config("ppo").critic.value_pretraining.max_steps == 0
-    assert config("vapo").critic.value_pretraining.max_steps > 0
-    assert config("vapo_wo_group_sampling").batch.responses_per_prompt == 1
-    assert config("ppo").batch.responses_per_prompt == 1
-    dapo = config("dapo")
-    assert (dapo.uses_critic, dapo.rollout.dynamic_sampling.enabled, dapo.policy.optimizer.warmup_rollouts) == (False, True, 20)
-    assert dapo.reward.scale is not None
-    assert (dapo.reward.scale.source, dapo.reward.scale.target) == ((0, 1), (-1, 1))
+# Outside the algorithm's section a preset is as vapo's, but for these.
+OTHER_DIFFERENCES = {
+    "vapo_wo_value_pretraining": NO_PRETRAINING,
+    "vapo_wo_group_sampling": {"responses_per_prompt": 1},
+    "ppo": NO_PRETRAINING | {"responses_per_prompt": 1},
+    "orz": NO_PRETRAINING,
+    "nemo_rl_ppo": NO_PRETRAINING | PLUS_MINUS_ONE | {"policy.epochs": 4, "critic.epochs": 4},
+    "dapo": CRITIC_FREE | PLUS_MINUS_ONE | {"dynamic_sampling": True, "policy.warmup_rollouts": 20},
+} | dict.fromkeys(("grpo", "grpo_process", "dr_grpo", "rloo", "raw_reward", "reinforce_pp"), CRITIC_FREE)
+
+
+@pytest.mark.parametrize("preset", [path.stem for path in PRESETS])
+def test_preset_settings_outside_the_algorithm(preset: str, tmp_path: Path) -> None:
+    def settings(config: Config) -> dict[str, object]:
+        reward, critic = config.reward, config.critic
+        return {
+            "critic": config.uses_critic,
+            "pretraining": config.uses_critic and critic.value_pretraining.max_steps > 0,
+            "responses_per_prompt": config.batch.responses_per_prompt,
+            "dynamic_sampling": config.rollout.dynamic_sampling.enabled,
+            "reward.scale": None if reward.scale is None else (tuple(reward.scale.source), tuple(reward.scale.target)),
+            "reward.overlong": None if reward.overlong is None else (reward.overlong.cache, reward.overlong.penalty),
+            "reward.truncated_factor": reward.truncated_factor,
+            "policy.epochs": config.policy.epochs,
+            "critic.epochs": critic.epochs if config.uses_critic else vapo.critic.epochs,
+            "policy.warmup_rollouts": config.policy.optimizer.warmup_rollouts,
+        }
+
+    vapo = _on_quickstart("vapo", tmp_path)
+    expected = settings(vapo) | OTHER_DIFFERENCES.get(preset, {})
+    assert settings(vapo)["critic"] and settings(vapo)["pretraining"] and settings(vapo)["reward.scale"] is None
+    assert settings(_on_quickstart(preset, tmp_path)) == expected
 
 
 @pytest.mark.parametrize("preset", ["vapo", "vapo_wo_group_sampling", "ppo"])

@@ -133,7 +133,9 @@ def translate(error: ValidationError, root: type[BaseModel] = Config) -> tuple[l
         if item["type"] == "too_short" and item["input"]:
             continue  # the list is not empty: its items are faulty and reported themselves
         location = _without_union_tags(item["loc"])
-        faults.append(Fault(dotted(location), _message(item, root)))
+        where = dotted(location)
+        reason = f" ({_REASONS[where]})" if where in _REASONS else ""
+        faults.append(Fault(where, _message(item, root) + reason))
         in_list = next((index for index, part in enumerate(location) if isinstance(part, int)), len(location))
         keys.append(tuple(str(part) for part in location[:in_list]))
     return faults, keys
@@ -157,6 +159,16 @@ _EXPECTED = {
     "finite_number": "a finite number",
 }
 _BOUNDS = {"greater_than": ("gt", ">"), "greater_than_equal": ("ge", ">="), "less_than": ("lt", "<"), "less_than_equal": ("le", "<=")}
+
+
+_REASONS = {
+    "algorithm.advantage.lambda_policy.alpha": "lambda is 1 - 1/(alpha l): the advantage reaches over alpha l tokens",
+    "algorithm.kl.place": "one place, since a penalty in the reward and in the loss would count twice",
+    "algorithm.policy_loss.clip_low": "ratios are clipped at 1 - clip_low, which must be a ratio (above 0) that is below 1",
+    "algorithm.policy_loss.clip_high": "ratios are clipped at 1 + clip_high, which must be above 1",
+    "algorithm.policy_loss.dual_clip": "it bounds ratios above 1 where the advantage is negative",
+}
+"""Why a value of these settings is impossible, where the bound alone does not say it."""
 
 
 def _message(item: Any, root: type[BaseModel]) -> str:

@@ -16,19 +16,29 @@ JSON_NAME, MARKDOWN_NAME = "results.json", "results.md"
 
 
 def write_report(
-    folder: Path, name: str, title: str, settings: Mapping[str, Any], summaries: Sequence[Summary], seconds: Mapping[str, float]
+    folder: Path,
+    name: str,
+    title: str,
+    settings: Mapping[str, Any],
+    summaries: Sequence[Summary],
+    seconds: Mapping[str, float],
+    *,
+    processes: int,
 ) -> None:
-    """Write ``<name>.json`` and ``<name>.md``. All but ``timing`` depends on the responses alone: a repetition gives the same bytes."""
+    """Write ``<name>.json`` and ``<name>.md``. All but ``timing`` depends on the responses alone: a repetition gives the same bytes.
+
+    ``processes``: that took ``seconds`` together, one a GPU.
+    """
     results = {
         "settings": dict(settings),
         "sets": {summary.name: _plain(summary) for summary in summaries},
-        "timing": _timing(summaries, seconds),
+        "timing": _timing(summaries, seconds, processes),
     }
     _replace(folder / f"{name}.json", json.dumps(results, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
-    _replace(folder / f"{name}.md", markdown(title, settings, summaries, seconds))
+    _replace(folder / f"{name}.md", markdown(title, settings, summaries, seconds, processes=processes))
 
 
-def markdown(title: str, settings: Mapping[str, Any], summaries: Sequence[Summary], seconds: Mapping[str, float]) -> str:
+def markdown(title: str, settings: Mapping[str, Any], summaries: Sequence[Summary], seconds: Mapping[str, float], *, processes: int) -> str:
     """The report for people: a table of scores, one of lengths, one for each field that a set is split by, and the time it took."""
     lines = [f"# {title}", "", ", ".join(f"{key} {_cell(value)}" for key, value in settings.items()), ""]
     lines += ["## Scores", "", *_score_table("set", summaries), ""]
@@ -45,12 +55,13 @@ def markdown(title: str, settings: Mapping[str, Any], summaries: Sequence[Summar
     for summary in summaries:
         for field, parts in summary.parts.items():
             lines += [f"## {_cell(summary.name)} by {_cell(field)}", "", *_score_table(field, parts), "", *_length_table(parts), ""]
-    timing = _timing(summaries, seconds)
+    timing = _timing(summaries, seconds, processes)
     lines += [
         "## Time",
         "",
-        f"{timing['seconds']:.1f} s in all, {timing['generate_seconds']:.1f} s of it generation and {timing['reward_seconds']:.1f} s "
-        f"grading; {timing['response_tokens']:,} response tokens, {timing['response_tokens_per_second']:.0f} a second of generation.",
+        f"{timing['seconds']:.1f} s in all ({timing['gpu_hours']:.3f} GPU-hours of {processes} processes), "
+        f"{timing['generate_seconds']:.1f} s of it generation and {timing['reward_seconds']:.1f} s grading; "
+        f"{timing['response_tokens']:,} response tokens, {timing['response_tokens_per_second']:.0f} a second of generation.",
         "",
     ]
     return "\n".join(lines)
@@ -74,10 +85,11 @@ def _plain(summary: Summary) -> dict[str, Any]:
     return plain
 
 
-def _timing(summaries: Sequence[Summary], seconds: Mapping[str, float]) -> dict[str, float | int]:
+def _timing(summaries: Sequence[Summary], seconds: Mapping[str, float], processes: int) -> dict[str, float | int]:
     tokens, generation = sum(summary.response_tokens for summary in summaries), seconds.get("generate", 0.0)
     return {
         "seconds": seconds.get("total", 0.0),
+        "gpu_hours": seconds.get("total", 0.0) * processes / 3600,
         "generate_seconds": generation,
         "reward_seconds": seconds.get("reward", 0.0),
         "response_tokens": tokens,

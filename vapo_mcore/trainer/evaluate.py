@@ -75,7 +75,9 @@ def evaluate(config: Config, parallel: ParallelContext, checkpoint: str, output:
         if store is not None:
             settings = {"checkpoint": checkpoint, **evaluation_settings(config)}
             title = f"Evaluation of {checkpoint}"
-            write_report(store.folder, Path(JSON_NAME).stem, title, settings, evaluation.summaries, evaluation.seconds)
+            write_report(
+                store.folder, Path(JSON_NAME).stem, title, settings, evaluation.summaries, evaluation.seconds, processes=parallel.world_size
+            )
     for line in console_lines(evaluation.summaries):
         console.print(line)
     console.print(f"written: {Path(output) / JSON_NAME}, {Path(output) / MARKDOWN_NAME}")

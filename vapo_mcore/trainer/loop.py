@@ -13,12 +13,13 @@ from vapo_mcore.checkpoint.saver import Checkpointer
 from vapo_mcore.config.schema import Config
 from vapo_mcore.errors import RolloutError, RunStopped, StepAbandoned
 from vapo_mcore.evaluation.report import console_lines, describe, write_report
+from vapo_mcore.megatron.host import HAS_CUDA
 from vapo_mcore.trainer.console import Console, format_step
 from vapo_mcore.trainer.evaluation import Evaluation, Evaluator, evaluation_settings
 from vapo_mcore.trainer.models import refresh_critic
 from vapo_mcore.trainer.run_dir import RunDirectory, critic_folder, export_folder
 from vapo_mcore.trainer.step import StepOutcome, Trainer
-from vapo_mcore.trainer.timing import PhaseTimer
+from vapo_mcore.trainer.timing import PhaseTimer, RunClock
 from vapo_mcore.trainer.value_pretraining import PretrainingEnd
 from vapo_mcore.weights.export import Exporter, save_hf
 
@@ -49,6 +50,7 @@ class Run:
         self.rewards: list[float] = []
         self.evaluations: list[tuple[int, dict[str, str]]] = []  # step, and what the summary says of each set
         self.pretraining = PretrainingEnd(config.critic.value_pretraining)
+        self.clock = RunClock(config.parallel.world_size)
         pretrains = trainer.models.critic is not None and config.critic.value_pretraining.max_steps > 0
         self.stage: Stage = "value_pretraining" if pretrains else "rl"
         self.step = 0
@@ -66,6 +68,7 @@ class Run:
             "evaluations": [[step, results] for step, results in self.evaluations],
             "pretraining": self.pretraining.state_dict(),
             "unevaluated": self.unevaluated,
+            "clock": self.clock.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -73,6 +76,8 @@ class Run:
         self.evaluations = [(step, results) for step, results in state["evaluations"]]
         self.pretraining.load_state_dict(state["pretraining"])
         self.unevaluated = state.get("unevaluated")  # checkpoints of 0.1 have none
+        if "clock" in state:  # absent in checkpoints of 0.1 before it was kept
+            self.clock.load_state_dict(state["clock"])
         self.resumed = True
 
     def execute(self) -> None:
@@ -229,12 +234,22 @@ class Run:
             evaluation: Evaluation = self.evaluator.run()
         results = {f"{summary.name} avg@{summary.samples}": describe(summary.average) for summary in evaluation.summaries}
         self.evaluations.append((step, results))
+        cost = self.clock.metrics()
+        spent = f"{cost['time/run'] / 3600:.2f} h and {cost['time/gpu_hours']:.2f} {'GPU' if HAS_CUDA else 'process'}-hours of the run"
         for line in console_lines(evaluation.summaries):
-            self.console.print(f"evaluation after step {step}: {line}")
+            self.console.print(f"evaluation after step {step}: {line}; {spent}")
         if self.run_dir is not None:
             self.run_dir.write_samples(f"eval_step_{step:04d}", evaluation.records)
             title, settings = f"Evaluation after step {step}", evaluation_settings(self.config)
-            write_report(self.run_dir.evaluations, f"step_{step:04d}", title, settings, evaluation.summaries, evaluation.seconds)
+            write_report(
+                self.run_dir.evaluations,
+                f"step_{step:04d}",
+                title,
+                settings,
+                evaluation.summaries,
+                evaluation.seconds,
+                processes=self.config.parallel.world_size,
+            )
         return evaluation.metrics
 
     def _record(self, outcome: StepOutcome, total: int) -> None:
@@ -249,6 +264,7 @@ class Run:
         self.console.advance()
 
     def _write(self, row: dict[str, Any]) -> None:
+        row |= self.clock.metrics()
         if self.run_dir is not None:
             self.run_dir.write_metrics(row)
 

@@ -20,7 +20,12 @@ _PROGRESS = (
     Metric("critic/updates", SAME, "-", "Optimizer steps of the critic since the start, value pretraining included."),
 )
 _RESPONSES = (
-    Metric("reward/mean", SAME, "graded responses", "Mean reward after scaling and shaping: what training uses, besides step rewards."),
+    Metric(
+        "reward/mean",
+        SAME,
+        "graded responses",
+        "Mean reward after scaling and shaping: what training uses, besides step rewards and a KL penalty.",
+    ),
     Metric("reward/std", SAME, "graded responses", "Population standard deviation of that reward."),
     Metric("reward/raw_mean", SAME, "graded responses", "Mean raw score of the verifier."),
     Metric("reward/steps_mean", SAME, "graded responses", "Mean sum of the rewards of a response's steps and turns (0 without any)."),
@@ -73,8 +78,13 @@ _RESPONSES = (
     Metric("tokens/trained", SAME, "response tokens", "Response tokens that carry a loss (graded, and not masked by `truncation: mask`)."),
 )
 _POLICY = (
-    Metric("policy/loss", MEAN, "updates", "The mini-batch's whole policy loss (surrogate + coef x NLL + KL - entropy bonus)."),
-    Metric("policy/surrogate_loss", MEAN, "updates", "Clipped surrogate part of the loss."),
+    Metric(
+        "policy/loss",
+        MEAN,
+        "updates",
+        "The mini-batch's whole policy loss (surrogate + coef x NLL + coef x KL - coef x entropy + coef x each term of the user's).",
+    ),
+    Metric("policy/surrogate_loss", MEAN, "updates", "Clipped surrogate part of the loss, importance weights included."),
     Metric(
         "policy/nll_loss",
         MEAN,
@@ -104,7 +114,9 @@ _POLICY = (
     Metric(
         "policy/clip_frac_low", MEAN, "response tokens of all updates", "Share of tokens held by the lower clip (A < 0, r < 1 - clip_low)."
     ),
-    Metric("policy/clip_frac_dual", MEAN, "response tokens of all updates", "Share of tokens held by the dual clip."),
+    Metric(
+        "policy/clip_frac_dual", MEAN, "response tokens of all updates", "Share of tokens held by the dual clip (A < 0, r > dual_clip)."
+    ),
     Metric("policy/ratio_mean", MEAN, "response tokens of all updates", "Mean ratio new / old."),
     Metric("policy/grad_norm", MEAN, "updates", "Global gradient norm before clipping."),
     Metric("policy/lr", SAME, "-", "Learning rate of the step's last update."),
@@ -115,16 +127,22 @@ _POLICY = (
         "Updates skipped on all ranks because the loss or a gradient was not finite on one of them, or the loss was a spike.",
     ),
     Metric("policy/loss_spikes", SAME, "updates", "Those of them that were skipped for a spike (with `faults.loss_spike`)."),
-    Metric("policy/minibatches_masked", SAME, "mini-batches", "Mini-batches without a trainable token: skipped, no update."),
+    Metric("policy/minibatches_masked", SAME, "mini-batches", "Mini-batches without a trainable token, in each pass: skipped, no update."),
     Metric(
         "policy/positive_tokens",
         SAME,
         "response tokens",
-        "Tokens of correct responses, the denominator of the NLL summed over mini-batches.",
+        "Tokens of correct responses, the denominators of the NLL summed over the mini-batches of one pass.",
     ),
 )
 _CRITIC = (
-    Metric("critic/loss", MEAN, "updates", "Value loss, 1/2 (V - R)^2 averaged over response tokens of the mini-batch."),
+    Metric(
+        "critic/loss",
+        MEAN,
+        "updates",
+        "Value loss, 1/2 (V - R)^2 (with `value_loss.clip` the larger of that and the clipped one) averaged over response tokens of the "
+        "mini-batch.",
+    ),
     Metric("critic/clip_frac", MEAN, "response tokens of all updates", "Share of tokens where the clipped value loss was the larger one."),
     Metric(
         "critic/explained_variance",
@@ -141,7 +159,7 @@ _CRITIC = (
         "Updates skipped on all ranks because the loss or a gradient was not finite on one of them, or the loss was a spike.",
     ),
     Metric("critic/loss_spikes", SAME, "updates", "Those of them that were skipped for a spike (with `faults.loss_spike`)."),
-    Metric("critic/minibatches_masked", SAME, "mini-batches", "Mini-batches without a trainable token: skipped, no update."),
+    Metric("critic/minibatches_masked", SAME, "mini-batches", "Mini-batches without a trainable token, in each pass: skipped, no update."),
     Metric("critic/values_mean", MEAN, "response tokens", "Values predicted before the step's updates."),
     Metric("critic/values_min", MIN, "response tokens", "Smallest of them."),
     Metric("critic/values_max", MAX, "response tokens", "Largest of them."),
@@ -192,7 +210,12 @@ _MISMATCH = (
         "response tokens",
         "Effective sample size of the weights exp(trainer - rollout) as a share of the tokens, 1 when equal.",
     ),
-    Metric("mismatch/beyond_cap_frac", POOLED, "response tokens", "Share of these weights above `importance_correction.cap`."),
+    Metric(
+        "mismatch/beyond_cap_frac",
+        POOLED,
+        "response tokens",
+        "Share of these weights above `importance_correction.cap` (2 where nothing is corrected).",
+    ),
 )
 _SYSTEM = (
     Metric("warnings", SAME, "-", "Rules of the diagnosis that hold after this step (diagnosis.md says which there are)."),
@@ -218,6 +241,8 @@ _SYSTEM = (
     Metric("time/checkpoint", MAX, "ranks", "Seconds that the step waited to be copied for a checkpoint."),
     Metric("time/weight_sync", MAX, "ranks", "Seconds of export and loading into the rollout engine."),
     Metric("time/other", MAX, "ranks", "Seconds of the step outside the phases above."),
+    Metric("time/run", SAME, "-", "Seconds since the run's models were built, evaluations and the processes it was resumed from included."),
+    Metric("time/gpu_hours", SAME, "-", "The same in hours of all processes together (without GPUs a process counts as one)."),
     Metric("memory/host_gib", MAX, "ranks", "Resident memory of a process at the end of the step."),
     Metric("memory/device_peak_gib", MAX, "ranks", "Peak of PyTorch's allocator on the device during the step (GPU only)."),
 )
@@ -276,7 +301,8 @@ def render_markdown() -> str:
         "`<run.dir>/metrics.jsonl` has one JSON object a step; TensorBoard shows the same numbers, but for the histogram. A metric that",
         "the mode does not have (a critic's, without a critic) is absent; one that is undefined in a step is `null`; a number that is not",
         'finite is `null` and named in `metrics/nonfinite`. "Response tokens" are those that carry a loss, over all data-parallel ranks,',
-        "unless said otherwise. This page is written by `python -m vapo_mcore.trainer.metric_table`.",
+        'unless said otherwise. "Updates" are those that were made: a skipped one is in no mean. This page is written by',
+        "`python -m vapo_mcore.trainer.metric_table`.",
         "",
         "| metric | over | reduction | meaning |",
         "|---|---|---|---|",

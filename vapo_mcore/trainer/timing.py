@@ -1,10 +1,11 @@
-"""Seconds by phase of a step."""
+"""Seconds by phase of a step, and what a run has taken so far."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -33,3 +34,28 @@ class PhaseTimer:
     def total(self) -> float:
         """Seconds since this timer was made."""
         return time.perf_counter() - self._start
+
+
+class RunClock:
+    """Wall-clock time and GPU-hours of a run since its models were built, those of the processes it was resumed from included."""
+
+    def __init__(self, processes: int) -> None:
+        self.processes = processes
+        self._start = time.perf_counter()
+        self._earlier = {"seconds": 0.0, "gpu_seconds": 0.0}
+
+    def metrics(self) -> dict[str, float]:
+        """The cost of what stands beside it in a row. GPU-hours: of all processes together; without GPUs each counts as one."""
+        state = self.state_dict()
+        return {"time/run": state["seconds"], "time/gpu_hours": state["gpu_seconds"] / 3600}
+
+    def state_dict(self) -> dict[str, Any]:
+        seconds = time.perf_counter() - self._start
+        return {
+            "seconds": self._earlier["seconds"] + seconds,
+            "gpu_seconds": self._earlier["gpu_seconds"] + seconds * self.processes,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there, now."""
+        self._start, self._earlier = time.perf_counter(), dict(state)

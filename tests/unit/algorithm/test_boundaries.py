@@ -53,3 +53,13 @@ def test_files_and_functions_that_the_page_names_exist() -> None:
     assert len(called) > 8
     for name in called:
         assert f"def {name}(" in source, name
+
+
+def test_the_tests_of_all_traps_exist() -> None:
+    rows = re.findall(r"^\| (\d+) \| .* \| (.*) \|$", PAGE, re.MULTILINE)
+    assert [int(number) for number, _ in rows] == list(range(1, 16))
+    for number, tests in rows:
+        named = re.findall(r"`([\w/]+\.py)::(\w+)`", tests)
+        assert named, number
+        for file, test in named:
+            assert f"def {test}(" in (ROOT / "tests" / file).read_text(), test

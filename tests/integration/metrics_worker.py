@@ -1,0 +1,102 @@
+"""One step with every part of the algorithm at once, in several layouts and packings: torchrun ... metrics_worker.py FOLDER.
+
+test_metrics_of_layouts.py compares what they log. The sampler's log-probs are moved, by the token and its place alone, so that mismatch and
+importance weights are more than rounding; each rank keeps what its models learned from.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from tests.torchrun import ROOT
+from tests.training_setup import training_config
+from vapo_mcore.data.ragged import segment_positions
+from vapo_mcore.megatron.parallel import initialize_parallel
+from vapo_mcore.trainer import step as step_module
+from vapo_mcore.trainer.main import train
+
+FOLDER = Path(sys.argv[1])
+CP2, PP2, TP2 = (f"parallel.{name}_parallel_size=2" for name in ("context", "pipeline_model", "tensor_model"))
+SMALL_PACKS, LARGE_PACKS = "batch.max_tokens_per_microbatch=48", "batch.max_tokens_per_microbatch=400"
+
+EVERYTHING = (
+    "run.steps=1",
+    "data.eval=[]",
+    "data.train.0.verifier=tests.integration.grading:every_fourth_character",
+    "export.at_end=false",
+    "batch.mini_batch_size=6",  # the last one is partial
+    "policy.epochs=2",
+    "critic={epochs: 2, value_pretraining: {steps: 1}}",
+    "algorithm.advantage={truncation: bootstrap, whiten: minibatch, lambda_policy: {alpha: 0.03}}",  # some at 0
+    "algorithm.policy_loss={clip_low: 0.02, clip_high: 0.03, dual_clip: 1.05, aggregation: sequence}",
+    "algorithm.value_loss.clip=0.02",
+    "algorithm.kl={place: loss, kind: k3, coef: 0.1}",
+    "algorithm.entropy.coef=0.01",
+    f"algorithm.loss_terms=[{{name: distance, function: '{ROOT}/examples/extensions/arithmetic.py:distance_to_the_sampler', coef: 0.05}}]",
+    "algorithm.self_imitation={top_k: 2, batch_size: 6, value_coef: 1.0}",
+    "reward.overlong={cache: 10, penalty: 0.5}",
+    "rollout.temperature=0.9",
+)
+CORRECTED = "algorithm.policy_loss.importance_correction={kind: token_truncate, cap: 1.5}"
+ROLLOUT_LOGPROBS = ("rollout.old_logprobs=rollout", "algorithm.kl={place: off, kind: null, coef: null}")
+
+CASES: dict[str, tuple[str, ...]] = {
+    "dp2": (CORRECTED,),
+    "dp2_small": (CORRECTED, SMALL_PACKS),
+    "cp2": (CORRECTED, CP2, LARGE_PACKS),
+    "pp2": (CORRECTED, PP2),
+    "tp2": (CORRECTED, TP2),
+    "rollout_dp2_small": (*ROLLOUT_LOGPROBS, SMALL_PACKS),
+    "rollout_cp2": (*ROLLOUT_LOGPROBS, CP2, LARGE_PACKS),
+}
+
+
+@contextmanager
+def sampler_moved() -> Iterator[None]:
+    original = step_module.distribute
+
+    def moved(*arguments: Any) -> Any:
+        experience = original(*arguments)
+        batch = experience.batch
+        place = segment_positions(batch.cu_seqlens.diff())
+        shift = ((batch["tokens"] * 7 + place * 3) % 11 - 5) / 8
+        batch["rollout_logprobs"] = torch.where(experience.mask, batch["rollout_logprobs"] + shift, 0.0)
+        return experience
+
+    with mock.patch.object(step_module, "distribute", moved):
+        yield
+
+
+@contextmanager
+def batches_kept(name: str) -> Iterator[None]:
+    """What the first policy update reads, by rank."""
+    original = step_module.update_policy
+
+    def kept(config: Any, model: Any, experience: Any, *more: Any) -> Any:
+        batch = experience.batch
+        names = ("response_mask", "rollout_logprobs", "old_logprobs", "values", "returns", "entropy", "ref_logprobs")
+        found = {key: batch[key].clone() for key in names if key in batch}
+        torch.save(found, FOLDER / f"{name}_rank{dist.get_rank()}.pt")
+        return original(config, model, experience, *more)
+
+    with mock.patch.object(step_module, "update_policy", kept):
+        yield
+
+
+if __name__ == "__main__":
+    for name, settings in CASES.items():
+        config = training_config(FOLDER, name, *EVERYTHING, *settings)
+        with sampler_moved(), batches_kept(name):
+            train(config, initialize_parallel(config.parallel), clean=False)
+        dist.barrier()
+        if dist.get_rank() == 0:
+            print(f"case {name} ok", flush=True)
+    dist.destroy_process_group()

@@ -1,0 +1,100 @@
+"""All metrics of a step are the same for any packing and layout, and those over tokens are what plain loops over all tokens give."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.torchrun import run_torchrun
+from tests.training_setup import read_metrics, write_setup
+
+WORKER = Path(__file__).with_name("metrics_worker.py")
+OF_THE_LAYOUT = ("time/", "memory/", "packing/", "tokens/per_second")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = write_setup(tmp_path_factory.mktemp("metrics"))
+    result = run_torchrun(WORKER, 2, str(folder), timeout=600)
+    assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-8000:]
+    return folder
+
+
+def rows(folder: Path, name: str) -> list[dict[str, Any]]:
+    found = read_metrics(folder / name)
+    assert [row["stage"] for row in found] == ["value_pretraining", "rl"]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [("dp2", "dp2_small"), ("dp2", "cp2"), ("dp2", "pp2"), ("dp2", "tp2"), ("rollout_dp2_small", "rollout_cp2")],
+)
+def test_every_metric_is_the_same(folder: Path, one: str, other: str) -> None:
+    for mine, theirs in zip(rows(folder, one), rows(folder, other), strict=True):
+        assert mine.keys() == theirs.keys()
+        for name in mine:
+            if not name.startswith(OF_THE_LAYOUT):
+                expected = pytest.approx(theirs[name], rel=2e-4, abs=2e-6) if isinstance(mine[name], float) else theirs[name]
+                assert mine[name] == expected, name
+
+
+def test_the_step_shows_something_in_every_metric(folder: Path) -> None:
+    """Else equal numbers would say little."""
+    row = rows(folder, "dp2")[1]
+    for name in ("clip_frac_high", "clip_frac_low", "clip_frac_dual", "approx_kl", "kl_loss", "nll_loss", "entropy", "term/distance"):
+        assert row[f"policy/{name}"] > 1e-5, name
+    for name in ("critic/clip_frac", "mismatch/beyond_cap_frac", "gae/lambda_zero_frac", "response/truncated_frac", "imitation/nll"):
+        assert row[name] > 0.01, name
+    assert row["gae/lambda_zero_frac"] < 1 and abs(row["policy/ratio_mean"] - 1) > 1e-5
+    assert (row["policy/updates"], row["critic/updates"]) == (6, 12)
+    packs = {name: rows(folder, name)[1]["packing/microbatches"] for name in ("dp2_small", "dp2", "cp2")}
+    assert packs["dp2_small"] > packs["dp2"] > packs["cp2"] == 3, packs
+
+
+def tokens(folder: Path, case: str) -> dict[str, Tensor]:
+    """The response tokens of both data-parallel ranks, in float64."""
+    parts = [torch.load(folder / f"{case}_rank{rank}.pt", weights_only=True) for rank in range(2)]
+    return {name: torch.cat([part[name][part["response_mask"]] for part in parts]).double() for name in parts[0]}
+
+
+def test_metrics_over_tokens_are_plain_means_over_all_tokens(folder: Path) -> None:
+    row, found = rows(folder, "dp2")[1], tokens(folder, "dp2")
+    count = found["old_logprobs"].numel()
+    difference = found["old_logprobs"] - found["rollout_logprobs"]
+    ratio = difference.exp()
+    reference = found["ref_logprobs"] - found["old_logprobs"]
+    values, returns = found["values"], found["returns"]
+    expected = {
+        "tokens/trained": count,
+        "mismatch/logprob_abs_mean": difference.abs().sum() / count,
+        "mismatch/logprob_abs_max": difference.abs().max(),
+        "mismatch/kl": (ratio - 1 - difference).sum() / count,
+        "mismatch/ess": ratio.sum() ** 2 / (count * (ratio**2).sum()),
+        "mismatch/beyond_cap_frac": (ratio > 1.5).sum() / count,
+        "policy/entropy": found["entropy"].sum() / count,
+        "kl/reference": (reference.exp() - 1 - reference).sum() / count,
+        "critic/values_mean": values.sum() / count,
+        "critic/values_min": values.min(),
+        "critic/values_max": values.max(),
+        "critic/returns_mean": returns.sum() / count,
+        "critic/returns_std": ((returns - returns.mean()) ** 2).mean().sqrt(),
+        "critic/explained_variance": 1 - (returns - values).var(correction=0) / returns.var(correction=0),
+    }
+    for name, value in expected.items():
+        assert row[name] == pytest.approx(float(value), rel=1e-5, abs=1e-7), name
+    assert math.isclose(float(difference.abs().max()), 0.625, abs_tol=1e-4)  # as the worker moves them
+
+
+def test_mismatch_of_rollout_logprobs_is_of_the_first_update(folder: Path) -> None:
+    """There the trainer's own log-probs are first seen; they are the unmoved ones of the sampler."""
+    first, all_tokens = rows(folder, "rollout_dp2_small")[1], rows(folder, "dp2")[1]
+    assert first["mismatch/logprob_abs_mean"] == pytest.approx(all_tokens["mismatch/logprob_abs_mean"], rel=0.2)
+    assert first["mismatch/logprob_abs_max"] == pytest.approx(0.625, abs=1e-4)
+    assert first["mismatch/kl"] == first["policy/approx_kl_first"]
+    assert first["policy/entropy"] == pytest.approx(all_tokens["policy/entropy"], rel=0.1)
