@@ -50,12 +50,10 @@ ROLLOUT_LOGPROBS = ("rollout.old_logprobs=rollout", "algorithm.kl={place: off, k
 
 CASES: dict[str, tuple[str, ...]] = {
     "dp2": (CORRECTED,),
-    "dp2_small": (CORRECTED, SMALL_PACKS),
-    "cp2": (CORRECTED, CP2, LARGE_PACKS),
-    "pp2": (CORRECTED, PP2),
-    "tp2": (CORRECTED, TP2),
-    "rollout_dp2_small": (*ROLLOUT_LOGPROBS, SMALL_PACKS),
-    "rollout_cp2": (*ROLLOUT_LOGPROBS, CP2, LARGE_PACKS),
+    "cp2_large": (CORRECTED, CP2, LARGE_PACKS),
+    "pp2_small": (CORRECTED, PP2, SMALL_PACKS),
+    "rollout_dp2": ROLLOUT_LOGPROBS,
+    "rollout_tp2_small": (*ROLLOUT_LOGPROBS, TP2, SMALL_PACKS),
 }
 
 
