@@ -98,13 +98,29 @@ def test_samples_and_evaluations_are_written(folder: Path) -> None:
         assert sample["prompt"].endswith("=")
         assert sample["score"] == float(sum(map(ord, sample["response"])) % 3 == 0) == sample["reward"]
         assert sample["response_length"] - len(sample["response"]) >= (sample["finish_reason"] == "stop")
+        tokens = sample["tokens"]
+        assert "".join(tokens["text"]).removesuffix("<eos>") == sample["response"] or UNREADABLE in sample["response"]
+        assert {len(column) for column in tokens.values()} == {sample["response_length"]}
+        assert set(tokens) == {"text", "rollout_logprob", "logprob", "value", "return", "advantage"}
+        assert tokens["return"] == [sample["reward"]] * sample["response_length"]
+        assert tokens["logprob"] == pytest.approx(tokens["rollout_logprob"], abs=1e-3)
+    before = read_samples(run, "value_pretraining_0001")
+    assert all(set(sample["tokens"]) == {"text", "rollout_logprob", "value", "return"} for sample in before)
     for step in (0, 2):
         items = read_samples(run, f"eval_step_{step:04d}")
         assert len(items) == 14
+        assert not any("tokens" in item for item in items)
         assert len({(item["prompt_id"], item["sample_index"]) for item in items}) == 14
         row = next(row for row in read_metrics(run) if row["stage"] == "rl" and row["step"] == step)
         assert row["eval/heldout/avg@2"] == pytest.approx(sum(item["correct"] for item in items) / 14)
         assert row["eval/heldout/prompts"] == 7
+
+
+def assert_same_means(found: list[float | None], expected: list[float | None], name: str) -> None:
+    """Bins without a token are the same ones; the numbers of the others agree."""
+    assert [x is None for x in found] == [x is None for x in expected], name
+    pairs = [(one, other) for one, other in zip(found, expected, strict=True) if one is not None]
+    assert [one for one, _ in pairs] == pytest.approx([other for _, other in pairs], rel=1e-4, abs=1e-5), name
 
 
 def test_data_and_tensor_parallel_runs_agree(folder: Path) -> None:
@@ -117,6 +133,8 @@ def test_data_and_tensor_parallel_runs_agree(folder: Path) -> None:
         for name in one:
             if isinstance(one[name], float) and not name.startswith(own):
                 assert one[name] == pytest.approx(other[name], rel=1e-4, abs=1e-5), name
+            elif isinstance(one[name], list):
+                assert_same_means(one[name], other[name], name)
             elif not name.startswith(own):
                 assert one[name] == other[name], name
 
@@ -305,6 +323,27 @@ def test_the_critic_begins_as_the_reward_model_that_it_was_loaded_from(folder: P
             assert mask.any()
             assert torch.allclose(batch["values"][a + 1 : b][mask].double(), scores[:-1][mask], atol=1e-5)
     assert scores.std() > 0.1
+
+
+def test_values_and_returns_by_position_and_length_are_those_of_all_ranks(folder: Path) -> None:
+    """Each token of both data-parallel ranks into its bin, one after another."""
+    row = next(row for row in read_metrics(folder / "from_reward_model") if row["stage"] == "value_pretraining")
+    found: dict[str, dict[int, list[tuple[float, float]]]] = {"position": {}, "length": {}}
+    for rank in range(2):
+        batch = torch.load(folder / f"valued_rank{rank}.pt", weights_only=True)
+        for a, b in pairwise(batch["cu_seqlens"].tolist()):
+            mask = batch["response_mask"][a:b]
+            pairs = list(zip(batch["values"][a:b][mask].tolist(), batch["returns"][a:b][mask].tolist(), strict=True))
+            for place, pair in enumerate(pairs):
+                found["position"].setdefault(math.floor(20 * place / len(pairs)), []).append(pair)
+                found["length"].setdefault(math.ceil(16 * len(pairs) / 40) - 1, []).append(pair)  # (2.5 (n - 1), 2.5 n] tokens
+    for name, bins in (("position", 20), ("length", 16)):
+        pairs_of = [found[name].get(number, []) for number in range(bins)]
+        assert row[f"critic/tokens_by_{name}"] == [len(pairs) for pairs in pairs_of]
+        for column, what in enumerate(("values", "returns")):
+            means = [sum(pair[column] for pair in pairs) / len(pairs) if pairs else None for pairs in pairs_of]
+            assert_same_means(row[f"critic/{what}_by_{name}"], means, f"{what}_by_{name}")
+    assert sum(row["response/length_histogram"]) == 16 and sum(row["groups/accuracy_histogram"]) == 4
 
 
 def test_self_imitation_equals_plain_torch_in_both_layouts(folder: Path) -> None:

@@ -39,9 +39,21 @@ _RESPONSES = (
     ),
     Metric("groups/all_right_frac", SAME, "groups", "Share of groups with all graded verdicts right."),
     Metric("groups/all_wrong_frac", SAME, "groups", "Share of groups with all graded verdicts wrong."),
+    Metric(
+        "groups/accuracy_histogram",
+        SAME,
+        "groups",
+        "Counts of groups by the share of right verdicts: exactly 0, then 10 equal bins between 0 and 1, then exactly 1.",
+    ),
     Metric("response/length_mean", SAME, "responses", "Mean response length in tokens, EOS included."),
     Metric("response/length_max", SAME, "responses", "Longest response in tokens."),
     Metric("response/length_min", SAME, "responses", "Shortest response in tokens."),
+    Metric(
+        "response/length_histogram",
+        SAME,
+        "responses",
+        "Counts in 16 equal bins of 1 to `rollout.max_response_length` tokens; empty responses are in the first.",
+    ),
     Metric("response/truncated_frac", SAME, "responses", "Share of responses cut by `rollout.max_response_length`."),
     Metric("response/count", SAME, "responses", "Responses of the step, after dynamic sampling."),
     Metric(
@@ -165,6 +177,22 @@ _CRITIC = (
     Metric("critic/values_max", MAX, "response tokens", "Largest of them."),
     Metric("critic/returns_mean", MEAN, "response tokens", "Targets of the critic."),
     Metric("critic/returns_std", STD, "response tokens", "Their spread."),
+    Metric(
+        "critic/values_by_position",
+        POOLED,
+        "response tokens",
+        "Mean predicted value in 20 equal parts of a response, first to last; null for a part without tokens.",
+    ),
+    Metric("critic/returns_by_position", POOLED, "response tokens", "Mean target of the critic there."),
+    Metric("critic/tokens_by_position", POOLED, "response tokens", "Tokens there."),
+    Metric(
+        "critic/values_by_length",
+        POOLED,
+        "response tokens",
+        "Mean predicted value by the length of the response, in the bins of `response/length_histogram`; null for a bin without tokens.",
+    ),
+    Metric("critic/returns_by_length", POOLED, "response tokens", "Mean target of the critic there."),
+    Metric("critic/tokens_by_length", POOLED, "response tokens", "Tokens there."),
 )
 _ADVANTAGES = (
     Metric("advantages/mean", MEAN, "response tokens", "Before whitening."),
@@ -283,6 +311,15 @@ EVALUATION = (
     ("truncated_frac", "Share of responses cut by the length limit."),
 )
 
+TOKEN_LISTS = (
+    ("text", "What the token adds to the text, special tokens included."),
+    ("rollout_logprob", "Log-prob by the rollout engine, when it was sampled."),
+    ("logprob", "Log-prob by the trainer before the step's updates (none in value pretraining)."),
+    ("value", "V of the state before the token, as the advantages read it (with `values: after_update` after the critic's update)."),
+    ("return", "The critic's target."),
+    ("advantage", "As the policy loss reads it: whitened, if that is configured (none in value pretraining)."),
+)
+
 _REDUCTION_TEXT = {
     MEAN: "mean (sum / count over DP, micro-batches and updates)",
     STD: "population standard deviation over DP",
@@ -298,7 +335,7 @@ def render_markdown() -> str:
     lines = [
         "# Metrics",
         "",
-        "`<run.dir>/metrics.jsonl` has one JSON object a step; TensorBoard shows the same numbers, but for the histogram. A metric that",
+        "`<run.dir>/metrics.jsonl` has one JSON object a step; TensorBoard shows the same numbers, but for lists. A metric that",
         "the mode does not have (a critic's, without a critic) is absent; one that is undefined in a step is `null`; a number that is not",
         'finite is `null` and named in `metrics/nonfinite`. "Response tokens" are those that carry a loss, over all data-parallel ranks,',
         'unless said otherwise. "Updates" are those that were made: a skipped one is in no mean. This page is written by',
@@ -321,6 +358,18 @@ def render_markdown() -> str:
         "|---|---|",
     ]
     lines += [f"| `eval/<set>/{name}` | {text} |" for name, text in EVALUATION]
+    lines += [
+        "",
+        "## Samples",
+        "",
+        "`samples/step_NNNN.jsonl`, `value_pretraining_NNNN.jsonl` (`run.samples_per_step` responses) and `eval_step_NNNN.jsonl` have one",
+        "response a line: its prompt, text, verdict, score and length. Those of training have `reward` and, unless the response is left out",
+        "of training, `tokens`: lists with an entry for each token after the prompt, null where it carries no loss.",
+        "",
+        "| list | meaning |",
+        "|---|---|",
+    ]
+    lines += [f"| `{name}` | {text} |" for name, text in TOKEN_LISTS]
     return "\n".join(lines) + "\n"
 
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-MetricValue = float | str | Sequence[float] | None
+MetricValue = float | str | Sequence[float | None] | Sequence[int] | None
 
 
 class Reduction(Enum):

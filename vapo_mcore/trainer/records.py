@@ -12,6 +12,7 @@ from torch import Tensor
 
 from vapo_mcore.algorithm.importance import mismatch_statistics
 from vapo_mcore.algorithm.losses import explained_variance
+from vapo_mcore.algorithm.profiles import LENGTH_BINS, length_bins, value_profiles
 from vapo_mcore.data.rollout_batch import Rows
 from vapo_mcore.trainer.collecting import SamplingCounts
 from vapo_mcore.trainer.experience import Experience
@@ -19,8 +20,8 @@ from vapo_mcore.trainer.metrics import StepMetrics
 from vapo_mcore.trainer.timing import PhaseTimer
 
 
-def record_rows(metrics: StepMetrics, rows: Rows, trainable: Tensor, counts: SamplingCounts) -> None:
-    """Metrics of the responses, from the replicated table."""
+def record_rows(metrics: StepMetrics, rows: Rows, trainable: Tensor, counts: SamplingCounts, max_length: int) -> None:
+    """Metrics of the responses, from the replicated table. ``max_length``: where the bins of their lengths end."""
     graded = rows.graded
     rewards, scores, verdicts = rows.reward[graded].double(), rows.score[graded].double(), rows.verdict[graded].double()
     some = bool(graded.any())
@@ -37,6 +38,7 @@ def record_rows(metrics: StepMetrics, rows: Rows, trainable: Tensor, counts: Sam
     metrics.put("response/length_mean", float(lengths.mean()) if count else None)
     metrics.put("response/length_max", int(lengths.max()) if count else None)
     metrics.put("response/length_min", int(lengths.min()) if count else None)
+    metrics.put("response/length_histogram", torch.bincount(length_bins(rows.response_length, max_length), minlength=LENGTH_BINS).tolist())
     metrics.put("response/truncated_frac", float(rows.truncated.double().mean()) if count else None)
     metrics.put("grading/failed", count - int(graded.sum()))
     metrics.put("turns/mean", float(rows.turns.double().mean()) if count else None)
@@ -81,6 +83,9 @@ def _record_groups(metrics: StepMetrics, rows: Rows) -> None:
     }
     for name, chosen in shares.items():
         metrics.put(f"groups/{name}_frac", int(chosen.sum()) / groups if groups else None)
+    between = 1 + 10 * right[known] // graded[known]  # in integers: no share is rounded into the bin beside its own
+    bins = torch.where(shares["all_wrong"][known], 0, torch.where(shares["all_right"][known], 11, between))
+    metrics.put("groups/accuracy_histogram", torch.bincount(bins, minlength=12).tolist())
 
 
 def record_packing(metrics: StepMetrics, experience: Experience, owner: Tensor, ranks: int, max_tokens: int) -> None:
@@ -102,7 +107,7 @@ def record_mismatch(metrics: StepMetrics, experience: Experience, cap: float, gr
         metrics.put(f"mismatch/{name}", found[name])
 
 
-def record_values(metrics: StepMetrics, experience: Experience, group: dist.ProcessGroup) -> None:
+def record_values(metrics: StepMetrics, experience: Experience, max_length: int, group: dist.ProcessGroup) -> None:
     """Values predicted before the critic's update, and its targets; a collective over data parallelism."""
     values, returns, mask = experience.batch["values"], experience.batch["returns"], experience.mask
     metrics.put("critic/explained_variance", explained_variance(values, returns, mask, group))
@@ -110,6 +115,8 @@ def record_values(metrics: StepMetrics, experience: Experience, group: dist.Proc
         metrics.add_tokens(f"critic/values_{name}", values, mask)
     for name in ("mean", "std"):
         metrics.add_tokens(f"critic/returns_{name}", returns, mask)
+    for name, profile in value_profiles(values, returns, mask, experience.cu_seqlens, max_length, group).items():
+        metrics.put(f"critic/{name}", profile)
 
 
 def record_time_and_memory(metrics: StepMetrics, timer: PhaseTimer) -> None:

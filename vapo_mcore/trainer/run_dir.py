@@ -113,12 +113,10 @@ class RunDirectory:
 
     def write_metrics(self, row: Mapping[str, Any]) -> None:
         """Append one step. Undefined and non-finite numbers become null; the latter are named under ``metrics/nonfinite``."""
-        clean = dict(row)
+        clean = {name: _finite_or_none(value) for name, value in row.items()}
         if self.trackers:
             clean["trackers/failed"] = self.trackers.failed
-        nonfinite = [name for name, value in row.items() if isinstance(value, float) and not math.isfinite(value)]
-        for name in nonfinite:
-            clean[name] = None
+        nonfinite = [name for name, value in row.items() if clean[name] != value]  # a NaN differs from itself, and from None
         if nonfinite:
             clean["metrics/nonfinite"] = nonfinite
         self._last_row = self._metrics.tell()
@@ -136,6 +134,12 @@ class RunDirectory:
     def close(self) -> None:
         self._metrics.close()
         self.trackers.close()
+
+
+def _finite_or_none(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_finite_or_none(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def check_position(path: str | Path, *, metrics_bytes: int, written: Collection[str]) -> None:

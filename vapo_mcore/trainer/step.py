@@ -24,7 +24,7 @@ from vapo_mcore.trainer.advantages import AdvantageEstimator, check_experience, 
 from vapo_mcore.trainer.bad_batch import BadUpdate, save_bad_batch
 from vapo_mcore.trainer.bad_updates import UpdateGuard
 from vapo_mcore.trainer.collecting import collect
-from vapo_mcore.trainer.collectives import all_gather_objects
+from vapo_mcore.trainer.collectives import all_gather_objects, gather_objects
 from vapo_mcore.trainer.experience import Experience, distribute, plan_minibatches
 from vapo_mcore.trainer.metric_table import metrics_of
 from vapo_mcore.trainer.metrics import StepMetrics
@@ -42,6 +42,7 @@ from vapo_mcore.trainer.sampling import ResponseSampler
 from vapo_mcore.trainer.self_imitation import SelfImitation
 from vapo_mcore.trainer.stopping import StopRequests
 from vapo_mcore.trainer.timing import PhaseTimer
+from vapo_mcore.trainer.token_records import token_columns
 from vapo_mcore.trainer.updates import StoppedUpdate, update_critic, update_policy
 from vapo_mcore.trainer.weight_sync import WeightSync
 
@@ -54,7 +55,8 @@ HALTED = 2
 
 @dataclass
 class StepOutcome:
-    """What a step leaves: its metrics, the sampled responses to be shown (on all ranks), and the diagnosis in sentences."""
+    """What a step leaves: its metrics, the sampled responses to be shown (on all ranks, with their tokens on the first), and the
+    diagnosis in sentences."""
 
     row: Row
     samples: list[dict[str, Any]]
@@ -69,7 +71,7 @@ class _Step:
     number: int
     metrics: StepMetrics
     timer: PhaseTimer = field(default_factory=PhaseTimer)
-    samples: list[dict[str, Any]] = field(default_factory=list)
+    samples: dict[int, dict[str, Any]] = field(default_factory=dict)  # by row
     cut_short: bool = False  # too many updates in a row were skipped: no more in this step
 
 
@@ -130,6 +132,7 @@ class Trainer:
                 self._log_probs(step, experience)
             if not step.cut_short:
                 self._update_policy(step, experience)
+        self._show_tokens(step, experience)
         if not step.cut_short:
             self._imitate(step)
         self._sync(step)
@@ -201,6 +204,16 @@ class Trainer:
         )
         guard.in_a_row = 0  # who resumes the run has decided to try again
 
+    def _show_tokens(self, step: _Step, experience: Experience) -> None:
+        """What the step knows of the tokens of the shown responses, from their owners to the first rank."""
+        if not step.samples:
+            return
+        parallel = self.parallel
+        repeats = (parallel.tensor_model_parallel_rank, parallel.pipeline_model_parallel_rank, parallel.context_parallel_rank)
+        parts = gather_objects({} if any(repeats) else token_columns(experience, step.samples, self.sampler.tokenizer))
+        for row, columns in (item for part in parts or [] for item in part.items()):
+            step.samples[row]["tokens"] = columns
+
     def value_pretraining_step(self, number: int) -> StepOutcome:
         """One rollout of the fixed policy; the critic learns its Monte-Carlo returns. No log-prob pass, no policy update."""
         assert self.models.critic is not None, "value pretraining needs a critic"
@@ -212,10 +225,11 @@ class Trainer:
                 # The policy still is the reference, so a KL penalty in the reward would be zero: none is computed.
                 self.estimator.place_rewards(experience, kl=False)
                 self.estimator.returns(experience, monte_carlo=True)
-                record_values(step.metrics, experience, self.parallel.data_parallel_group)
+                record_values(step.metrics, experience, self.config.rollout.max_response_length, self.parallel.data_parallel_group)
                 check_experience(experience)
                 self._remember(step, experience)
             self._update_critic(step, experience)
+        self._show_tokens(step, experience)
         self._sync(step)
         return self._finish(step)
 
@@ -231,8 +245,8 @@ class Trainer:
             plan = plan_minibatches(config, self.models.architecture, self.parallel, rows, self.rollouts)
             experience = distribute(sampled, rows, trainable, plan, self.parallel, self._dp_rank_of_rank)
             shown = {row: record for part in all_gather_objects(sampled.shown) for row, record in part.items()}
-        step.samples = [record | {"reward": float(rows.reward[row])} for row, record in sorted(shown.items())]
-        record_rows(step.metrics, rows, trainable, counts)
+        step.samples = {row: record | {"reward": float(rows.reward[row])} for row, record in sorted(shown.items())}
+        record_rows(step.metrics, rows, trainable, counts, config.rollout.max_response_length)
         record_sources(step.metrics, rows, self._sources)
         step.metrics.put("sampling/engine_rebuilds", self.engine_rebuilds - self._rebuilds_recorded)
         self._rebuilds_recorded = self.engine_rebuilds
@@ -282,7 +296,7 @@ class Trainer:
             estimator.place_rewards(experience)
             if critic is not None:
                 estimator.returns(experience)
-                record_values(step.metrics, experience, self.parallel.data_parallel_group)
+                record_values(step.metrics, experience, self.config.rollout.max_response_length, self.parallel.data_parallel_group)
             if not late:
                 estimator.advantages(experience, step.metrics)
             check_experience(experience)
@@ -357,4 +371,4 @@ class Trainer:
         fatal = self.diagnosis.ends_the_run(findings)
         if fatal is not None:
             self.stop_requests.request(f"diagnosis.halt_on: {fatal}", exit_code=HALTED)
-        return StepOutcome(row, step.samples, [str(finding) for finding in findings if finding.is_told or finding is fatal])
+        return StepOutcome(row, list(step.samples.values()), [str(finding) for finding in findings if finding.is_told or finding is fatal])

@@ -4,7 +4,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from vapo_mcore.data.text_positions import completing_tokens
+from vapo_mcore.data.text_positions import completing_tokens, token_texts
 
 
 @pytest.fixture(scope="module")
@@ -33,3 +33,23 @@ def test_bytes_that_are_no_character_are_found_where_they_stand(tokenizer: PreTr
     assert tokenizer.decode(ids) == "a\ufffda\ufffd\ufffd"
     assert completing_tokens(tokenizer, ids, range(1, 6)) == [0, 1, 2, 3, 4]
     assert completing_tokens(tokenizer, ids, []) == []
+
+
+def test_the_text_of_each_token(tokenizer: PreTrainedTokenizerFast) -> None:
+    """A character of several tokens stands at the last of them; bytes that never become one are not waited for."""
+    text = "1 \u00e9\u20ac\n"
+    ids = [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
+    assert token_texts(tokenizer, ids) == ["1", " ", "", "\u00e9", "", "", "\u20ac", "\n", "<eos>"]
+    stray = tokenizer.encode("\u00e9", add_special_tokens=False)[1:]
+    ids = ids[:1] + stray * 6 + ids[:2]
+    assert "".join(token_texts(tokenizer, ids)) == tokenizer.decode(ids)
+    assert token_texts(tokenizer, []) == []
+
+
+def test_the_text_of_each_token_where_spaces_depend_on_the_token_before() -> None:
+    """A decoder of words, as sentencepiece's: a token alone decodes without its space."""
+    core = Tokenizer(models.WordLevel({"\u2581one": 0, "\u2581two": 1, "s": 2}, unk_token="s"))
+    core.decoder = decoders.Metaspace()
+    words = PreTrainedTokenizerFast(tokenizer_object=core)
+    assert words.decode([1]) == "two"
+    assert token_texts(words, [0, 1, 2, 1]) == ["one", " two", "s", " two"]

@@ -17,12 +17,17 @@ def create(path, **kwargs):
 def test_metrics_samples_and_config_are_written(tmp_path):
     run = create(tmp_path / "deep" / "run")
     run.write_metrics({"step": 1, "a": 0.5, "none": None, "hist": [1, 2]})
-    run.write_metrics({"step": 2, "policy/grad_norm": math.inf})
+    run.write_metrics({"step": 2, "policy/grad_norm": math.inf, "by_position": [0.5, math.nan, None]})
     run.write_samples("step_0001", [{"response": "3 + 4 = 7 ✓", "score": 1.0}])
     run.close()
     lines = [json.loads(line) for line in (run.path / "metrics.jsonl").read_text().splitlines()]
     assert lines[0] == {"step": 1, "a": 0.5, "none": None, "hist": [1, 2]}
-    assert lines[1] == {"step": 2, "policy/grad_norm": None, "metrics/nonfinite": ["policy/grad_norm"]}
+    assert lines[1] == {
+        "step": 2,
+        "policy/grad_norm": None,
+        "by_position": [0.5, None, None],
+        "metrics/nonfinite": ["policy/grad_norm", "by_position"],
+    }
     assert json.loads((run.path / "samples" / "step_0001.jsonl").read_text())["response"] == "3 + 4 = 7 ✓"
     assert (run.path / "config.yaml").read_text() == "seed: 1\n"
 

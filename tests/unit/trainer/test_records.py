@@ -1,0 +1,58 @@
+"""Histograms of the responses, and the columns of the samples file."""
+
+import pytest
+import torch
+
+from tests.unit.trainer.rollouts import make_batch, make_rows
+from vapo_mcore.data.rollout_batch import Rows
+from vapo_mcore.trainer.collecting import SamplingCounts
+from vapo_mcore.trainer.experience import Experience
+from vapo_mcore.trainer.metric_table import METRICS, TOKEN_LISTS
+from vapo_mcore.trainer.metrics import StepMetrics
+from vapo_mcore.trainer.records import record_rows
+from vapo_mcore.trainer.token_records import COLUMNS, token_columns
+
+
+def recorded(rows):
+    metrics = StepMetrics(METRICS)
+    record_rows(metrics, rows, rows.graded, SamplingCounts(1, 1), 32)
+    return metrics.reduce(None)
+
+
+def test_groups_by_their_share_of_right_verdicts():
+    """None, 1 of 10 (the second bin between 0 and 1), 3 of 4 graded, 2 of 3, all, and one without a verdict."""
+    shares = [(0, 3, 0), (1, 10, 0), (3, 4, 1), (2, 3, 0), (2, 2, 1), (0, 0, 2)]
+    groups, scores, graded = [], [], []
+    for group, (right, known, failed) in enumerate(shares):
+        groups += [group] * (known + failed)
+        scores += [1.0] * right + [0.0] * (known - right + failed)
+        graded += [True] * known + [False] * failed
+    row = recorded(make_rows([3] * len(scores), scores, groups=groups, graded=graded))
+    assert row["groups/accuracy_histogram"] == [1, 0, 1, 0, 0, 0, 0, 1, 1, 0, 0, 1]
+    assert row["groups/mixed_frac"] == pytest.approx(3 / 6)
+
+
+def test_lengths_in_bins_of_two_tokens():
+    assert recorded(make_rows([0, 1, 2, 3, 32], [1.0] * 5))["response/length_histogram"] == [3, 1] + [0] * 13 + [1]
+    assert recorded(Rows.empty())["response/length_histogram"] == [0] * 16
+
+
+class Letters:
+    def decode(self, ids):
+        return "".join(chr(97 + token % 26) for token in ids)
+
+
+def test_columns_of_the_shown_responses():
+    """Row 1 is not owned, row 2 is not shown; a token without a loss has no numbers."""
+    rows = make_rows([2, 3, 4], [1.0, 0.0, 1.0])
+    owned = rows.select([0, 2])
+    batch = make_batch(owned, [0, 2])
+    batch["values"] = torch.arange(10) / 3
+    batch["response_mask"][3] = False
+    experience = Experience(rows, rows.graded, batch, batch.cu_seqlens, [])
+    found = token_columns(experience, {0, 1}, Letters())
+    assert found == {0: {"text": ["c", "d"], "rollout_logprob": [-1.0, None], "value": [0.6667, None]}}
+
+
+def test_every_column_is_documented():
+    assert [name for name, _ in TOKEN_LISTS] == ["text", *COLUMNS.values()]
