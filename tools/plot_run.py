@@ -8,9 +8,7 @@ Left: mean reward and accuracy of the training rollouts, with a running mean. Ri
 from __future__ import annotations
 
 import argparse
-import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,22 +16,12 @@ from toolkit import run
 
 from vapo_mcore.errors import DataError
 from vapo_mcore.metrics_file import metric_rows
+from vapo_mcore.report.series import Point, evaluations
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 RUNNING_MEAN_STEPS = 5
-_EVALUATION = re.compile(r"eval/(?P<name>.+)/avg@(?P<samples>\d+)")
-
-
-@dataclass(frozen=True)
-class Point:
-    """One evaluation: ``step`` of the RL stage (0 is before training), accuracy and the ends of its interval."""
-
-    step: int
-    accuracy: float
-    low: float
-    high: float
 
 
 def main() -> None:
@@ -65,20 +53,6 @@ def series(rows: Sequence[dict[str, Any]], key: str) -> tuple[list[int], list[fl
 def running_mean(values: Sequence[float], width: int = RUNNING_MEAN_STEPS) -> list[float]:
     """Mean of each value and the up to ``width - 1`` before it."""
     return [sum(values[max(0, end - width) : end]) / min(width, end) for end in range(1, len(values) + 1)]
-
-
-def evaluations(rows: Sequence[dict[str, Any]]) -> dict[str, list[Point]]:
-    """``"<set> avg@k"`` -> its evaluations in order of steps."""
-    result: dict[str, list[Point]] = {}
-    for row in rows:
-        for key, accuracy in row.items():
-            match = _EVALUATION.fullmatch(key)
-            if match is None or accuracy is None:
-                continue
-            name = match["name"]
-            low, high = row.get(f"eval/{name}/ci_low", accuracy), row.get(f"eval/{name}/ci_high", accuracy)
-            result.setdefault(f"{name} avg@{match['samples']}", []).append(Point(row["step"], accuracy, low, high))
-    return result
 
 
 def draw(rows: Sequence[dict[str, Any]], output: Path, title: str) -> None:

@@ -1,4 +1,5 @@
-"""The command line, ``vapo-mcore config | data | train | watch | plan | launch | eval | convert | doctor``. Checks come before torch."""
+"""The command line, ``vapo-mcore config | data | train | watch | report | plan | launch | eval | convert | doctor``. Checks come before
+torch."""
 
 from __future__ import annotations
 
@@ -54,6 +55,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             from vapo_mcore.doctor import command as doctor
 
             return doctor.run(options)
+        if options.command == "report":
+            from vapo_mcore.report import command as report
+
+            return report.run(options)
         return _train(options, arguments)
     except VapoError as error:
         _report(str(error), error.exit_code)
@@ -108,6 +113,10 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
 
     watching.add_arguments(commands.add_parser("watch", help="show a running job in the terminal, from the files of its run directory"))
 
+    from vapo_mcore.report import command as reporting
+
+    reporting.add_arguments(commands.add_parser("report", help="one HTML page of one or several runs"))
+
     from vapo_mcore.planning import command as planning
 
     plan = commands.add_parser("plan", help="memory of every rank by stage, time and GPU-hours of a run, and what would make it fit")
@@ -122,6 +131,9 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     if options.command == "data":
         options.paths += rest
+        return options
+    if options.command == "report":
+        options.runs += rest
         return options
     if options.command in ("convert", "watch"):
         if rest:

@@ -1,0 +1,80 @@
+"""Run directories as the report reads them, whole, damaged, being written, and what is no run at all."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vapo_mcore.cli import main
+from vapo_mcore.errors import ConfigError, DataError
+from vapo_mcore.report.read import evenly, metric_rows, read_runs
+
+
+def write_run(folder: Path, rows: list[dict[str, Any]], samples: dict[str, list[dict[str, Any]]] | None = None) -> Path:
+    (folder / "samples").mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    for name, found in (samples or {}).items():
+        (folder / "samples" / f"{name}.jsonl").write_text("".join(json.dumps(sample) + "\n" for sample in found), encoding="utf-8")
+    return folder
+
+
+def test_samples_come_with_their_step_in_the_order_of_numbers(tmp_path: Path) -> None:
+    samples = {"step_0002": [{"a": 2}], "step_10000": [{"a": 3}], "step_0001": [{"a": 0}, {"a": 1}], "value_pretraining_0001": [{"a": 9}]}
+    samples |= {"eval_step_0000": [{"e": 0}], "eval_step_0001": [{"e": 1}], "eval_step_0002": [{"e": 2}]}
+    (run,) = read_runs([write_run(tmp_path / "run", [{"step": 1, "stage": "rl"}], samples)])
+    assert [(sample["a"], sample["step"], sample["stage"]) for sample in run.samples] == [
+        (n, s, "rl") for n, s in enumerate((1, 1, 2, 10000))
+    ]
+    assert run.sample_files == (3, 3)
+    assert run.evaluated == {0: [{"e": 0}], 2: [{"e": 2}]}
+    assert (run.name, run.settings, run.finished) == ("run", {}, False)
+
+
+def test_of_many_files_evenly_spaced_ones_with_both_ends() -> None:
+    assert evenly(list(range(10)), 4) == [0, 3, 6, 9]
+    assert evenly([1, 2], 4) == [1, 2]
+
+
+def test_runs_of_the_same_name_are_told_apart(tmp_path: Path) -> None:
+    folders = [write_run(tmp_path / name / "run", [{"step": 1}]) for name in ("a", "b")]
+    assert [run.name for run in read_runs(folders)] == ["a/run", "b/run"]
+    with pytest.raises(ConfigError, match="given more than once"):
+        read_runs([folders[0], tmp_path / "b" / ".." / "a" / "run"])
+
+
+def test_a_row_that_is_being_written_is_left_out_and_a_damaged_one_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2, "rew')
+    assert metric_rows(path) == [{"step": 1}]
+    for text, message in (
+        ('{"step": 1}\n{"step": 2, "rew\n', "line 2: not JSON"),
+        ('{"step": 1}\n[1]\n', "line 2: expected an object"),
+        ('{"step": "1"}\n', "line 1: expected an object with an integer 'step'"),
+    ):
+        path.write_text(text)
+        with pytest.raises(DataError, match=message):
+            metric_rows(path)
+    path.write_bytes(b'{"step": 1, "a": "\xff"}\n')
+    with pytest.raises(DataError, match="not UTF-8"):
+        metric_rows(path)
+
+
+def test_what_is_no_run_is_told_all_at_once_with_exit_code_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    empty = write_run(tmp_path / "empty", [])
+    assert main(["report", str(tmp_path), str(empty), str(tmp_path / "absent")]) == 2
+    told = capsys.readouterr().err
+    for text in (f"{tmp_path} is not a run directory", "has no row yet", "there is no such folder"):
+        assert text in told
+    broken = write_run(tmp_path / "broken", [{"step": 1}])
+    (broken / "config.yaml").write_text("a: [1\n")
+    assert main(["report", str(broken)]) == 2
+    assert "config.yaml: not valid YAML" in capsys.readouterr().err
+    fine = write_run(tmp_path / "fine", [{"step": 1, "stage": "rl", "reward/mean": 1.0}])
+    assert main(["report", str(fine), "--output", str(fine / "metrics.jsonl" / "x.html")]) == 2
+    assert "cannot be written" in capsys.readouterr().err
+    assert not (fine / "report.html").exists()
+    assert main(["report", str(fine), "--title", "<mine>"]) == 0
+    assert "<title>&lt;mine&gt;</title>" in (fine / "report.html").read_text()

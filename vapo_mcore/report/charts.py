@@ -1,0 +1,279 @@
+"""The charts of the page: what each shows, what it means and what healthy looks like."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Kind = Literal["lines", "evaluations", "histogram", "profile", "phases"]
+
+
+@dataclass(frozen=True)
+class Chart:
+    """One chart. ``metrics``: name of the metric -> its label in the legend; ``log``: drawn on a logarithmic scale at first.
+
+    ``evaluations`` and ``phases`` read what belongs to them, whatever it is called; ``profile`` needs ``by``.
+    """
+
+    title: str
+    about: str
+    metrics: dict[str, str]
+    kind: Kind = "lines"
+    log: bool = False
+    unit: str = ""
+    by: str = ""
+
+
+@dataclass(frozen=True)
+class Section:
+    title: str
+    about: str
+    charts: tuple[Chart, ...]
+
+
+SECTIONS = (
+    Section(
+        "Is it learning?",
+        "Training rollouts are sampled from the policy of their step; evaluations are on problems that training never sees.",
+        (
+            Chart(
+                "Reward",
+                "Mean reward of a step's responses, after scaling and shaping. Healthy: rises, with noise, and then flattens.",
+                {"reward/mean": "reward"},
+            ),
+            Chart(
+                "Accuracy",
+                "Share of responses that the verifier calls correct. Healthy: rises with the reward; a reward that rises alone is "
+                "being gamed.",
+                {"accuracy/mean": "accuracy"},
+            ),
+            Chart(
+                "Evaluation",
+                "Mean accuracy on held-out problems with its 95 % interval over problems. Healthy: follows the training accuracy; a "
+                "gap that opens is overfitting.",
+                {},
+                kind="evaluations",
+            ),
+            Chart(
+                "Groups by verdicts",
+                "Share of prompts whose responses are all right, all wrong, or mixed. Only mixed groups tell a group estimator "
+                "anything; a critic learns from all.",
+                {"groups/mixed_frac": "mixed", "groups/all_right_frac": "all right", "groups/all_wrong_frac": "all wrong"},
+            ),
+            Chart(
+                "Group accuracy",
+                "Share of prompts by how many of their responses are right, from none to all. Healthy: mass moves to the right; much "
+                "of it at both ends means too easy or too hard.",
+                {"groups/accuracy_histogram": "groups"},
+                kind="histogram",
+            ),
+        ),
+    ),
+    Section(
+        "Responses",
+        "What the model writes: how long, how varied, how often it is cut.",
+        (
+            Chart(
+                "Response length",
+                "Mean, longest and shortest response. Healthy: changes slowly; growth with reward is usual, growth without it is rambling.",
+                {"response/length_mean": "mean", "response/length_max": "longest", "response/length_min": "shortest"},
+                unit="tokens",
+            ),
+            Chart(
+                "Cut responses",
+                "Share cut by rollout.max_response_length. Healthy: a few percent; more, and rewards are lost to the limit.",
+                {"response/truncated_frac": "cut"},
+            ),
+            Chart(
+                "Lengths",
+                "Share of responses by length. A pile in the last bin is the limit.",
+                {"response/length_histogram": "responses"},
+                kind="histogram",
+                unit="tokens",
+            ),
+            Chart(
+                "Entropy",
+                "Of the sampling distribution, over response tokens. Healthy: falls slowly; a fall towards 0 is collapse, a steady "
+                "rise is drift.",
+                {"policy/entropy": "entropy"},
+                unit="nats",
+            ),
+        ),
+    ),
+    Section(
+        "Policy update",
+        "How far each step moves the policy, and whether trainer and rollout engine agree on what was sampled.",
+        (
+            Chart(
+                "KL of the update",
+                "k3 estimate of KL(old || new) over the step's updates. Healthy: small and steady; spikes are steps that went too far.",
+                {"policy/approx_kl": "approx. KL"},
+                log=True,
+            ),
+            Chart(
+                "Clip fractions",
+                "Share of tokens held by the upper and by the lower clip. Healthy: a few percent at most; the upper one is what Clip- "
+                "Higher leaves room to.",
+                {"policy/clip_frac_high": "upper", "policy/clip_frac_low": "lower", "policy/clip_frac_dual": "dual"},
+            ),
+            Chart(
+                "Mismatch",
+                "Mean and largest |trainer - rollout| log-probability of sampled tokens, with the same weights. Healthy: flat at "
+                "rounding (1e-5 in float32, 1e-2 in bfloat16); a rise means stale or differently computed weights.",
+                {"mismatch/logprob_abs_mean": "mean", "mismatch/logprob_abs_max": "largest"},
+                log=True,
+            ),
+            Chart(
+                "Mismatch KL",
+                "k3 estimate of KL(rollout || trainer). Healthy: tiny and flat.",
+                {"mismatch/kl": "KL"},
+                log=True,
+            ),
+            Chart(
+                "KL to the reference",
+                "From the policy to its frozen start. Healthy: grows slowly, or settles under a penalty.",
+                {"kl/reference": "KL"},
+            ),
+            Chart(
+                "Policy losses",
+                "Clipped surrogate and the NLL of correct responses, before its coefficient. The surrogate hovers near 0: its value "
+                "says little, its jumps do.",
+                {"policy/surrogate_loss": "surrogate", "policy/nll_loss": "NLL of correct"},
+            ),
+            Chart(
+                "Policy gradient norm",
+                "Before clipping. Healthy: steady; spikes are what clip_grad is for.",
+                {"policy/grad_norm": "norm"},
+                log=True,
+            ),
+        ),
+    ),
+    Section(
+        "Critic",
+        "VAPO stands on its critic: values must predict returns before advantages mean anything.",
+        (
+            Chart(
+                "Value loss",
+                "1/2 (V - R)^2 over response tokens. Healthy: falls in value pretraining, then follows the spread of returns.",
+                {"critic/loss": "loss"},
+                log=True,
+            ),
+            Chart(
+                "Explained variance",
+                "1 - Var(R - V) / Var(R) before the update: 1 is perfect, 0 no better than a constant. Healthy: above 0 after "
+                "pretraining and rising; far below 0 misleads the policy.",
+                {"critic/explained_variance": "explained"},
+            ),
+            Chart(
+                "Values and returns",
+                "Means over response tokens. Healthy: values follow returns; a lasting gap is bias.",
+                {"critic/values_mean": "values", "critic/returns_mean": "returns"},
+            ),
+            Chart(
+                "By position",
+                "Mean value (solid) and return (dashed) in 20 equal parts of a response, first to last. Healthy: the two lie on each "
+                "other; values off at the start are the bias that value pretraining and lambda = 1 remove.",
+                {"critic/values_by_position": "values", "critic/returns_by_position": "returns"},
+                kind="profile",
+                by="position",
+            ),
+            Chart(
+                "By response length",
+                "Mean value (solid) and return (dashed) by the length of the response. Healthy: the two lie on each other; long "
+                "responses drifting apart is where length-adaptive lambda matters.",
+                {"critic/values_by_length": "values", "critic/returns_by_length": "returns"},
+                kind="profile",
+                by="length",
+            ),
+            Chart(
+                "Critic gradient norm",
+                "Before clipping. Healthy: steady.",
+                {"critic/grad_norm": "norm"},
+                log=True,
+            ),
+        ),
+    ),
+    Section(
+        "Advantages",
+        "What the policy is told about each token.",
+        (
+            Chart(
+                "Spread of advantages",
+                "Standard deviation before whitening. Healthy: shrinks as the critic improves; towards 0 there is nothing left to "
+                "learn from.",
+                {"advantages/std": "std"},
+            ),
+            Chart(
+                "Lambda",
+                "Mean lambda of the policy's GAE, and the share of responses whose lambda is 0. Healthy: near 1 for long responses; a "
+                "large share at 0 means alpha is too small for these lengths.",
+                {"gae/lambda_mean": "mean lambda", "gae/lambda_zero_frac": "share at 0"},
+            ),
+            Chart(
+                "Lambda distribution",
+                "Share of responses by lambda, in 20 bins of [0, 1].",
+                {"gae/lambda_histogram": "responses"},
+                kind="histogram",
+            ),
+        ),
+    ),
+    Section(
+        "Time and memory",
+        "Where a step's seconds go. Phases are the slowest rank's, so they may add up to a little more than the step.",
+        (
+            Chart(
+                "Phases",
+                "Mean seconds of a step by phase. Generation usually dominates; the rest should not.",
+                {},
+                kind="phases",
+            ),
+            Chart(
+                "Seconds of a step",
+                "Healthy: follows the response length; jumps are stragglers, checkpoints or other load.",
+                {"time/step": "step", "time/generate": "generation"},
+                unit="s",
+            ),
+            Chart(
+                "Tokens a second",
+                "Prompt and response tokens of the step over its seconds.",
+                {"tokens/per_second": "tokens/s"},
+            ),
+            Chart(
+                "Memory",
+                "Resident memory of a process and peak of the device's allocator, of the rank that has most. Healthy: flat; a steady "
+                "rise is a leak.",
+                {"memory/host_gib": "host", "memory/device_peak_gib": "device"},
+                unit="GiB",
+            ),
+        ),
+    ),
+)
+
+
+_PLAIN = ("title", "about", "kind", "log", "unit", "by")
+
+
+def sections(recorded: Collection[str]) -> list[dict[str, Any]]:
+    """The table for the page; what is recorded and in no chart above gets a small one of its own in a last section."""
+    drawn = {name for section in SECTIONS for chart in section.charts for name in chart.metrics}
+    rest = sorted(name for name in recorded if name not in drawn and not name.startswith("eval/"))
+    small = tuple(Chart(name, "", {name: name}) for name in rest)
+    last = Section("Everything else", "All other numbers that the steps recorded; docs/metrics.md says what each is.", small)
+    return [
+        {
+            "title": section.title,
+            "about": section.about,
+            "folded": section is last,
+            "charts": [
+                {name: getattr(chart, name) for name in _PLAIN} | {"metrics": list(chart.metrics.items())} for chart in section.charts
+            ],
+        }
+        for section in (*SECTIONS, last)
+        if section.charts
+    ]
+
+
+def titles_and_metrics() -> list[tuple[str, list[str]]]:
+    """Titles of the charts of steps, with the metrics that each reads."""
+    return [(chart.title, list(chart.metrics)) for section in SECTIONS for chart in section.charts if chart.metrics]

@@ -1,0 +1,33 @@
+"""``vapo-mcore report RUN [RUN ...]``."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from vapo_mcore.errors import ConfigError
+
+FILE_NAME = "report.html"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="run directories; several are drawn over each other")
+    parser.add_argument("--output", metavar="FILE", help=f"HTML file to write (default: RUN/{FILE_NAME}, of several runs ./{FILE_NAME})")
+    parser.add_argument("--title", help="title of the page (default: the names of the runs)")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Write the page; returns 0. Raises DataError for what is not a run, ConfigError for where the page cannot be written."""
+    from vapo_mcore.report.page import build_page
+    from vapo_mcore.report.read import read_runs
+
+    runs = read_runs(options.runs)
+    output = Path(options.output or (runs[0].path / FILE_NAME if len(runs) == 1 else FILE_NAME))
+    page = build_page(runs, options.title or ", ".join(run.name for run in runs))
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--output {str(output)!r} cannot be written: {error.strerror}") from error
+    print(f"wrote {output} ({output.stat().st_size / 1e6:.2f} MB)")
+    return 0

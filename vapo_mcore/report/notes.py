@@ -1,0 +1,97 @@
+"""What stands at the top of the page: where each run is, what the diagnosis found, how the configurations differ, what is missing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from vapo_mcore.config import load_config
+from vapo_mcore.config.yaml_text import shown
+from vapo_mcore.diagnosis.monitor import Finding, Monitor
+from vapo_mcore.errors import ConfigError
+from vapo_mcore.report.read import RunData, rows_of, setting
+from vapo_mcore.report.samples import has_tokens
+from vapo_mcore.report.series import evaluations, flat, mean_of_ends
+
+ENDS = 10
+"""Steps whose means the summary compares."""
+_OF_EVERY_RUN_ITS_OWN = ("run.dir",)
+
+
+def summary(run: RunData) -> dict[str, Any]:
+    """Facts of a run for its card."""
+    steps = rows_of(run.rows, "rl")
+    found = {
+        "steps": steps[-1]["step"] if steps else 0,
+        "planned": setting(run.settings, "run", "steps"),
+        "pretraining": len(rows_of(run.rows, "value_pretraining")),
+        "finished": run.finished,
+        "model": setting(run.settings, "model", "path"),
+        "estimator": setting(run.settings, "algorithm", "advantage", "estimator"),
+        "ends": {name: mean_of_ends(run.rows, name, ENDS) for name in ("reward/mean", "accuracy/mean", "response/length_mean")},
+        "window": min(ENDS, len(steps)),
+        "evaluations": {},
+    }
+    for name, points in evaluations(run.rows).items():
+        found["evaluations"][name] = [[point.step, point.accuracy, point.low, point.high] for point in (points[0], points[-1])]
+    return found
+
+
+def diagnosis(run: RunData) -> dict[str, Any]:
+    """``findings``: each rule that held, with the evidence of when it last began to; ``failure``: why the rules could not be applied."""
+    if not run.settings:
+        return {"findings": [], "failure": "the run has no config.yaml, which holds the thresholds"}
+    try:
+        monitor = Monitor(load_config(run.path / "config.yaml", check_paths=False))
+    except ConfigError as error:
+        return {"findings": [], "failure": f"config.yaml is not one of this version: {error}"}
+    found: dict[str, dict[str, Any]] = {}
+    for row in run.rows:
+        for finding in monitor.observe(row):
+            _note(found, finding, row)
+    return {"findings": list(found.values()), "failure": None}
+
+
+def _note(found: dict[str, dict[str, Any]], finding: Finding, row: dict[str, Any]) -> None:
+    stage = row.get("stage", "rl")
+    note = found.setdefault(finding.name, {"rule": finding.name, "means": finding.means, "remedy": finding.remedy, "steps": 0})
+    note["steps"] += 1
+    note.setdefault("first", [stage, row["step"]])
+    note["last"] = [stage, row["step"]]
+    if finding.in_a_row == 1:
+        note["evidence"] = finding.evidence
+
+
+def differences(runs: Sequence[RunData]) -> list[list[str]]:
+    """Rows of a table: a setting and its value in each run, for settings that differ."""
+    settings = [flat(run.settings) for run in runs]
+    keys = dict.fromkeys(key for each in settings for key in each)
+    table = []
+    for key in keys:
+        values = [shown(each[key]) if key in each else "-" for each in settings]
+        if len(set(values)) > 1 and key not in _OF_EVERY_RUN_ITS_OWN:
+            table.append([key, *values])
+    return table
+
+
+def missing(run: RunData, charts: Sequence[tuple[str, Sequence[str]]]) -> list[str]:
+    """Sentences on what the page cannot show of a run. ``charts``: titles with the metrics that each reads."""
+    recorded = {name for row in run.rows for name in row}
+    absent = [title for title, metrics in charts if not any(name in recorded for name in metrics)]
+    found = []
+    if absent:
+        found.append(
+            f"No data for: {', '.join(absent)}. A metric is absent where the run's mode does not have it (no critic, no reference, one "
+            "source), or where an earlier version, which did not record it, made the run."
+        )
+    if not evaluations(run.rows):
+        found.append("No evaluation (data.eval and eval.* in the configuration).")
+    elif len(run.evaluated) < 2:
+        found.append("Fewer than two evaluations with their responses: no verdict can have changed.")
+    if not run.samples:
+        found.append("No sampled responses of training (run.samples_per_step).")
+    elif not has_tokens(run.samples):
+        found.append("Its samples have no values token by token: they are of an earlier version, or of responses without a verdict.")
+    if not run.settings:
+        found.append("No config.yaml: settings and length bins in tokens are unknown.")
+    return found

@@ -1,0 +1,74 @@
+"""The page: its data as JSON inside one HTML file with its own style and scripts."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from html import escape
+from importlib.resources import files
+from string import Template
+from typing import Any
+
+from vapo_mcore import __version__
+from vapo_mcore.config.yaml_text import shown
+from vapo_mcore.report import charts, notes, samples, series
+from vapo_mcore.report.read import RunData, setting
+
+SCRIPTS = ("draw.js", "samples.js", "page.js")
+
+
+def build_page(runs: Sequence[RunData], title: str) -> str:
+    """The HTML text. It loads nothing from anywhere."""
+    template = Template(_asset("page.html"))
+    return template.substitute(
+        title=escape(title),
+        version=escape(__version__),
+        style=_asset("page.css"),
+        data=embedded(page_data(runs, title)),
+        script="\n".join(_asset(name) for name in SCRIPTS),
+    )
+
+
+def embedded(data: Any) -> str:
+    """JSON that may stand inside a script element: no ``<``, so that no text of a response can end it or open a comment."""
+    text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    for character in "<>&\u2028\u2029":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return text.encode("utf-8", "backslashreplace").decode()  # half of a surrogate pair, which JSON writes the same way
+
+
+def page_data(runs: Sequence[RunData], title: str) -> dict[str, Any]:
+    """Everything that the scripts draw, in plain values."""
+    curves = [series.curves(run.rows) for run in runs]
+    recorded = {name for found in curves for name in found["mean"]}
+    return {
+        "title": title,
+        "made": time.strftime("%Y-%m-%d %H:%M"),
+        "points": series.MOST_POINTS,
+        "sections": charts.sections(recorded),
+        "runs": [_run_data(run, found, len(runs)) for run, found in zip(runs, curves, strict=True)],
+        "differences": notes.differences(runs),
+    }
+
+
+def _run_data(run: RunData, curves: dict[str, Any], runs: int) -> dict[str, Any]:
+    read, there = run.sample_files
+    return {
+        "name": run.name,
+        "path": str(run.path),
+        "summary": notes.summary(run),
+        "diagnosis": notes.diagnosis(run),
+        "missing": notes.missing(run, charts.titles_and_metrics()),
+        "settings": [[key, shown(value)] for key, value in series.flat(run.settings).items()],
+        "curves": curves,
+        "evaluations": series.evaluation_curves(run.rows),
+        "windows": series.windows(run.rows),
+        "longest": setting(run.settings, "rollout", "max_response_length"),
+        "phases": {name: series.rounded(seconds) for name, seconds in series.phase_seconds(run.rows).items()},
+        "samples": {**samples.chosen_samples(run, runs), "files": [read, there]},
+    }
+
+
+def _asset(name: str) -> str:
+    return files("vapo_mcore.report").joinpath("assets", name).read_text(encoding="utf-8")

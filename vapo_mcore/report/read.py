@@ -1,0 +1,154 @@
+"""A run directory as the page needs it: rows, configuration, samples. Nothing here writes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vapo_mcore.config.yaml_text import parse_yaml
+from vapo_mcore.errors import ConfigError, DataError, VapoError
+
+Row = dict[str, Any]
+Sample = dict[str, Any]
+
+MOST_SAMPLE_FILES = 200
+"""Files of samples that are read of a run; of more, so many evenly spaced ones, the first and the last among them."""
+
+
+@dataclass(frozen=True)
+class RunData:
+    """What a run directory holds.
+
+    Attributes:
+        name: distinguishes the run from the others on the page.
+        rows: of metrics.jsonl, in order.
+        settings: config.yaml as it stands, {} where there is none.
+        finished: whether the run has reached its end.
+        samples: of the newest stage, oldest first, each with ``step`` and ``stage``.
+        sample_files: how many files were read, and how many there are.
+        evaluated: samples of evaluations by step, oldest first; only the first and the last evaluation.
+    """
+
+    name: str
+    path: Path
+    rows: list[Row]
+    settings: dict[str, Any]
+    finished: bool
+    samples: list[Sample]
+    sample_files: tuple[int, int]
+    evaluated: dict[int, list[Sample]]
+
+
+def _json_lines(path: Path, hint: str) -> list[dict[str, Any]]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}; {hint}") from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is not UTF-8 text ({error.reason} at byte {error.start}); {hint}") from error
+    lines = text.split("\n")
+    whole, last = lines[:-1], lines[-1]  # every line that was written whole ends with a line break
+    found = []
+    for number, line in enumerate([*whole, last] if last else whole, 1):
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            if number > len(whole):
+                break
+            raise DataError(f"{path}, line {number}: not JSON ({error})") from error
+        if not isinstance(row, dict):
+            raise DataError(f"{path}, line {number}: expected an object")
+        found.append(row)
+    return found
+
+
+def read_runs(paths: Sequence[str | Path]) -> list[RunData]:
+    """The runs in the order given. Raises one DataError for all that cannot be read, ConfigError for a run given twice."""
+    folders = [Path(path) for path in paths]
+    resolved = [folder.resolve() for folder in folders]
+    twice = sorted({str(folder) for folder, own in zip(folders, resolved, strict=True) if resolved.count(own) > 1})
+    if twice:
+        raise ConfigError(f"given more than once: {', '.join(twice)}")
+    runs, faults = [], []
+    for folder, name in zip(folders, _names(resolved), strict=True):
+        try:
+            runs.append(_read_run(folder, name))
+        except VapoError as error:
+            faults.append(str(error))
+    if faults:
+        raise DataError("\n".join(faults))
+    return runs
+
+
+def _names(folders: Sequence[Path]) -> list[str]:
+    """The last parts of the paths, as many of them as tell the runs apart."""
+    parts = 1
+    while True:
+        names = ["/".join(folder.parts[-parts:]) for folder in folders]
+        if len(set(names)) == len(names):
+            return names
+        parts += 1
+
+
+def _read_run(folder: Path, name: str) -> RunData:
+    if not folder.is_dir():
+        raise DataError(f"{folder} is not a run directory: there is no such folder; give the run.dir of a run")
+    if not (folder / "metrics.jsonl").is_file():
+        raise DataError(f"{folder} is not a run directory: it has no metrics.jsonl; give the run.dir of a run")
+    rows = metric_rows(folder / "metrics.jsonl")
+    if not rows:
+        raise DataError(f"{folder / 'metrics.jsonl'} has no row yet: the run has not finished a step")
+    stage = "rl" if any(row.get("stage", "rl") == "rl" and row["step"] > 0 for row in rows) else "value_pretraining"
+    files = _by_step(folder / "samples", "step" if stage == "rl" else "value_pretraining")
+    chosen = evenly(files, MOST_SAMPLE_FILES)
+    samples = [sample | {"step": step, "stage": stage} for step, file in chosen for sample in _json_lines(file, "samples are damaged")]
+    evaluations = _by_step(folder / "samples", "eval_step")
+    ends = [evaluations[0], evaluations[-1]] if len(evaluations) > 1 else []
+    evaluated = {step: _json_lines(file, "samples are damaged") for step, file in ends}
+    finished = (folder / "finished.json").is_file()
+    return RunData(name, folder, rows, _settings(folder / "config.yaml"), finished, samples, (len(chosen), len(files)), evaluated)
+
+
+def evenly(items: Sequence[Any], count: int) -> list[Any]:
+    """At most ``count`` of ``items``, evenly spaced, the first and the last among them."""
+    if len(items) <= count:
+        return list(items)
+    return [items[round(number * (len(items) - 1) / (count - 1))] for number in range(count)]
+
+
+def _by_step(folder: Path, prefix: str) -> list[tuple[int, Path]]:
+    """The files ``<prefix>_<number>.jsonl`` in order of their numbers."""
+    found = []
+    for path in folder.glob(f"{prefix}_*.jsonl") if folder.is_dir() else ():
+        number = path.stem.removeprefix(f"{prefix}_")
+        if number.isdecimal():
+            found.append((int(number), path))
+    return sorted(found)
+
+
+def _settings(path: Path) -> dict[str, Any]:
+    try:
+        found, faults = parse_yaml(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path} cannot be read: {error}") from error
+    if faults or not isinstance(found, dict):
+        raise DataError(f"{path}: {'; '.join(faults) or 'expected a mapping of settings'}")
+    return found
+
+
+def setting(settings: Mapping[str, Any], *keys: str) -> Any:
+    """A setting by its keys; None where it, or a section above it, is absent."""
+    value: Any = settings
+    for key in keys:
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value
+
+
+def rows_of(rows: Iterable[Row], stage: str) -> list[Row]:
+    """The steps of one stage; evaluations before the first step (``step`` 0) are no steps."""
+    return [row for row in rows if row.get("stage", "rl") == stage and row["step"] > 0]

@@ -1,0 +1,104 @@
+"""Which responses the page shows, and how much of each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from vapo_mcore.report.read import RunData, Sample
+
+OF_EACH_KIND = 5
+"""Responses of each kind; verdicts that changed: twice as many."""
+MOST_TOKENS = 2400
+"""Tokens (or characters, without tokens four times as many) of a response that are shown, shared among the runs of a page."""
+FEWEST_TOKENS = 400
+_CHARACTERS_OF_A_TOKEN = 4
+_COPIED = (
+    "step", "stage", "prompt_id", "sample_index", "source", "ground_truth", "correct", "score", "reward", "error", "finish_reason",
+    "response_length",
+)  # fmt: skip
+
+
+def chosen_samples(run: RunData, runs: int) -> dict[str, Any]:
+    """``records``, ``kinds`` (name -> numbers of records, or pairs of them for ``changed``) and ``changed``: how many verdicts turned.
+
+    best and worst: by reward, newer ones first where it is the same; only responses with a verdict. longest: by length. latest: of the
+    last steps. changed: the same problem and sample number in the first and in the last evaluation, with different verdicts, those that
+    turned wrong before those that turned right.
+    """
+    records: list[Sample] = []
+    numbers: dict[int, int] = {}
+
+    def number(sample: Sample) -> int:
+        if id(sample) not in numbers:
+            numbers[id(sample)] = len(records)
+            records.append(shown(sample, max(FEWEST_TOKENS, MOST_TOKENS // runs)))
+        return numbers[id(sample)]
+
+    newest = run.samples[::-1]
+    graded = [sample for sample in newest if sample.get("error") is None and sample.get("reward") is not None]
+    kinds: dict[str, Any] = {
+        "best": sorted(graded, key=lambda sample: -sample["reward"]),
+        "worst": sorted(graded, key=lambda sample: sample["reward"]),
+        "longest": sorted(newest, key=lambda sample: -sample.get("response_length", 0)),
+        "latest": newest,
+    }
+    kinds = {name: [number(sample) for sample in found[:OF_EACH_KIND]] for name, found in kinds.items()}
+    pairs = changed_verdicts(run)
+    few = [pair for right in (True, False) for pair in [p for p in pairs if p[0]["correct"] is right][:OF_EACH_KIND]]
+    kinds["changed"] = [[number(sample) for sample in pair] for pair in few]
+    to_right = sum(not before["correct"] for before, _ in pairs)
+    return {"records": records, "kinds": kinds, "to_right": to_right, "to_wrong": len(pairs) - to_right, "evaluated": list(run.evaluated)}
+
+
+def changed_verdicts(run: RunData) -> list[tuple[Sample, Sample]]:
+    """Responses of the first and of the last evaluation to the same problem, with the same sample number, that differ in the verdict."""
+    if len(run.evaluated) < 2:
+        return []
+    (first, before), (last, after) = run.evaluated.items()
+    later = {_item(sample): sample for sample in after if sample.get("error") is None}
+    pairs = ((sample, later.get(_item(sample))) for sample in before if sample.get("error") is None)
+    return [
+        (one | {"step": first, "stage": "evaluation"}, other | {"step": last, "stage": "evaluation"})
+        for one, other in pairs
+        if other is not None and bool(one["correct"]) != bool(other["correct"])
+    ]
+
+
+def _item(sample: Sample) -> tuple[Any, Any, Any]:
+    return sample.get("source"), sample.get("prompt_id"), sample.get("sample_index")
+
+
+def shown(sample: Sample, most: int) -> Sample:
+    """What the page keeps of a sample; of a long response the beginning and the end, with ``left_out`` = [where, tokens or characters]."""
+    record: Sample = {name: sample[name] for name in _COPIED if name in sample}
+    record["prompt"] = _shortened(str(sample.get("prompt", "")), most * _CHARACTERS_OF_A_TOKEN)
+    tokens = sample.get("tokens")
+    if not tokens:
+        response = str(sample.get("response", ""))
+        kept, record["left_out"] = _ends(response, most * _CHARACTERS_OF_A_TOKEN)
+        record["response"] = "".join(kept)
+        return record
+    record["tokens"] = {}
+    for name, column in tokens.items():
+        kept, record["left_out"] = _ends(column, most)
+        record["tokens"][name] = "".join(kept) if isinstance(column, str) else list(kept)
+    return record
+
+
+def _ends(items: Sequence[Any], most: int) -> tuple[list[Any], list[int] | None]:
+    if len(items) <= most:
+        return list(items), None
+    first = most * 3 // 5
+    return [*items[:first], *items[len(items) - (most - first) :]], [first, len(items) - most]
+
+
+def _shortened(text: str, most: int) -> str:
+    kept, left_out = _ends(text, most)
+    if left_out is None:
+        return text
+    return f"{''.join(kept[: left_out[0]])} [... {left_out[1]} characters ...] {''.join(kept[left_out[0] :])}"
+
+
+def has_tokens(samples: Iterable[Sample]) -> bool:
+    return any("tokens" in sample for sample in samples)

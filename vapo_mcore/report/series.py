@@ -1,0 +1,205 @@
+"""Numbers for the charts: curves by bucket, evaluations, distributions by window, seconds by phase. Rounded only for the page."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vapo_mcore.report.read import Row, rows_of
+
+MOST_POINTS = 500
+"""Points of a curve; more steps share them."""
+WINDOWS = {"value_pretraining": 4, "rl": 16}
+"""Windows of consecutive steps, at most so many of each stage, for which distributions are shown."""
+HISTOGRAMS = ("gae/lambda_histogram", "groups/accuracy_histogram", "response/length_histogram")
+PROFILES = ("position", "length")
+_EVALUATION = re.compile(r"eval/(?P<name>.+)/avg@(?P<samples>\d+)")
+_NOT_A_CURVE = {"step"}
+Numbers = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Point:
+    """One evaluation: ``step`` of the RL stage (0 is before training), accuracy and the ends of its interval."""
+
+    step: int
+    accuracy: float
+    low: float
+    high: float
+
+
+def evaluations(rows: Sequence[Row]) -> dict[str, list[Point]]:
+    """``"<set> avg@k"`` -> its evaluations in order of steps."""
+    result: dict[str, list[Point]] = {}
+    for row in rows:
+        for key, accuracy in row.items():
+            match = _EVALUATION.fullmatch(key)
+            if match is None or accuracy is None:
+                continue
+            low, high = (row.get(f"eval/{match['name']}/{end}") for end in ("ci_low", "ci_high"))
+            point = Point(row["step"], accuracy, accuracy if low is None else low, accuracy if high is None else high)
+            result.setdefault(f"{match['name']} avg@{match['samples']}", []).append(point)
+    return result
+
+
+def rounded(value: float | None, digits: int = 5) -> float | int | None:
+    """With so many significant digits, None where it is not a number; whole numbers without a point, which is shorter."""
+    if value is None or not np.isfinite(value):
+        return None
+    short = float(f"{value:.{digits}g}")
+    return int(short) if short == int(short) and abs(short) < 1e15 else short
+
+
+def curves(rows: Sequence[Row]) -> dict[str, Any]:
+    """Every numeric metric of a run over its steps, in at most ``MOST_POINTS`` buckets of consecutive steps.
+
+    x is the step of the RL stage; the k-th of P steps of value pretraining is at k - P - 1, so that runs meet at the start of RL.
+
+    Returns: ``x`` (middle of each bucket), ``first`` and ``last`` (its steps), ``mean`` by metric (over the steps in which it is a
+        number, None in a bucket without any), ``low`` and ``high`` where buckets have several steps, and ``undefined`` (steps in which
+        the metric is null, by metric, where there are any).
+    """
+    pretraining, rl = rows_of(rows, "value_pretraining"), rows_of(rows, "rl")
+    steps = [*pretraining, *rl]
+    places = np.array([row["step"] - len(pretraining) - 1 for row in pretraining] + [row["step"] for row in rl], dtype=np.float64)
+    edges = _edges(len(pretraining), len(rl))
+    starts, ends = edges[:-1], edges[1:]
+    result: dict[str, Any] = {
+        "x": [rounded(places[a:b].mean()) for a, b in zip(starts, ends, strict=True)],
+        "first": [int(places[a]) for a in starts],
+        "last": [int(places[b - 1]) for b in ends],
+        "mean": {},
+        "low": {},
+        "high": {},
+        "undefined": {},
+    }
+    for name in _numeric_metrics(steps):
+        values = np.array([_number(row.get(name)) for row in steps])
+        mean, low, high = _buckets(values, edges)
+        result["mean"][name] = [rounded(x) for x in mean]
+        if len(steps) > len(starts):
+            result["low"][name], result["high"][name] = [rounded(x) for x in low], [rounded(x) for x in high]
+        undefined = sum(name in row and row[name] is None for row in steps)
+        if undefined:
+            result["undefined"][name] = undefined
+    return result
+
+
+def _edges(pretraining: int, rl: int) -> list[int]:
+    """Where the buckets begin, and the end: no bucket has steps of both stages."""
+    total = pretraining + rl
+    if total <= MOST_POINTS:
+        return list(range(total + 1))
+    shares = max(1, MOST_POINTS * pretraining // total) if pretraining else 0
+    first = np.linspace(0, pretraining, shares + 1).round().astype(int) if shares else np.array([0])
+    second = pretraining + np.linspace(0, rl, MOST_POINTS - shares + 1).round().astype(int)
+    return [int(edge) for edge in np.unique(np.concatenate([first, second]))]
+
+
+def _buckets(values: Numbers, edges: Sequence[int]) -> tuple[Numbers, Numbers, Numbers]:
+    """Mean, smallest and largest of the numbers in each bucket; NaN where there is none."""
+    starts = np.asarray(edges[:-1])
+    if not len(starts):
+        return np.empty(0), np.empty(0), np.empty(0)
+    known = ~np.isnan(values)
+    count = np.add.reduceat(known.astype(np.float64), starts)
+    total = np.add.reduceat(np.where(known, values, 0.0), starts)
+    low = np.minimum.reduceat(np.where(known, values, np.inf), starts)
+    high = np.maximum.reduceat(np.where(known, values, -np.inf), starts)
+    empty = count == 0
+    mean = np.where(empty, np.nan, total / np.maximum(count, 1))
+    return mean, np.where(empty, np.nan, low), np.where(empty, np.nan, high)
+
+
+def _numeric_metrics(rows: Sequence[Row]) -> list[str]:
+    """In the order in which they come up; a metric that never was a number is left out."""
+    found: dict[str, None] = {}
+    for row in rows:
+        for name, value in row.items():
+            if name not in _NOT_A_CURVE and name not in found and not np.isnan(_number(value)):
+                found[name] = None
+    return list(found)
+
+
+def _number(value: Any) -> float:
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else float("nan")
+
+
+def evaluation_curves(rows: Sequence[Row]) -> dict[str, list[dict[str, Any]]]:
+    """``evaluations`` for the page."""
+    return {
+        name: [{key: rounded(value) for key, value in asdict(point).items()} for point in points]
+        for name, points in evaluations(rows).items()
+    }
+
+
+def windows(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Distributions over windows of consecutive steps, value pretraining first.
+
+    Each has ``stage``, ``first`` and ``last`` step, ``histograms`` (counts added up over its steps) and ``profiles``: by ``position`` and
+    ``length``, means of ``values`` and ``returns`` over all ``tokens`` of its steps, None in a bin without any. What no step of the window
+    recorded is absent.
+    """
+    result = []
+    for stage, most in WINDOWS.items():
+        steps = rows_of(rows, stage)
+        edges = np.linspace(0, len(steps), min(most, len(steps)) + 1).round().astype(int)
+        result += [_window(stage, steps[a:b]) for a, b in pairwise(edges)]
+    return result
+
+
+def _window(stage: str, rows: Sequence[Row]) -> dict[str, Any]:
+    histograms = {}
+    for name in HISTOGRAMS:
+        counts = [row[name] for row in rows if row.get(name)]
+        if counts:
+            histograms[name] = [int(count) for count in np.sum(np.asarray(counts), axis=0)]
+    profiles = {name: profile for name in PROFILES if (profile := _profile(rows, name))}
+    return {"stage": stage, "first": rows[0]["step"], "last": rows[-1]["step"], "histograms": histograms, "profiles": profiles}
+
+
+def _profile(rows: Sequence[Row], by: str) -> dict[str, Any]:
+    recorded = [row for row in rows if row.get(f"critic/tokens_by_{by}")]
+    if not recorded:
+        return {}
+    tokens = np.array([row[f"critic/tokens_by_{by}"] for row in recorded], dtype=np.float64)
+    total = tokens.sum(axis=0)
+    profile: dict[str, Any] = {"tokens": [int(count) for count in total]}
+    for what in ("values", "returns"):
+        means = np.array([[0.0 if mean is None else mean for mean in row[f"critic/{what}_by_{by}"]] for row in recorded])
+        profile[what] = [rounded(s / n) if n else None for s, n in zip((means * tokens).sum(axis=0), total, strict=True)]
+    return profile
+
+
+def phase_seconds(rows: Sequence[Row]) -> dict[str, float]:
+    """Mean seconds of a step of the RL stage by phase (of value pretraining where there is no other); ``time/step`` is their sum."""
+    steps = rows_of(rows, "rl") or rows_of(rows, "value_pretraining")
+    totals: dict[str, float] = {}
+    for row in steps:
+        for name, value in row.items():
+            if name.startswith("time/") and name not in ("time/step", "time/eval") and value is not None:
+                totals[name.removeprefix("time/")] = totals.get(name.removeprefix("time/"), 0.0) + value
+    return {name: total / len(steps) for name, total in totals.items()}
+
+
+def mean_of_ends(rows: Sequence[Row], name: str, count: int) -> tuple[float, float] | None:
+    """Means of the first and of the last ``count`` numbers of a metric in the RL stage; None where there is none."""
+    values = [row[name] for row in rows_of(rows, "rl") if row.get(name) is not None]
+    return (float(np.mean(values[:count])), float(np.mean(values[-count:]))) if values else None
+
+
+def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Settings by dotted key; lists stay whole."""
+    result: dict[str, Any] = {}
+    for key, value in settings.items():
+        if isinstance(value, Mapping) and value:
+            result |= flat(value, f"{prefix}{key}.")
+        else:
+            result[f"{prefix}{key}"] = value
+    return result
