@@ -126,7 +126,7 @@ def points(browser: Browser, selector: str) -> list[tuple[float, float]]:
 
 def axis(browser: Browser, title: str, which: str) -> dict[float, float]:
     """Numbers of an axis and the places of their labels in the drawing."""
-    place = "x" if which == "xtick" else "y"
+    place = "data-x" if which == "xtick" else "y"
     script = (
         f"[...document.querySelectorAll({json.dumps(card(title, '.' + which))})].map((t) => [t.textContent, +t.getAttribute('{place}')])"
     )

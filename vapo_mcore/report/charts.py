@@ -113,7 +113,7 @@ SECTIONS = (
             ),
             Chart(
                 "Clip fractions",
-                "Share of tokens held by the upper and by the lower clip. Healthy: a few percent at most; the upper one is what Clip- "
+                "Share of tokens held by the upper and by the lower clip. Healthy: a few percent at most; the upper one is what Clip-"
                 "Higher leaves room to.",
                 {"policy/clip_frac_high": "upper", "policy/clip_frac_low": "lower", "policy/clip_frac_dual": "dual"},
             ),

@@ -80,13 +80,15 @@ function frame(holder, xs, ys, { log = false, xLabel = "", labels = null, height
   const x = (value) => MARGIN.left + ((value - xs[0]) / (xs[1] - xs[0] || 1)) * (right - MARGIN.left);
   const part = (value) => (log ? Math.log(value / ys[0]) / Math.log(ys[1] / ys[0]) : (value - ys[0]) / (ys[1] - ys[0]));
   const y = (value) => bottom - part(value) * (bottom - MARGIN.top);
-  for (const tick of log ? logTicks(...ys) : ticks(ys[0], ys[1], 4)) {
+  for (const tick of log ? logTicks(...ys) : ticks(ys[0], ys[1], 5)) {
     root.append(svg("line", { class: "gridline", x1: MARGIN.left, x2: right, y1: y(tick), y2: y(tick) }));
     root.append(svg("text", { class: "ytick", x: MARGIN.left - 6, y: y(tick) + 4, "text-anchor": "end" }, format(tick, 4)));
   }
   const whole = labels ?? ticks(xs[0], xs[1], 6).filter((tick) => Number.isInteger(tick)).map((tick) => [tick, format(tick)]);
   for (const [place, text] of whole) {
-    root.append(svg("text", { class: "xtick", x: x(place), y: bottom + 15, "text-anchor": "middle" }, text));
+    const middle = Math.min(x(place), width - 3 - 3.2 * text.length); // a label at the right end stays inside
+    root.append(svg("line", { class: "axis", x1: x(place), x2: x(place), y1: bottom, y2: bottom + 3 }));
+    root.append(svg("text", { class: "xtick", "data-x": x(place), x: middle, y: bottom + 15, "text-anchor": "middle" }, text));
   }
   root.append(svg("line", { class: "axis", x1: MARGIN.left, x2: right, y1: bottom, y2: bottom }));
   root.append(svg("text", { x: (MARGIN.left + right) / 2, y: height - 3, "text-anchor": "middle" }, xLabel));

@@ -46,7 +46,7 @@ function drawLines(holder, chart) {
     const why = found.length ? "no number above 0: choose the linear scale" : "not recorded";
     return holder.replaceChildren(el("div", { class: "none" }, why));
   }
-  const places = shown().flatMap(({ run }) => [run.curves.x[0], run.curves.x.at(-1)]);
+  const places = shown().flatMap(({ run }) => [run.curves.first[0], run.curves.last.at(-1)]);
   const xs = [places.reduce((a, b) => Math.min(a, b)), places.reduce((a, b) => Math.max(a, b))];
   const ys = domain(numbers.reduce((a, b) => Math.min(a, b)), numbers.reduce((a, b) => Math.max(a, b)), log);
   const plot = frame(holder, xs[0] === xs[1] ? [xs[0] - 1, xs[1] + 1] : xs, ys, { log, xLabel: xs[0] < 0 ? "step (below 0: value pretraining)" : "step" });
@@ -167,6 +167,7 @@ function drawHistogram(holder, chart) {
     const now = windowOf(run);
     return { run, number, now, shares: shares(now), counts: now.histograms[metric], before: shares(recorded[0]), beforeName: windowName(recorded[0]) };
   });
+  const outlineColour = (set) => (sets.length > 1 ? runColour(set.number) : "var(--soft)");
   const count = found[0].run.windows.find((window) => window.histograms[metric]).histograms[metric].length;
   const bins = sets.map(({ run }) => binsOf(run, metric, count));
   const top = Math.max(...sets.flatMap((set) => [...(set.shares ?? [0]), ...(set.before ?? [0])]));
@@ -187,16 +188,17 @@ function drawHistogram(holder, chart) {
     }
     if (set.before) {
       const outline = set.before.flatMap((share, k) => [[plot.x(edges(k)), plot.y(share)], [plot.x(edges(k + 1)), plot.y(share)]]);
-      plot.root.append(svg("path", { class: "before", d: path(outline), stroke: sets.length > 1 ? runColour(set.number) : "var(--soft)", "stroke-width": 1.3, "stroke-dasharray": "3 2", fill: "none", "pointer-events": "none" }));
+      plot.root.append(svg("path", { class: "before", d: path(outline), stroke: outlineColour(set), "stroke-width": 1.3, "stroke-dasharray": "3 2", fill: "none", "pointer-events": "none" }));
     }
   });
-  holder.replaceChildren(plot.root, windowLegend(sets, "bars", "dashed outline"));
+  holder.replaceChildren(plot.root, windowLegend(sets, (set) => [el("span", { class: "dot", style: `background:${runColour(set.number)}` })], (set) => swatch(outlineColour(set), "3 2")));
 }
 
+/** Which steps are drawn how: ``now`` and ``before`` make the swatches of a set. */
 function windowLegend(sets, now, before) {
-  const lines = sets.map((set) => {
+  const lines = sets.flatMap((set) => {
     const name = RUNS.length > 1 ? `${set.run.name}: ` : "";
-    return el("span", {}, el("span", { class: "dot", style: `background:${runColour(set.number)}` }), `${name}${now} ${windowName(set.now)}, ${before} ${set.beforeName}`);
+    return [el("span", {}, ...now(set), `${name}${windowName(set.now)}`), el("span", {}, before(set), set.beforeName)];
   });
   return el("div", { class: "legend" }, ...lines);
 }
@@ -239,7 +241,14 @@ function drawProfile(holder, chart) {
     showTip(event, title, lines);
   });
   plot.root.addEventListener("pointerleave", hideTip);
-  holder.replaceChildren(plot.root, windowLegend(sets, "values solid, returns dashed:", "values faint:"));
+  holder.replaceChildren(
+    plot.root,
+    windowLegend(
+      sets,
+      (set) => [swatch(runColour(set.number), ""), "values ", swatch(runColour(set.number), "5 4"), "returns, "],
+      (set) => fill(swatch(runColour(set.number), ""), { opacity: 0.3 }, []),
+    ),
+  );
 }
 
 // ------------------------------------------------------------------------------------------------------------------ phases
@@ -325,11 +334,12 @@ function facts(run) {
   const rows = [["steps", `${summary.steps}${planned}${pretraining}${summary.finished ? ", finished" : ", not finished"}`]];
   const names = { "reward/mean": "reward", "accuracy/mean": "accuracy", "response/length_mean": "length" };
   for (const [metric, ends] of Object.entries(summary.ends)) {
-    if (ends) rows.push([names[metric], `${format(ends[0], 4)} in the first ${summary.window} steps, ${format(ends[1], 4)} in the last ${summary.window}`]);
+    if (ends) rows.push([`mean ${names[metric]}`, `${format(ends[0], 3)} \u2192 ${format(ends[1], 3)} (first and last ${summary.window} steps)`]);
   }
   for (const [name, [first, last]] of Object.entries(summary.evaluations)) {
-    const before = last[0] === first[0] ? "" : `; ${format(first[1], 3)} after step ${first[0]}`;
-    rows.push([name, `${format(last[1], 3)} (95 %: ${format(last[2], 3)} to ${format(last[3], 3)}) after step ${last[0]}${before}`]);
+    const before = last[0] === first[0] ? "" : `${format(first[1], 3)} \u2192 `;
+    const steps = last[0] === first[0] ? `step ${last[0]}` : `steps ${first[0]} and ${last[0]}`;
+    rows.push([name, `${before}${format(last[1], 3)} (95 %: ${format(last[2], 3)} to ${format(last[3], 3)}; ${steps})`]);
   }
   rows.push(["model", summary.model ?? "unknown"], ["advantages", summary.estimator ?? "unknown"], ["folder", run.path]);
   return el("dl", { class: "facts" }, ...rows.flatMap(([name, value]) => [el("dt", {}, name), el("dd", {}, value)]));
