@@ -37,6 +37,8 @@ def made_up_row(stage: str, step: int, chance: random.Random) -> dict[str, Any]:
     row: dict[str, Any] = {"step": step, "stage": stage}
     row |= {name: math.exp(-step / 900) * (1 + 0.3 * chance.random()) for name in CURVES}
     row["reward/mean"] = 0.2 + 0.6 * step / STEPS  # 0.5 in the middle of the run
+    if (stage, step) == ("rl", 777):
+        row["policy/entropy"] = 40.0  # a spike
     row["critic/explained_variance"] = None if step % 100 == 0 else 0.5
     for name, bins in LISTS.items():
         counts = "histogram" in name or "tokens" in name
@@ -189,6 +191,27 @@ def test_points_stand_where_their_numbers_are(pages: dict[str, Path], browser: B
     assert "undefined in 20 steps" in browser.evaluate(
         f"document.querySelector({json.dumps(card('Explained variance', '.note'))}).textContent"
     )
+
+
+def test_spikes_evaluations_and_phases_show_their_numbers(pages: dict[str, Path], browser: Browser) -> None:
+    browser.open(pages["long"])
+    ys = axis(browser, "Entropy", "ytick")
+    band = points(browser, card("Entropy", "path.band"))
+    x, y = min(band, key=lambda point: point[1])  # the highest on the page
+    assert read_off(ys, y) == pytest.approx(40, rel=0.01)
+    assert read_off(axis(browser, "Entropy", "xtick"), x) == pytest.approx(777, abs=5)
+    xs, ys = axis(browser, "Evaluation", "xtick"), axis(browser, "Evaluation", "ytick")
+    found = [(read_off(xs, x), read_off(ys, y)) for x, y in points(browser, card("Evaluation", "path.curve"))]
+    assert found == [(pytest.approx(step, abs=5), pytest.approx(step / 4000, abs=0.005)) for step in range(0, 2001, 200)]
+    rows = [json.loads(line) for line in (pages["long"].parent / "metrics.jsonl").read_text().splitlines()]
+    seconds = [row["time/generate"] for row in rows if row["stage"] == "rl" and row["step"] > 0]
+    table = dict(browser.evaluate("[...document.querySelectorAll('.phases tr')].map((r) => [r.cells[0].innerText, r.cells[2].innerText])"))
+    assert table["generate"] == f"{sum(seconds) / len(seconds):.3g} s"
+    assert len(table) == len([name for name in CURVES if name.startswith("time/")]) - 1
+    # 16 bins of 100 tokens, a point in the middle of each
+    xs = axis(browser, "By response length", "xtick")
+    places = [read_off(xs, x) for x, _ in points(browser, card("By response length", 'path[data-profile="values_by_length"]'))]
+    assert places == pytest.approx([100 * k + 50 for k in range(16)], abs=5)
 
 
 def test_distributions_follow_the_slider(pages: dict[str, Path], browser: Browser) -> None:

@@ -99,8 +99,8 @@ def _read_run(folder: Path, name: str) -> RunData:
     if not (folder / "metrics.jsonl").is_file():
         raise DataError(f"{folder} is not a run directory: it has no metrics.jsonl; give the run.dir of a run")
     rows = metric_rows(folder / "metrics.jsonl")
-    if not rows:
-        raise DataError(f"{folder / 'metrics.jsonl'} has no row yet: the run has not finished a step")
+    if all(row["step"] == 0 for row in rows):
+        raise DataError(f"{folder / 'metrics.jsonl'} has no row of a step yet: the run has not finished one")
     stage = "rl" if any(row.get("stage", "rl") == "rl" and row["step"] > 0 for row in rows) else "value_pretraining"
     files = _by_step(folder / "samples", "step" if stage == "rl" else "value_pretraining")
     chosen = evenly(files, MOST_SAMPLE_FILES)

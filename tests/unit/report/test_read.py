@@ -63,10 +63,11 @@ def test_a_row_that_is_being_written_is_left_out_and_a_damaged_one_is_named(tmp_
 
 
 def test_what_is_no_run_is_told_all_at_once_with_exit_code_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    empty = write_run(tmp_path / "empty", [])
-    assert main(["report", str(tmp_path), str(empty), str(tmp_path / "absent")]) == 2
+    empty, evaluated = write_run(tmp_path / "empty", []), write_run(tmp_path / "evaluated", [{"step": 0, "eval/set/avg@1": 0.5}])
+    assert main(["report", str(tmp_path), str(empty), str(evaluated), str(tmp_path / "absent")]) == 2
     told = capsys.readouterr().err
-    for text in (f"{tmp_path} is not a run directory", "has no row yet", "there is no such folder"):
+    assert told.count("has no row of a step yet") == 2
+    for text in (f"{tmp_path} is not a run directory", "there is no such folder"):
         assert text in told
     broken = write_run(tmp_path / "broken", [{"step": 1}])
     (broken / "config.yaml").write_text("a: [1\n")

@@ -12,6 +12,8 @@ function style(run, curve) {
   return RUNS.length === 1 ? { colour: runColour(curve), dash: "" } : { colour: runColour(run), dash: DASHES[curve % DASHES.length] };
 }
 
+const nothing = (why = "not recorded") => el("div", { class: "none" }, shown().length ? why : "no run is shown: choose one above");
+
 function nearest(places, x) {
   let best = 0;
   places.forEach((place, k) => {
@@ -44,7 +46,7 @@ function drawLines(holder, chart) {
   const numbers = found.flatMap((curve) => [...curve.values, ...(curve.low ?? []), ...(curve.high ?? [])]).filter(usable);
   if (!numbers.length) {
     const why = found.length ? "no number above 0: choose the linear scale" : "not recorded";
-    return holder.replaceChildren(el("div", { class: "none" }, why));
+    return holder.replaceChildren(nothing(why));
   }
   const places = shown().flatMap(({ run }) => [run.curves.first[0], run.curves.last.at(-1)]);
   const xs = [places.reduce((a, b) => Math.min(a, b)), places.reduce((a, b) => Math.max(a, b))];
@@ -102,7 +104,7 @@ function drawEvaluations(holder) {
   const found = shown().flatMap(({ run, number }) =>
     names.filter((name) => run.evaluations[name]).map((name) => ({ name: RUNS.length > 1 ? `${run.name}, ${name}` : name, points: run.evaluations[name], ...style(number, names.indexOf(name)) })),
   );
-  if (!found.length) return holder.replaceChildren(el("div", { class: "none" }, "no evaluation recorded"));
+  if (!found.length) return holder.replaceChildren(nothing("no evaluation recorded"));
   const all = found.flatMap((curve) => curve.points);
   const steps = all.map((point) => point.step);
   const xs = [Math.min(...steps), Math.max(...steps)];
@@ -156,7 +158,7 @@ function binsOf(run, metric, count) {
 function drawHistogram(holder, chart) {
   const metric = chart.metrics[0][0];
   const found = shown().filter(({ run }) => run.windows.some((window) => window.histograms[metric]));
-  if (!found.length) return holder.replaceChildren(el("div", { class: "none" }, "not recorded"));
+  if (!found.length) return holder.replaceChildren(nothing());
   const shares = (window) => {
     const counts = window?.histograms[metric];
     const total = counts?.reduce((a, b) => a + b, 0);
@@ -168,14 +170,14 @@ function drawHistogram(holder, chart) {
     return { run, number, now, shares: shares(now), counts: now.histograms[metric], before: shares(recorded[0]), beforeName: windowName(recorded[0]) };
   });
   const outlineColour = (set) => (sets.length > 1 ? runColour(set.number) : "var(--soft)");
-  const count = found[0].run.windows.find((window) => window.histograms[metric]).histograms[metric].length;
-  const bins = sets.map(({ run }) => binsOf(run, metric, count));
+  const counts = sets.map((set) => set.before.length);
+  const bins = sets.map(({ run }, order) => binsOf(run, metric, counts[order]));
   const top = Math.max(...sets.flatMap((set) => [...(set.shares ?? [0]), ...(set.before ?? [0])]));
-  const right = Math.max(...bins.map((bin) => bin.edges(count)));
+  const right = Math.max(...bins.map((bin, order) => bin.edges(counts[order])));
   const plot = frame(holder, [0, right], [0, top * 1.06 || 1], { xLabel: bins[0].xLabel, labels: bins[0].labels ?? (right <= 1 ? [0, 0.25, 0.5, 0.75, 1].map((x) => [x, String(x)]) : null) });
   sets.forEach((set, order) => {
     const { edges, name } = bins[order];
-    for (let k = 0; k < count; k++) {
+    for (let k = 0; k < counts[order]; k++) {
       const [a, b] = [plot.x(edges(k)), plot.x(edges(k + 1))];
       const width = (b - a - 2) / sets.length;
       const hover = (event) => {
@@ -206,7 +208,7 @@ function windowLegend(sets, now, before) {
 function drawProfile(holder, chart) {
   const by = chart.by;
   const found = shown().filter(({ run }) => run.windows.some((window) => window.profiles[by]));
-  if (!found.length) return holder.replaceChildren(el("div", { class: "none" }, "not recorded"));
+  if (!found.length) return holder.replaceChildren(nothing());
   const sets = found.map(({ run, number }) => {
     const recorded = run.windows.filter((window) => window.profiles[by]);
     return { run, number, now: windowOf(run), before: recorded[0], beforeName: windowName(recorded[0]), bins: binsOf(run, by, recorded[0].profiles[by].tokens.length) };
@@ -256,7 +258,7 @@ function drawProfile(holder, chart) {
 function drawPhases(holder) {
   const phases = [...new Set(RUNS.flatMap((run) => Object.keys(run.phases)))];
   const visible = shown().filter(({ run }) => Object.keys(run.phases).length);
-  if (!visible.length) return holder.replaceChildren(el("div", { class: "none" }, "not recorded"));
+  if (!visible.length) return holder.replaceChildren(nothing());
   const size = (phase) => Math.max(...visible.map(({ run }) => run.phases[phase] ?? 0));
   const used = phases.filter((phase) => size(phase) > 0).sort((one, other) => size(other) - size(one));
   const top = Math.max(...used.map(size));
