@@ -10,8 +10,8 @@ from typing import Any
 
 from vapo_mcore.config.yaml_text import parse_yaml
 from vapo_mcore.errors import ConfigError, DataError, VapoError
+from vapo_mcore.metrics_file import GrowingMetrics, Row
 
-Row = dict[str, Any]
 Sample = dict[str, Any]
 
 MOST_SAMPLE_FILES = 200
@@ -40,29 +40,6 @@ class RunData:
     samples: list[Sample]
     sample_files: tuple[int, int]
     evaluated: dict[int, list[Sample]]
-
-
-def _json_lines(path: Path, hint: str) -> list[dict[str, Any]]:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}; {hint}") from error
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path} is not UTF-8 text ({error.reason} at byte {error.start}); {hint}") from error
-    lines = text.split("\n")
-    whole, last = lines[:-1], lines[-1]  # every line that was written whole ends with a line break
-    found = []
-    for number, line in enumerate([*whole, last] if last else whole, 1):
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            if number > len(whole):
-                break
-            raise DataError(f"{path}, line {number}: not JSON ({error})") from error
-        if not isinstance(row, dict):
-            raise DataError(f"{path}, line {number}: expected an object")
-        found.append(row)
-    return found
 
 
 def read_runs(paths: Sequence[str | Path]) -> list[RunData]:
@@ -98,18 +75,38 @@ def _read_run(folder: Path, name: str) -> RunData:
         raise DataError(f"{folder} is not a run directory: there is no such folder; give the run.dir of a run")
     if not (folder / "metrics.jsonl").is_file():
         raise DataError(f"{folder} is not a run directory: it has no metrics.jsonl; give the run.dir of a run")
-    rows = metric_rows(folder / "metrics.jsonl")
+    metrics = GrowingMetrics(folder / "metrics.jsonl")
+    metrics.refresh()
+    rows = metrics.rows
     if all(row["step"] == 0 for row in rows):
         raise DataError(f"{folder / 'metrics.jsonl'} has no row of a step yet: the run has not finished one")
     stage = "rl" if any(row.get("stage", "rl") == "rl" and row["step"] > 0 for row in rows) else "value_pretraining"
     files = _by_step(folder / "samples", "step" if stage == "rl" else "value_pretraining")
     chosen = evenly(files, MOST_SAMPLE_FILES)
-    samples = [sample | {"step": step, "stage": stage} for step, file in chosen for sample in _json_lines(file, "samples are damaged")]
+    samples = [sample | {"step": step, "stage": stage} for step, file in chosen for sample in _read_samples(file)]
     evaluations = _by_step(folder / "samples", "eval_step")
     ends = [evaluations[0], evaluations[-1]] if len(evaluations) > 1 else []
-    evaluated = {step: _json_lines(file, "samples are damaged") for step, file in ends}
+    evaluated = {step: _read_samples(file) for step, file in ends}
     finished = (folder / "finished.json").is_file()
     return RunData(name, folder, rows, _settings(folder / "config.yaml"), finished, samples, (len(chosen), len(files)), evaluated)
+
+
+def _read_samples(path: Path) -> list[Sample]:
+    """The samples of a file; a last one that is just being written is left out. Raises DataError, with the line, for a damaged one."""
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}") from error
+    found = []
+    for number, line in enumerate(lines[:-1], 1):  # what was written whole ends with a line break
+        try:
+            sample = json.loads(line)
+        except ValueError as error:  # JSONDecodeError and UnicodeDecodeError
+            raise DataError(f"{path}, line {number}: not JSON ({error})") from error
+        if not isinstance(sample, dict) or "prompt_id" not in sample or "correct" not in sample:
+            raise DataError(f"{path}, line {number}: expected an object with 'prompt_id' and 'correct'")
+        found.append(sample)
+    return found
 
 
 def evenly(items: Sequence[Any], count: int) -> list[Any]:

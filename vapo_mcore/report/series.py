@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vapo_mcore.report.read import Row, rows_of
+from vapo_mcore.metrics_file import Row
+from vapo_mcore.report.read import rows_of
 
 MOST_POINTS = 500
 """Points of a curve; more steps share them."""

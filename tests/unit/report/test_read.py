@@ -10,7 +10,7 @@ import pytest
 
 from vapo_mcore.cli import main
 from vapo_mcore.errors import ConfigError, DataError
-from vapo_mcore.report.read import evenly, metric_rows, read_runs
+from vapo_mcore.report.read import evenly, read_runs
 
 
 def write_run(folder: Path, rows: list[dict[str, Any]], samples: dict[str, list[dict[str, Any]]] | None = None) -> Path:
@@ -22,14 +22,15 @@ def write_run(folder: Path, rows: list[dict[str, Any]], samples: dict[str, list[
 
 
 def test_samples_come_with_their_step_in_the_order_of_numbers(tmp_path: Path) -> None:
-    samples = {"step_0002": [{"a": 2}], "step_10000": [{"a": 3}], "step_0001": [{"a": 0}, {"a": 1}], "value_pretraining_0001": [{"a": 9}]}
-    samples |= {"eval_step_0000": [{"e": 0}], "eval_step_0001": [{"e": 1}], "eval_step_0002": [{"e": 2}]}
+    files = {"step_0002": (2,), "step_10000": (3,), "step_0001": (0, 1), "value_pretraining_0001": (9,)}
+    files |= {f"eval_step_{step:04d}": (10 + step,) for step in range(3)}
+    samples = {name: [{"prompt_id": "p", "correct": True, "a": number} for number in numbers] for name, numbers in files.items()}
     (run,) = read_runs([write_run(tmp_path / "run", [{"step": 1, "stage": "rl"}], samples)])
     assert [(sample["a"], sample["step"], sample["stage"]) for sample in run.samples] == [
         (n, s, "rl") for n, s in enumerate((1, 1, 2, 10000))
     ]
     assert run.sample_files == (3, 3)
-    assert run.evaluated == {0: [{"e": 0}], 2: [{"e": 2}]}
+    assert {step: [sample["a"] for sample in found] for step, found in run.evaluated.items()} == {0: [10], 2: [12]}
     assert (run.name, run.settings, run.finished) == ("run", {}, False)
 
 
@@ -45,21 +46,24 @@ def test_runs_of_the_same_name_are_told_apart(tmp_path: Path) -> None:
         read_runs([folders[0], tmp_path / "b" / ".." / "a" / "run"])
 
 
-def test_a_row_that_is_being_written_is_left_out_and_a_damaged_one_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1}\n{"step": 2, "rew')
-    assert metric_rows(path) == [{"step": 1}]
-    for text, message in (
-        ('{"step": 1}\n{"step": 2, "rew\n', "line 2: not JSON"),
-        ('{"step": 1}\n[1]\n', "line 2: expected an object"),
-        ('{"step": "1"}\n', "line 1: expected an object with an integer 'step'"),
-    ):
-        path.write_text(text)
+def test_what_is_being_written_is_left_out_and_what_is_damaged_is_named(tmp_path: Path) -> None:
+    sample = {"prompt_id": "p", "correct": True, "response": "a\u2028b"}
+    folder = write_run(tmp_path / "run", [{"step": 1}], {"step_0001": [sample]})
+    file = folder / "samples" / "step_0001.jsonl"
+    file.write_text(json.dumps(sample, ensure_ascii=False) + '\n{"prompt_id": "q", "corr', encoding="utf-8")
+    with open(folder / "metrics.jsonl", "a") as metrics:
+        metrics.write('{"step": 2, "rew')
+    (run,) = read_runs([folder])
+    assert run.rows == [{"step": 1}]
+    assert run.samples == [sample | {"step": 1, "stage": "rl"}]
+    for text, message in ((b"{]", "line 1: not JSON"), (b"\xff", "line 1: not JSON"), (b"[1]", "expected an object with 'prompt_id'")):
+        file.write_bytes(text + b"\n")
         with pytest.raises(DataError, match=message):
-            metric_rows(path)
-    path.write_bytes(b'{"step": 1, "a": "\xff"}\n')
-    with pytest.raises(DataError, match="not UTF-8"):
-        metric_rows(path)
+            read_runs([folder])
+    file.unlink()
+    (folder / "metrics.jsonl").write_text('{"step": 1}\n{]\n')
+    with pytest.raises(DataError, match="line 2: not JSON"):
+        read_runs([folder])
 
 
 def test_what_is_no_run_is_told_all_at_once_with_exit_code_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
