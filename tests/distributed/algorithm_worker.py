@@ -14,6 +14,7 @@ from torch import Tensor
 from vapo_mcore.algorithm.advantages import whiten
 from vapo_mcore.algorithm.importance import mismatch_statistics
 from vapo_mcore.algorithm.losses import explained_variance, policy_loss, positive_nll, value_loss
+from vapo_mcore.algorithm.profiles import value_profiles
 from vapo_mcore.algorithm.segments import masked_moments
 from vapo_mcore.algorithm.weights import Denominators
 
@@ -76,6 +77,18 @@ def explained_variance_over_ranks() -> None:
     assert explained_variance(share.x[share.own], constant[share.own], share.mask[share.own], share.group) is None
 
 
+def value_profiles_over_ranks() -> None:
+    """A rank without tokens takes part; bins without any token are None on all."""
+    share = Share()
+    got = value_profiles(share.x[share.own], share.y[share.own], share.mask[share.own], share.cu, 8, share.group)
+    expected = value_profiles(share.x, share.y, share.mask, share.whole_cu, 8)
+    assert got.keys() == expected.keys()
+    for name, means in expected.items():
+        assert [x is None for x in got[name]] == [x is None for x in means], name
+        assert all(abs(x - y) < 1e-9 for x, y in zip(got[name], means, strict=True) if x is not None and y is not None), name
+    assert sum(x or 0 for x in got["tokens_by_length"]) == int(share.mask.sum())
+
+
 def mismatch_over_ranks() -> None:
     share = Share()
     got = mismatch_statistics(share.x[share.own], share.y[share.own], share.mask[share.own], group=share.group)
@@ -122,6 +135,7 @@ CASES: list[Callable[[], None]] = [
     whiten_one_token_in_all_gives_zeros,
     moments_count_tokens_exactly,
     explained_variance_over_ranks,
+    value_profiles_over_ranks,
     mismatch_over_ranks,
     losses_of_ranks_add_up_to_the_whole_batch,
 ]
