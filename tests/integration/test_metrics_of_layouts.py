@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tests.torchrun import run_torchrun
-from tests.training_setup import read_metrics, write_setup
+from tests.training_setup import assert_same_means, read_metrics, write_setup
 
 WORKER = Path(__file__).with_name("metrics_worker.py")
 OF_THE_LAYOUT = ("time/", "memory/", "packing/", "tokens/per_second")
@@ -36,7 +36,9 @@ def test_every_metric_is_the_same(folder: Path, one: str, other: str) -> None:
     for mine, theirs in zip(rows(folder, one), rows(folder, other), strict=True):
         assert mine.keys() == theirs.keys()
         for name in mine:
-            if not name.startswith(OF_THE_LAYOUT):
+            if isinstance(mine[name], list):
+                assert_same_means(mine[name], theirs[name], name, rel=2e-4, abs=2e-6)
+            elif not name.startswith(OF_THE_LAYOUT):
                 expected = pytest.approx(theirs[name], rel=2e-4, abs=2e-6) if isinstance(mine[name], float) else theirs[name]
                 assert mine[name] == expected, name
 

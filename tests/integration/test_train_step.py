@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from tests.rollout_models import load_model, reward_model_class, write_reward_model
 from tests.torchrun import run_torchrun
-from tests.training_setup import CHARACTERS, read_metrics, read_samples, write_setup
+from tests.training_setup import CHARACTERS, assert_same_means, read_metrics, read_samples, write_setup
 from vapo_mcore.trainer.metric_table import METRICS
 
 WORKER = Path(__file__).with_name("train_worker.py")
@@ -114,13 +114,6 @@ def test_samples_and_evaluations_are_written(folder: Path) -> None:
         row = next(row for row in read_metrics(run) if row["stage"] == "rl" and row["step"] == step)
         assert row["eval/heldout/avg@2"] == pytest.approx(sum(item["correct"] for item in items) / 14)
         assert row["eval/heldout/prompts"] == 7
-
-
-def assert_same_means(found: list[float | None], expected: list[float | None], name: str) -> None:
-    """Bins without a token are the same ones; the numbers of the others agree."""
-    assert [x is None for x in found] == [x is None for x in expected], name
-    pairs = [(one, other) for one, other in zip(found, expected, strict=True) if one is not None]
-    assert [one for one, _ in pairs] == pytest.approx([other for _, other in pairs], rel=1e-4, abs=1e-5), name
 
 
 def test_data_and_tensor_parallel_runs_agree(folder: Path) -> None:
