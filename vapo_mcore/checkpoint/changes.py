@@ -30,6 +30,8 @@ HARMLESS = (
     "model.attention",
     "model.recompute",
     "model.offload",
+    "policy.optimizer.cpu_offload",
+    "critic.optimizer.cpu_offload",
     "batch.max_tokens_per_microbatch",
     "rollout.vllm",
     "rollout.tensor_parallel_size",

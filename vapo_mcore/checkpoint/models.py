@@ -25,6 +25,7 @@ from vapo_mcore.errors import CheckpointError
 from vapo_mcore.megatron.engine import MegatronModel
 from vapo_mcore.megatron.host import megatron_scope
 from vapo_mcore.megatron.offload import HostPool
+from vapo_mcore.megatron.optimizer import is_hybrid
 from vapo_mcore.megatron.parallel import ParallelContext
 from vapo_mcore.trainer.collectives import all_gather_objects, broadcast_object, fail_together, world
 
@@ -144,6 +145,7 @@ def fill_chunks(chunks: Sequence[Any], folder: str | Path) -> None:
             chunk.load_state_dict(loaded[f"chunk{number}"], strict=True)
 
 
+@torch.no_grad()
 def load_weights(model: MegatronModel, folder: str | Path) -> None:
     """:func:`fill_chunks` for a model that may have an optimizer already, whose main parameters follow."""
     fill_chunks(model.chunks, folder)
@@ -164,7 +166,7 @@ def load_optimizer(model: MegatronModel, folder: str | Path, form: OptimizerForm
             _allocate(optimizer)
         loaded = _load(optimizer_state(model, form, is_loading=True), folder)
         for number, optimizer in enumerate(_inner(model)):
-            with _steps_apart(optimizer, updates + aside_updates):
+            with _steps_apart(optimizer, updates + aside_updates), _into_own_tensors(optimizer):
                 if form == "dp_reshardable":
                     optimizer.load_parameter_state_from_dp_reshardable(loaded[f"optimizer{number}"])
                 else:
@@ -223,16 +225,44 @@ def _load(state: dict[str, Any], folder: str | Path) -> dict[str, Any]:
 
 def _allocate(optimizer: Any) -> None:
     """Give every parameter the state that the first update would make, so that there is something to load into."""
-    if not isinstance(optimizer.optimizer, torch.optim.Optimizer) or type(optimizer.optimizer).__module__.startswith("torch."):
-        for group in optimizer.optimizer.param_groups:
-            for parameter in group["params"]:
-                optimizer.optimizer.state[parameter] = {
-                    "step": torch.tensor(0.0),
-                    "exp_avg": torch.zeros_like(parameter),
-                    "exp_avg_sq": torch.zeros_like(parameter),
-                }
+    if is_hybrid(optimizer.optimizer):
+        for part in optimizer.optimizer.sub_optimizers:
+            _allocate_adam(part)
+        optimizer.optimizer._sync_sub_optimizers_state_to_hdo()
+    elif not isinstance(optimizer.optimizer, torch.optim.Optimizer) or type(optimizer.optimizer).__module__.startswith("torch."):
+        _allocate_adam(optimizer.optimizer)
     else:  # Apex's or Transformer Engine's Adam, whose state Megatron allocates
         optimizer.load_state_dict(optimizer.state_dict())
+
+
+def _allocate_adam(adam: Any) -> None:
+    for group in adam.param_groups:
+        for parameter in group["params"]:
+            adam.state[parameter] = {
+                "step": torch.tensor(0.0),
+                "exp_avg": torch.zeros_like(parameter),
+                "exp_avg_sq": torch.zeros_like(parameter),
+            }
+
+
+@contextmanager
+def _into_own_tensors(optimizer: Any) -> Iterator[None]:
+    """What Megatron loads for an optimizer on the CPU is copied into its own tensors.
+
+    Megatron's loaders put into its state, in place of these, whatever they have read: slices that keep whole parameters alive, a main
+    parameter that is not the one that is updated, and in one of the forms its own notes on padding.
+    """
+    if not is_hybrid(optimizer.optimizer):
+        yield
+        return
+    own = {parameter: dict(values) for parameter, values in optimizer.optimizer.state.items()}
+    yield
+    for parameter, values in own.items():
+        loaded = optimizer.optimizer.state[parameter]  # the dictionary that the optimizer inside has too
+        for key, value in values.items():
+            value.copy_(loaded[key])
+        loaded.clear()
+        loaded.update(values)
 
 
 @contextmanager

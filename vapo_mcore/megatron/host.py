@@ -13,7 +13,7 @@ import importlib
 import logging
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -72,6 +72,7 @@ class HostPlatform:
             (cuda, "manual_seed", torch.manual_seed),
             (cuda, "default_generators", (torch.default_generator,)),
             (torch.Tensor, "cuda", same),
+            (torch.Tensor, "pin_memory", same),
             (torch.nn.Module, "cuda", same),
             (torch.Tensor, "type", cuda_type_name),
             (megatron_random, "_get_cuda_rng_state", get_state),
@@ -80,7 +81,7 @@ class HostPlatform:
 
 
 class _HostStream:
-    """Stands for a CUDA stream: work on the CPU is done when the call returns, so there is nothing to order."""
+    """Stands for a CUDA stream and for its events: work on the CPU is done when the call returns, so there is nothing to order."""
 
     def __init__(self, *_args: object, **_kwargs: object) -> None:
         pass
@@ -89,6 +90,9 @@ class _HostStream:
         pass
 
     def wait_event(self, *_args: object) -> None:
+        pass
+
+    def wait(self, *_args: object) -> None:
         pass
 
     def synchronize(self) -> None:
@@ -151,6 +155,23 @@ def megatron_scope(device: torch.device | None = None) -> Iterator[None]:
         for owner, name, value in replaced:
             setattr(owner, name, value)
         _depth -= 1
+
+
+@contextlib.contextmanager
+def counted_as_device(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Without CUDA, ``is_cuda`` says True for these tensors and all views of them, and False for everything else; with it nothing changes.
+
+    Megatron's CPU-offloaded optimizer asks it while it is built, to tell the parameters of the device from its own copies in host memory.
+    """
+    if HAS_CUDA:
+        yield
+        return
+    storages = {tensor.untyped_storage()._cdata for tensor in tensors}
+    torch.Tensor.is_cuda = property(lambda tensor: tensor.untyped_storage()._cdata in storages)  # type: ignore[assignment,method-assign]
+    try:
+        yield
+    finally:
+        del torch.Tensor.is_cuda  # that of the base class is seen again
 
 
 def import_megatron() -> None:

@@ -4,7 +4,8 @@ A model's memory has three parts that move separately: ``params`` (the parameter
 never copied) and ``optimizer`` (main parameters and every moment). Parameter and gradient buffers use Megatron's own buffer
 offload, with host buffers that are handed to it; optimizer state uses the same host pool, because Megatron's version makes
 fresh, unpinned copies at every move. Tensors keep their identity: only their storage is emptied and filled again, so views
-(bucket slices, fp32 optimizer shards of the parameter buffer) stay valid.
+(bucket slices, fp32 optimizer shards of the parameter buffer) stay valid. An optimizer on the CPU (``cpu_offload``) has its state in
+host memory all the time: nothing of it moves, and its ``optimizer`` part is empty.
 
 The code is the same without CUDA: storages are emptied and filled in the same way, and "device" and "host" bytes are counted
 apart, which is what the tests look at.
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor
 
 from vapo_mcore.megatron.host import HAS_CUDA, megatron_scope
+from vapo_mcore.megatron.optimizer import hybrid_optimizers
 
 if TYPE_CHECKING:
     from vapo_mcore.megatron.engine import MegatronModel
@@ -123,6 +125,7 @@ class ModelOffloader:
         self.resident: set[Part] = set(PARTS)
         self._on_host: set[Part] = set()  # parts whose host copy is up to date
         self._offloaded_state: list[tuple[tuple[Any, ...], Tensor, int]] = []
+        self._hand_over_gradient_copies()
 
     @property
     def _buffers(self) -> list[Any]:
@@ -131,20 +134,42 @@ class ModelOffloader:
     def _key(self, *rest: object) -> tuple[object, ...]:
         return (self.model.role, *rest)
 
+    @property
+    def _hybrids(self) -> list[Any]:
+        assert self.model.optimizer is not None
+        return list(hybrid_optimizers(self.model.optimizer.megatron))
+
+    def _hand_over_gradient_copies(self) -> None:
+        """Give an optimizer on the CPU the host buffers for its copies of the gradients: its own would be rounded up to powers of two."""
+        for number, hybrid in enumerate(self._hybrids):
+            for index, parameter in enumerate(hybrid.cpu_copys_map_gpu_param):
+                copy = self.pool.buffer(self._key("gradient_copy", number, index), parameter).view(parameter.shape)
+                hybrid.cpu_copy_map_grad[parameter] = parameter.grad = copy
+
+    def host_state_bytes(self) -> int:
+        """Bytes that an optimizer on the CPU holds besides the pool: main parameters and moments, each storage once."""
+        found: dict[int, int] = {}
+        for hybrid in self._hybrids:
+            for parameter, main in hybrid.param_to_inner_param.items():
+                values = (value for value in hybrid.state.get(parameter, {}).values() if isinstance(value, Tensor) and value.ndim > 0)
+                found |= {_storage_id(tensor): tensor.untyped_storage().nbytes() for tensor in (main, *values)}
+        return sum(found.values())
+
     def mark_changed(self) -> None:
         """The optimizer has stepped (or weights were loaded): host copies of what is resident are out of date."""
         self._on_host -= self.resident
 
     def state_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, tensor) of the optimizer's own tensors: main parameters and every state key, each storage once.
+        """(name, tensor) of the optimizer's own tensors on the device: main parameters and every state key, each storage once.
 
-        Views of parameter or gradient buffers are left out (float32 models optimise slices of the parameter buffer), and so are
-        0-dimensional step counters, which are host scalars.
+        Nothing of an optimizer on the CPU. Views of parameter or gradient buffers are left out (float32 models optimise slices of the
+        parameter buffer), and so are 0-dimensional step counters, which are host scalars.
         """
         buffers = {_storage_id(buffer.param_data) for buffer in self._buffers} | {_storage_id(buffer.grad_data) for buffer in self._buffers}
         assert self.model.optimizer is not None
+        on_the_cpu = self._hybrids
         for number, optimizer in enumerate(self.model.optimizer.megatron.chained_optimizers):
-            if getattr(optimizer, "is_stub_optimizer", False):
+            if getattr(optimizer, "is_stub_optimizer", False) or optimizer.optimizer in on_the_cpu:
                 continue
             parameters = [parameter for group in optimizer.optimizer.param_groups for parameter in group["params"]]
             for index, parameter in enumerate(parameters):
@@ -318,8 +343,8 @@ class Residency:
         return sum(sum(offloader.device_bytes().values()) for offloader in self.offloaders.values())
 
     def host_bytes(self) -> int:
-        """Bytes of host memory held for offloading."""
-        return self.pool.num_bytes
+        """Bytes of host memory held for offloading, and by optimizers on the CPU."""
+        return self.pool.num_bytes + sum(offloader.host_state_bytes() for offloader in self.offloaders.values())
 
 
 def _storage_id(tensor: Tensor) -> int:

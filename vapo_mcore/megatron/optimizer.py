@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from vapo_mcore.megatron.host import compute_device, megatron_scope
+from vapo_mcore.megatron.host import HAS_CUDA, compute_device, counted_as_device, megatron_scope
 
 if TYPE_CHECKING:
     from vapo_mcore.config.schema import OptimizerConfig
@@ -46,6 +47,7 @@ class Optimizer:
         self.settings = settings
         self.aside_updates = 0
         self._device = compute_device()
+        self._gradient = "decoupled_grad" if settings.cpu_offload else "grad"  # the attribute of a parameter that Megatron puts it in
         config = MegatronOptimizerConfig(
             optimizer="adam",
             lr=settings.lr,
@@ -58,9 +60,13 @@ class Optimizer:
             bf16=model_config.bf16,
             params_dtype=model_config.params_dtype,
             use_distributed_optimizer=True,
+            **(_CPU_OFFLOAD if settings.cpu_offload else {}),
         )
         with megatron_scope():
-            self.megatron = get_megatron_optimizer(config, chunks, use_gloo_process_groups=False)
+            if settings.cpu_offload:
+                self.megatron = _build_offloaded(config, chunks)
+            else:
+                self.megatron = get_megatron_optimizer(config, chunks, use_gloo_process_groups=False)
             self.scheduler = OptimizerParamScheduler(
                 self.megatron,
                 init_lr=0.0,
@@ -130,9 +136,8 @@ class Optimizer:
 
         The norm does not tell: it counts what tensor-parallel ranks hold in common (norms, biases) once, on the first of them.
         """
-        gradients = [
-            parameter.grad for one in self.megatron.chained_optimizers for parameter in one.get_parameters() if parameter.grad is not None
-        ]
+        parameters = [parameter for one in self.megatron.chained_optimizers for parameter in one.get_parameters()]
+        gradients = [gradient for parameter in parameters if (gradient := getattr(parameter, self._gradient, None)) is not None]
         if not gradients:
             return True
         largest = torch.stack(list(torch._foreach_norm(gradients, math.inf)))
@@ -165,4 +170,49 @@ class Optimizer:
             return
         for optimizer in self.megatron.chained_optimizers:
             if not getattr(optimizer, "is_stub_optimizer", False) and optimizer.get_parameters():
-                clip_grad_by_total_norm_fp32(optimizer.get_parameters(), self.settings.clip_grad, norm)
+                clip_grad_by_total_norm_fp32(optimizer.get_parameters(), self.settings.clip_grad, norm, self.settings.cpu_offload)
+
+
+_CPU_OFFLOAD: dict[str, Any] = {
+    "optimizer_cpu_offload": True,
+    "optimizer_offload_fraction": 1.0,
+    "overlap_cpu_optimizer_d2h_h2d": True,
+    "pin_cpu_grads": HAS_CUDA,
+}
+
+
+def _build_offloaded(config: Any, chunks: list[Any]) -> Any:
+    """Megatron's distributed optimizer around its HybridDeviceOptimizer, with everything on the CPU.
+
+    Main parameters, moments and copies of the gradients are in host memory, torch's fused AdamW runs there, and the new weights are
+    copied into the shards of the parameter buffers.
+    """
+    from megatron.core.optimizer import get_megatron_optimizer
+
+    # The optimizer holds the main parameters itself, and takes float32 gradients for parameters in bfloat16. Said to the constructor,
+    # this raises TypeError where Transformer Engine is not installed, which it does not need (0.16.1).
+    config.use_precision_aware_optimizer = config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
+    buffers = [buffer.param_data for chunk in chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+    # no_grad: shards of float32 parameters would be views with a history, which torch's optimizers refuse
+    with counted_as_device(buffers), torch.no_grad():
+        built = get_megatron_optimizer(config, chunks, use_gloo_process_groups=False)
+    for inner in hybrid_optimizers(built):
+        # Megatron's table of main parameters leaves out those that are float32 in the model (all, or a value head), and so do its
+        # reading of a checkpoint and its taking over of loaded weights.
+        inner.param_to_fp32_param |= inner.gpu_params_map_cpu_copy
+    gc.collect()  # it is built twice, first with copies of all parameters of the rank, whose hooks refer to themselves
+    return built
+
+
+def hybrid_optimizers(megatron: Any) -> Iterator[Any]:
+    """The optimizers on the CPU of this rank: none unless ``cpu_offload`` is set."""
+    for one in megatron.chained_optimizers:
+        if not getattr(one, "is_stub_optimizer", False) and is_hybrid(one.optimizer):
+            yield one.optimizer
+
+
+def is_hybrid(inner: Any) -> bool:
+    """Whether the optimizer inside one of Megatron's is its optimizer on the CPU."""
+    from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
+
+    return isinstance(inner, HybridDeviceOptimizer)

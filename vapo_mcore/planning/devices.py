@@ -25,6 +25,7 @@ class Device:
         train_efficiency, forward_efficiency: share of the peak that matrix products of training, and of a forward pass, reach.
         memory_rate, memory_efficiency: of the device's memory, and the share that decoding reaches.
         node_rate: to other devices of the node, one direction; network_rate: to other nodes; host_rate: to host memory.
+        host_update_rate: what AdamW on the CPU reads and writes of host memory, a process.
         decode_overhead: seconds of an engine step besides reading memory, at least; layer_latency: of one small all-reduce.
         context_bytes: CUDA context and libraries. nccl_bytes: of one communicator. cuda_graph_bytes: with CUDA graphs.
         process_host_bytes: host memory of a process besides what is offloaded.
@@ -43,6 +44,7 @@ class Device:
     node_rate: float
     network_rate: float
     host_rate: float
+    host_update_rate: float
     decode_overhead: float
     layer_latency: float
     context_bytes: float
@@ -69,6 +71,7 @@ _H100 = Device(
     node_rate=450e9 * 0.7,
     network_rate=50e9 * 0.8,
     host_rate=55e9 * 0.8,
+    host_update_rate=20e9,
     decode_overhead=2e-3,
     layer_latency=10e-6,
     context_bytes=0.7 * GIB,
@@ -95,6 +98,7 @@ DEVICES: dict[str, Device] = {
         node_rate=2e9,
         network_rate=1e9,
         host_rate=10e9,
+        host_update_rate=20e9,
         decode_overhead=15e-3,
         layer_latency=200e-6,
         context_bytes=0.0,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from vapo_mcore.checkpoint.files import model_folder
 from vapo_mcore.config.architecture import read_architecture
 from vapo_mcore.errors import ConfigError
-from vapo_mcore.planning.state import offload_host_bytes, snapshot_host_bytes
+from vapo_mcore.planning.state import Role, cpu_offload, offload_host_bytes, snapshot_host_bytes
 
 if TYPE_CHECKING:
     from vapo_mcore.config.schema import Config
@@ -72,12 +72,13 @@ def host_bytes(config: Config, *, processes: int, cuda: bool) -> HostBytes:
     if config.uses_critic and config.critic.path is not None:
         critic = read_architecture(model_folder(config.critic.path, "critic"))
     offload = cuda if config.model.offload is None else config.model.offload
-    offloaded = offload_host_bytes(config, policy, critic, processes_per_node=processes) if offload else 0
+    offloaded = offload_host_bytes(config, policy, critic, processes_per_node=processes, models_move=offload)
     return HostBytes(offloaded, snapshot_host_bytes(config, policy, critic, processes_per_node=processes, cuda=cuda))
 
 
 def check_host_memory(config: Config, *, processes: int, cuda: bool, available: int | None = None) -> None:
-    """Raise ConfigError if this node cannot hold what its processes offload and what checkpoints are written from.
+    """Raise ConfigError if this node cannot hold what its processes offload (optimizers on the CPU included) and what checkpoints are
+    written from.
 
     Args:
         processes: of the run on this node.
@@ -91,9 +92,17 @@ def check_host_memory(config: Config, *, processes: int, cuda: bool, available: 
     models = ["the policy", *(["the critic"] if config.uses_critic else []), *(["the reference"] if config.uses_reference else [])]
     way = ""
     if needed.offloaded:
-        way = "; or set model.offload: false" + (", if the devices hold all models at once" if cuda else "")
+        moving = cuda if config.model.offload is None else config.model.offload
+        keys = ["model.offload"] if moving else [f"{role}.optimizer.cpu_offload" for role in optimizers_on_cpu(config)]
+        way = f"; or set {' and '.join(f'{key}: false' for key in keys)}" + (", if the devices hold all models at once" if cuda else "")
     raise ConfigError(
         f"host memory: of weights and optimizer state of {' and '.join(models)}, {needed} for the {processes} "
         f"process{'' if processes == 1 else 'es'} on this node, and {free / _GIB:.2f} GiB are available. With more nodes each "
         "holds a smaller part (more data parallelism splits the optimizer state, more tensor or pipeline parallelism everything)" + way
     )
+
+
+def optimizers_on_cpu(config: Config) -> list[Role]:
+    """The models of this run whose optimizer has its state in host memory, whether models move or not."""
+    roles: list[Role] = ["policy", "critic"] if config.uses_critic else ["policy"]
+    return [role for role in roles if cpu_offload(config, role)]

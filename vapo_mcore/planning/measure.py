@@ -31,7 +31,7 @@ from vapo_mcore.megatron.logprob import CHUNK_ELEMENTS, vocab_parallel_logprobs
 from vapo_mcore.megatron.model import build_chunks
 from vapo_mcore.megatron.parallel import ParallelContext, initialize_parallel
 from vapo_mcore.planning.live_bytes import LiveBytes
-from vapo_mcore.planning.state import FlatBuffer, Role, StateBytes
+from vapo_mcore.planning.state import FlatBuffer, Role, StateBytes, cpu_offload, states_by_data_rank
 from vapo_mcore.trainer.losses import CriticLoss, PolicyLoss
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class RankState:
 
     @property
     def largest(self) -> StateBytes:
-        return max(self.by_data_rank, key=lambda state: state.optimizer)
+        return max(self.by_data_rank, key=lambda state: state.optimizer + state.host)
 
 
 @contextmanager
@@ -105,7 +105,7 @@ def build_state(config: Config, role: Role, architecture: ModelArchitecture, par
     """Build and wrap a model of this rank as training does, and count its buffers."""
     wrapped = _build(config, role, architecture, parallel, on_gpu=on_gpu)
     parameters = sum(parameter.numel() for chunk in wrapped for parameter in chunk.parameters())
-    return RankState(tuple(buffer_state(wrapped, parallel)), parameters)
+    return RankState(tuple(buffer_state(wrapped, parallel, cpu_offload=cpu_offload(config, role))), parameters)
 
 
 def _build(config: Config, role: Role, architecture: ModelArchitecture, parallel: ParallelContext, *, on_gpu: bool) -> list[Any]:
@@ -194,20 +194,18 @@ class ActivationProbe:
         return self._runs[key]
 
 
-def buffer_state(wrapped: Sequence[Any], parallel: ParallelContext) -> list[StateBytes]:
+def buffer_state(wrapped: Sequence[Any], parallel: ParallelContext, *, cpu_offload: bool) -> list[StateBytes]:
     """State bytes from the DDP buffers themselves, by rank of the group that the optimizer is split over."""
     ranks = parallel.data_parallel_size * parallel.context_parallel_size
     params = grads = 0
-    optimizer = [0] * ranks
+    flat = []
     for chunk in wrapped:
         for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
             params += buffer.param_data.untyped_storage().nbytes()
             grads += buffer.grad_data.untyped_storage().nbytes()
             ranges = tuple((start, end) for start, end, _ in buffer.param_index_map.values())
-            flat = FlatBuffer(buffer.param_dtype.itemsize, ranges, tuple(buffer.bucket_indices))
-            shards = flat.shard_numels(ranks)
-            optimizer = [held + flat.optimizer_bytes * shard for held, shard in zip(optimizer, shards, strict=True)]
-    return [StateBytes(params, grads, held) for held in optimizer]
+            flat.append(FlatBuffer(buffer.param_dtype.itemsize, ranges, tuple(buffer.bucket_indices)))
+    return states_by_data_rank(params, grads, flat, ranks, cpu_offload=cpu_offload)
 
 
 class _ChunkRun:

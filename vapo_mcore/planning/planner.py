@@ -25,6 +25,7 @@ from vapo_mcore.planning.state import (
     Role,
     StateBytes,
     as_dense,
+    cpu_offload,
     fullest_node,
     host_bytes_by_data_rank,
     model_state,
@@ -120,11 +121,10 @@ class Planner:
             models = {role: self._model(subject, role, by_rank, work, stage, device) for role, (by_rank, _) in states.items()}
             fullest = {role: max((model, fullest.get(role, model)), key=lambda m: m.state.params) for role, model in models.items()}
             ranks.append(rank_memory(config, models, vllm, work, device, stage))
-            by_stage.append(host_bytes_by_data_rank(config, {role: by_rank for role, (by_rank, _) in states.items()}))
+            by_role = {role: by_rank for role, (by_rank, _) in states.items()}
+            by_stage.append(host_bytes_by_data_rank(config, by_role, models_move=offload_enabled(config, device)))
             parameters.append({role: count for role, (_, count) in states.items()})
-        offloaded = 0.0
-        if offload_enabled(config, device):
-            offloaded = fullest_node(by_stage, config.parallel.tensor_model_parallel_size, cluster.processes_per_node)
+        offloaded = fullest_node(by_stage, config.parallel.tensor_model_parallel_size, cluster.processes_per_node)
         snapshots = snapshot_host_bytes(
             config, subject.policy, subject.critic, processes_per_node=cluster.processes_per_node, cuda=device.is_gpu
         )
@@ -142,7 +142,10 @@ class Planner:
         config = subject.config
         if not build:
             for role, arch in subject.roles.items():
-                states = model_state(arch, role, config.model.dtype, config.parallel, stage=stage, overlap=device.is_gpu)
+                on_cpu = cpu_offload(config, role)
+                states = model_state(
+                    arch, role, config.model.dtype, config.parallel, stage=stage, overlap=device.is_gpu, cpu_offload=on_cpu
+                )
                 yield role, (states, 0)
             return
         with pipeline_rank(config.parallel, stage) as parallel:
@@ -153,7 +156,7 @@ class Planner:
     def _model(self, subject: Subject, role: Role, states: Sequence[StateBytes], work: Workload, stage: int, device: Device) -> RankModel:
         config, arch = subject.config, subject.roles[role]
         reduction = 0 if device.is_gpu else reduction_copy_bytes(arch, role, config.model.dtype, config.parallel, stage=stage)
-        largest = max(states, key=lambda state: state.optimizer)
+        largest = max(states, key=lambda state: state.optimizer + state.host)
         return RankModel(largest, self._chunks(subject, role, work, stage, device), reduction)
 
     def _chunks(self, subject: Subject, role: Role, work: Workload, stage: int, device: Device) -> tuple[ChunkActivations, ...]:
@@ -215,7 +218,7 @@ class Change:
 def single_changes(plan: Plan, planner: Planner, reload: Reload) -> Iterator[Change]:
     """The single changes that make everything fit, cheapest in GPU-hours first."""
     found = []
-    for settings in _candidate_changes(plan):
+    for settings in candidate_changes(plan.subject, plan.cluster):
         changed = try_plan(planner, reload, plan.cluster, settings)
         if changed is not None and changed.fits:
             found.append(Change(" ".join(settings), changed))
@@ -244,19 +247,24 @@ def _state_fits(subject: Subject, device: Device) -> bool:
     config = subject.config
     capacity = device.memory if device.is_gpu else device.node_memory
     for role, arch in subject.roles.items():
-        state = model_state(arch, role, config.model.dtype, config.parallel, stage=0, overlap=device.is_gpu)[0]
+        on_cpu = cpu_offload(config, role)
+        state = model_state(arch, role, config.model.dtype, config.parallel, stage=0, overlap=device.is_gpu, cpu_offload=on_cpu)[0]
         if state.params + state.grads + state.optimizer > capacity:
             return False
     return True
 
 
-def _candidate_changes(plan: Plan) -> Iterator[list[str]]:
-    config = plan.subject.config
+def candidate_changes(subject: Subject, cluster: Cluster) -> Iterator[list[str]]:
+    """Settings of each change that is tried where a plan does not fit."""
+    config = subject.config
     p, kinds = config.parallel, ("none", "selective", "full")
     for recompute in kinds[kinds.index(config.model.recompute) + 1 :]:
         yield [f"model.recompute={recompute}"]
-    if not offload_enabled(config, plan.cluster.device):
+    if not offload_enabled(config, cluster.device):
         yield ["model.offload=true"]
+    on_device = [role for role in subject.roles if not cpu_offload(config, role)]
+    if cluster.device.is_gpu and on_device:
+        yield [f"{role}.optimizer.cpu_offload=true" for role in on_device]
     multiple = p.microbatch_multiple
     shortest = -(-config.max_sequence_length // multiple) * multiple
     if shortest < config.batch.max_tokens_per_microbatch:
@@ -270,7 +278,7 @@ def _candidate_changes(plan: Plan) -> Iterator[list[str]]:
     for degree in (2, 4, 8):
         if degree > config.rollout_tensor_parallel_size:
             yield [f"rollout.tensor_parallel_size={degree}"]
-    if plan.cluster.device.is_gpu:
+    if cluster.device.is_gpu:
         for share in (0.9, 0.85, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3):
             if share != config.rollout.vllm.gpu_memory_utilization:
                 yield [f"rollout.vllm.gpu_memory_utilization={share}"]

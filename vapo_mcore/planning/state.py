@@ -23,6 +23,7 @@ Role = Literal["policy", "critic"]
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 GRADIENT_BYTES = 4  # gradients are accumulated and reduced in float32
+CPU_OPTIMIZER_BYTES = 16  # of an element with an optimizer on the CPU: main parameter, two moments and the gradient's copy, all float32
 _PARAMETER_ALIGNMENT, _BUCKET_ALIGNMENT = 64, 128
 _MIN_BUCKET, _BUCKET_PER_RANK = 40_000_000, 1_000_000  # Megatron's default bucket size, where reduction overlaps the backward pass
 
@@ -39,14 +40,18 @@ class Parameter:
 
 @dataclass(frozen=True)
 class StateBytes:
-    """Bytes of a model's parts on one rank, in the terms of ``megatron.offload.RESIDENCY``."""
+    """Bytes of a model's parts on one rank, in the terms of ``megatron.offload.RESIDENCY``.
+
+    ``host``: what an optimizer on the CPU (``cpu_offload``) always has in host memory; ``optimizer`` is then 0.
+    """
 
     params: int = 0
     grads: int = 0
     optimizer: int = 0
+    host: int = 0
 
     def __add__(self, other: StateBytes) -> StateBytes:
-        return StateBytes(self.params + other.params, self.grads + other.grads, self.optimizer + other.optimizer)
+        return StateBytes(self.params + other.params, self.grads + other.grads, self.optimizer + other.optimizer, self.host + other.host)
 
 
 @dataclass(frozen=True)
@@ -61,10 +66,12 @@ class FlatBuffer:
     def numel(self) -> int:
         return self.buckets[-1][1]
 
-    @property
-    def optimizer_bytes(self) -> int:
-        """Optimizer state of an element: two moments in float32, and a float32 main copy where it is not float32 itself."""
-        return 8 if self.item_bytes == 4 else 12
+    def optimizer_bytes(self, *, cpu_offload: bool) -> int:
+        """Optimizer state of an element: two moments in float32, and a float32 main copy where it is not float32 itself.
+
+        On the CPU a main copy in any case, and the gradient's.
+        """
+        return CPU_OPTIMIZER_BYTES if cpu_offload else 8 if self.item_bytes == 4 else 12
 
     def shard_numels(self, ranks: int) -> list[int]:
         """Elements of parameters (no padding) that each rank's shards of all buckets hold: what optimizer state exists for."""
@@ -182,24 +189,36 @@ def stage_chunks(arch: ModelArchitecture, role: Role, dtype: str, parallel: Para
         yield chunk_parameters(arch, role, dtype, parallel, first=first, last=last)
 
 
+def cpu_offload(config: Config, role: Role) -> bool:
+    """Whether the model's optimizer is on the CPU."""
+    return bool(getattr(config, role).optimizer.cpu_offload)
+
+
 def model_state(
-    arch: ModelArchitecture, role: Role, dtype: str, parallel: ParallelConfig, *, stage: int, overlap: bool
+    arch: ModelArchitecture, role: Role, dtype: str, parallel: ParallelConfig, *, stage: int, overlap: bool, cpu_offload: bool = False
 ) -> list[StateBytes]:
     """State of one model on one pipeline rank, by rank of the data x context parallel group (its shards differ by padding).
 
     ``overlap``: gradient reduction overlaps the backward pass (on GPUs), which splits the first stage's buffer into buckets.
+    ``cpu_offload``: its optimizer is on the CPU.
     """
     ranks = parallel.data_parallel_size * parallel.context_parallel_size
-    params = grads = 0
-    optimizer = [0] * ranks
+    buffers: list[FlatBuffer] = []
     for number, parameters in enumerate(stage_chunks(arch, role, dtype, parallel, stage)):
         bucketed = overlap and stage == 0 and number == 0
-        for buffer in flat_buffers(parameters, ranks, _bucket_size(ranks) if bucketed else None):
-            params += buffer.numel * buffer.item_bytes
-            grads += buffer.numel * GRADIENT_BYTES
-            shards = buffer.shard_numels(ranks)
-            optimizer = [held + buffer.optimizer_bytes * shard for held, shard in zip(optimizer, shards, strict=True)]
-    return [StateBytes(params, grads, held) for held in optimizer]
+        buffers += flat_buffers(parameters, ranks, _bucket_size(ranks) if bucketed else None)
+    params = sum(buffer.numel * buffer.item_bytes for buffer in buffers)
+    grads = sum(buffer.numel * GRADIENT_BYTES for buffer in buffers)
+    return states_by_data_rank(params, grads, buffers, ranks, cpu_offload=cpu_offload)
+
+
+def states_by_data_rank(params: int, grads: int, buffers: Iterable[FlatBuffer], ranks: int, *, cpu_offload: bool) -> list[StateBytes]:
+    """Bytes of the buffers, which are the same on all ``ranks``, with each rank's own of the optimizer."""
+    held = [0] * ranks
+    for buffer in buffers:
+        each = buffer.optimizer_bytes(cpu_offload=cpu_offload)
+        held = [before + each * shard for before, shard in zip(held, buffer.shard_numels(ranks), strict=True)]
+    return [StateBytes(params, grads, 0, mine) if cpu_offload else StateBytes(params, grads, mine) for mine in held]
 
 
 def snapshot_bytes(arch: ModelArchitecture, role: Role, dtype: str, parallel: ParallelConfig, *, stage: int, overlap: bool) -> list[int]:
@@ -264,19 +283,28 @@ def as_dense(arch: ModelArchitecture) -> ModelArchitecture:
 
 
 def offload_host_bytes(
-    config: Config, architecture: ModelArchitecture, critic_architecture: ModelArchitecture | None = None, *, processes_per_node: int = 1
+    config: Config,
+    architecture: ModelArchitecture,
+    critic_architecture: ModelArchitecture | None = None,
+    *,
+    processes_per_node: int = 1,
+    models_move: bool = True,
 ) -> int:
     """Host memory that offloading takes on the fullest node (``processes_per_node`` = 1: the fullest rank), in bytes.
 
     Parameters and optimizer state of policy and critic, each once, and a frozen reference's parameters with a KL term; as
-    ``megatron.offload.HostPool`` allocates them. Meaningful where ``model.offload`` is in force (by default with CUDA).
+    ``megatron.offload.HostPool`` allocates them. With optimizers on the CPU what these hold, whether models move or not.
+    ``models_move``: ``model.offload`` is in force (by default with CUDA).
     """
     parallel = config.parallel
     roles = _trained(config, architecture, critic_architecture)
     by_stage: list[list[int]] = []
     for stage in range(parallel.pipeline_model_parallel_size):
-        states = [model_state(arch, role, config.model.dtype, parallel, stage=stage, overlap=True) for role, arch in roles]
-        by_stage.append(host_bytes_by_data_rank(config, dict(zip((role for role, _ in roles), states, strict=True))))
+        states = {
+            role: model_state(arch, role, config.model.dtype, parallel, stage=stage, overlap=True, cpu_offload=cpu_offload(config, role))
+            for role, arch in roles
+        }
+        by_stage.append(host_bytes_by_data_rank(config, states, models_move=models_move))
     return fullest_node(by_stage, parallel.tensor_model_parallel_size, processes_per_node)
 
 
@@ -309,12 +337,13 @@ def _trained(
     return roles
 
 
-def host_bytes_by_data_rank(config: Config, states: Mapping[Role, Sequence[StateBytes]]) -> list[int]:
+def host_bytes_by_data_rank(config: Config, states: Mapping[Role, Sequence[StateBytes]], *, models_move: bool) -> list[int]:
     """Offloaded bytes of the ranks of one pipeline stage, from the states of its models by data-parallel rank."""
     totals = [0] * len(states["policy"])
     for role, by_rank in states.items():
         copies = 2 if role == "policy" and config.uses_reference else 1
-        totals = [total + copies * state.params + state.optimizer for total, state in zip(totals, by_rank, strict=True)]
+        moved = [copies * state.params + state.optimizer if models_move else 0 for state in by_rank]
+        totals = [total + mine + state.host for total, mine, state in zip(totals, moved, by_rank, strict=True)]
     return totals
 
 

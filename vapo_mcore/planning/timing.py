@@ -4,6 +4,8 @@ The model is plain on purpose; docs/planning.md states every formula:
 
 - matrix products: 2 operations a parameter and token forward, 6 in training (8 with full recomputation), and attention's own, over
   all ranks, at the stated share of the peak; a pipeline stands still for (stages - 1) / micro-batches of that;
+- an optimizer on the CPU: gradients to the host and weights back at the device's rate to host memory, and 28 bytes a float32 element
+  that AdamW reads and writes there, in every update;
 - exchanges: bytes over the rate of the link they use, never overlapped with computation;
 - decoding: each engine step reads the rank's weights and the KV cache of its running sequences once.
 """
@@ -16,12 +18,13 @@ from typing import TYPE_CHECKING
 from vapo_mcore.config.architecture import ModelArchitecture
 from vapo_mcore.planning.devices import Device
 from vapo_mcore.planning.memory import RankModel, Vllm, offload_enabled
-from vapo_mcore.planning.state import ITEM_BYTES, Role, mlp_parameters, num_active_parameters
+from vapo_mcore.planning.state import CPU_OPTIMIZER_BYTES, GRADIENT_BYTES, ITEM_BYTES, Role, mlp_parameters, num_active_parameters
 from vapo_mcore.planning.workload import Workload
 
 if TYPE_CHECKING:
     from vapo_mcore.config.schema import Config
 
+_ADAMW_BYTES = 28  # of an element: gradient, main parameter and two moments read, the last three written, in float32
 PHASES = ("generate", "values", "critic_update", "logprobs", "policy_update", "weight_sync", "offload")
 
 
@@ -108,6 +111,9 @@ class StepTimer:
         phases = {name: entry.seconds for name, entry in passes.items() if entry.seconds}
         for role, num_bytes in data_parallel.items():
             phases[f"{role}_update"] += num_bytes / network
+        cpu_copies = {role: self._cpu_optimizer_bytes(role, model) for role, model in models.items()}
+        for role, (copied, touched) in cpu_copies.items():
+            phases[f"{role}_update"] += copied / device.host_rate + touched / device.host_update_rate
         sync_bytes = self._sync_bytes(models["policy"])
         phases["weight_sync"] = sync_bytes / device.node_rate + vllm.weight_bytes / (device.memory_rate * device.memory_efficiency)
         host = {role: 2.0 * (model.state.params + model.state.optimizer) for role, model in models.items()}
@@ -130,7 +136,7 @@ class StepTimer:
                 context_parallel=sum(entry.context_parallel for entry in passes.values()),
                 data_parallel=sum(data_parallel.values()),
                 weight_sync=sync_bytes,
-                host=sum(host.values()),
+                host=sum(host.values()) + sum(copied for copied, _ in cpu_copies.values()),
             ),
         )
 
@@ -168,6 +174,12 @@ class StepTimer:
         ranks = self.config.parallel.data_parallel_size * self.config.parallel.context_parallel_size
         epochs = self.config.policy.epochs if role == "policy" else self.config.critic.epochs
         return self.work.updates * epochs * (model.state.grads + model.state.params) * (ranks - 1) / ranks
+
+    def _cpu_optimizer_bytes(self, role: Role, model: RankModel) -> tuple[float, float]:
+        """With an optimizer on the CPU, in all updates of a step: bytes to the host and back, bytes that AdamW moves there."""
+        epochs = self.config.policy.epochs if role == "policy" else self.config.critic.epochs
+        elements = self.work.updates * epochs * model.state.host / CPU_OPTIMIZER_BYTES
+        return elements * (GRADIENT_BYTES + self.item), elements * _ADAMW_BYTES
 
     def _sync_bytes(self, policy: RankModel) -> float:
         """Broadcast of each stage's shard over the pipeline, then a gather of all shards over TP, on every rank."""

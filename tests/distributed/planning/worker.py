@@ -35,7 +35,7 @@ from vapo_mcore.planning.measure import (
     release_shared_buffers,
     run_chunks,
 )
-from vapo_mcore.planning.state import Role, model_state, offload_host_bytes, reduction_copy_bytes
+from vapo_mcore.planning.state import Role, cpu_offload, model_state, offload_host_bytes, reduction_copy_bytes
 from vapo_mcore.trainer.losses import CriticLoss, PolicyLoss
 
 TINY = replace(find_architecture("qwen2.5-0.5b"), num_layers=4, hidden_size=128, ffn_hidden_size=256, num_attention_heads=4)
@@ -59,7 +59,12 @@ CASES: dict[str, tuple[ModelArchitecture, str, str, dict[str, Any], int]] = {
 MICROBATCHES, SEQUENCES = 4, 4
 
 
-def make_config(dtype: str, recompute: str, layout: dict[str, Any], tokens: int) -> Config:
+ON_CPU = ("tiny_data_parallel",)
+"""Cases whose critic has its optimizer on the CPU."""
+
+
+def make_config(name: str) -> Config:
+    _, dtype, recompute, layout, tokens = CASES[name]
     return config_from_dict(
         {
             "run": {"dir": "unused", "steps": 1},
@@ -68,6 +73,7 @@ def make_config(dtype: str, recompute: str, layout: dict[str, Any], tokens: int)
             "batch": {"prompts_per_step": 16, "responses_per_prompt": 4, "mini_batch_size": 32, "max_tokens_per_microbatch": tokens},
             "data": {"train": [{"kind": "reasoning_gym", "task": "chain_sum", "size": 1}], "max_prompt_length": 8},
             "rollout": {"max_response_length": tokens // 4 - 8},
+            "critic": {"optimizer": {"cpu_offload": name in ON_CPU}},
         },
         check_paths=False,
     )
@@ -189,7 +195,7 @@ def predict(config: Config, arch: ModelArchitecture) -> dict[str, Any]:
             with pipeline_rank(parallel, stage) as context:
                 built = build_state(config, role, arch, context, on_gpu=False)  # type: ignore[arg-type]
                 whole = run_chunks(config, role, arch, context, lengths, on_gpu=False)  # type: ignore[arg-type]
-            alone = model_state(arch, role, config.model.dtype, parallel, stage=stage, overlap=False)  # type: ignore[arg-type]
+            alone = model_state(arch, role, config.model.dtype, parallel, stage=stage, overlap=False, cpu_offload=cpu_offload(config, role))  # type: ignore[arg-type]
             probed = [_probed(probe, config, role, arch, lengths, stage, number) for number in range(virtual)]  # type: ignore[arg-type]
             waiting = in_flight_bytes([chunk.saved for chunk in whole], stage, stages, MICROBATCHES)
             facts[role] = [{"params": s.params, "grads": s.grads, "optimizer": s.optimizer} for s in built.by_data_rank]
@@ -223,15 +229,15 @@ def main() -> None:
     rank = dist.get_rank()
     measured: dict[str, list[Any]] = {}
     chosen = {name: CASES[name] for name in sys.argv[1:]}
-    for name, (arch, *settings) in chosen.items():
-        config = make_config(*settings)
+    for name, (arch, *_) in chosen.items():
+        config = make_config(name)
         ranks: list[Any] = [None] * 4
         dist.all_gather_object(ranks, measure(config, arch, initialize_parallel(config.parallel)))
         measured[name] = ranks
     dist.destroy_process_group()
     if rank == 0:
-        for name, (arch, *settings) in chosen.items():
-            print(json.dumps({"case": name, "ranks": measured[name], "plan": predict(make_config(*settings), arch)}), flush=True)
+        for name, (arch, *_) in chosen.items():
+            print(json.dumps({"case": name, "ranks": measured[name], "plan": predict(make_config(name), arch)}), flush=True)
 
 
 if __name__ == "__main__":

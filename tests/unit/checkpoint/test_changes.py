@@ -27,7 +27,7 @@ def test_what_differs_is_listed_with_both_values() -> None:
     after = """
 run: {dir: a, steps: 9}
 parallel: {tensor_model_parallel_size: 1}
-policy: {optimizer: {lr: 2.0e-06}, epochs: 2}
+policy: {optimizer: {lr: 2.0e-06, cpu_offload: true}, epochs: 2}
 data: {train: [{path: y}], eval: []}
 """
     found = changes(BEFORE, after)
@@ -35,6 +35,7 @@ data: {train: [{path: y}], eval: []}
         "run.steps": True,
         "parallel.tensor_model_parallel_size": True,
         "policy.optimizer.lr": False,
+        "policy.optimizer.cpu_offload": True,
         "policy.epochs": False,
         "data.train": False,
     }

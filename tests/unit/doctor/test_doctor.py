@@ -77,6 +77,8 @@ def test_host_memory_against_the_plan(tmp_path: Path, monkeypatch: pytest.Monkey
         for free, status in ((needed - 1, "FAIL"), (needed, "warn"), (2 * needed, "ok")):
             monkeypatch.setattr(machine, "available_host_bytes", lambda free=free: free)
             assert machine.host_memory(config, 2, cuda=False).status == status
+    config = load(tmp_path, "parallel.world_size=2", "policy.optimizer.cpu_offload=true")  # on CPUs too
+    assert host_bytes(config, processes=2, cuda=False).offloaded > 2**20
 
 
 def test_missing_inputs(tmp_path: Path) -> None:

@@ -82,6 +82,15 @@ def test_a_critic_of_another_run_s_checkpoint_is_found(tmp_path: Path) -> None:
     assert host_bytes(continued, processes=2, cuda=True) == host_bytes(config, processes=2, cuda=True)
 
 
+def test_optimizers_on_the_cpu_need_it_without_offload_too(tmp_path: Path) -> None:
+    config = load_config(write_base(tmp_path), ["model.offload=false", "critic.optimizer.cpu_offload=true"])
+    needed = host_bytes(config, processes=1, cuda=True)
+    assert needed.offloaded == offload_host_bytes(config, read_architecture(config.model.path), models_move=False) > 0
+    check_host_memory(config, processes=1, cuda=True, available=needed.total)
+    with pytest.raises(ConfigError, match=r"offloading takes \S+ GiB .* or set critic.optimizer.cpu_offload: false, if the devices"):
+        check_host_memory(config, processes=1, cuda=True, available=needed.total - 1)
+
+
 def test_train_refuses_before_it_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)

@@ -12,6 +12,7 @@ from vapo_mcore.planning.devices import DEVICES, GIB, choose_device
 from vapo_mcore.planning.live_bytes import LiveBytes
 from vapo_mcore.planning.measure import ChunkActivations, in_flight_bytes
 from vapo_mcore.planning.memory import STAGES, RankModel, rank_memory, vllm_memory
+from vapo_mcore.planning.planner import Cluster, Subject, candidate_changes
 from vapo_mcore.planning.state import StateBytes, num_parameters
 from vapo_mcore.planning.timing import StepTimer
 from vapo_mcore.planning.workload import packed_lengths, workload
@@ -116,3 +117,33 @@ def test_time_follows_the_work() -> None:
     # the longest response alone takes so many steps, each of which reads this rank's weights
     assert base["generate"] > 20480 * 2 * 32.76e9 / 4 / 3.35e12
     assert "offload" not in seconds("model.offload=false")
+
+
+def test_time_of_an_optimizer_on_the_cpu_by_hand() -> None:
+    """In each of 16 updates gradients leave and weights come back, and AdamW moves 28 bytes an element; nothing else of it is offloaded."""
+    arch, device, config = find_architecture("qwen2.5-32b"), DEVICES["h100"], _config()
+    timer, vllm = StepTimer(config, arch, arch, workload(config, 4000), device), vllm_memory(config, arch, device)
+    chunks = _model(1).chunks
+    plain, on_cpu = (
+        timer.estimate({"policy": RankModel(state, chunks)}, vllm, 8)
+        for state in (StateBytes(2 * 10**9, 4 * 10**9, 12 * 10**9), StateBytes(2 * 10**9, 4 * 10**9, 0, 16 * 10**9))
+    )
+    more = on_cpu.phases["policy_update"] - plain.phases["policy_update"]
+    assert more == pytest.approx(16 * 10**9 * ((4 + 2) / 44e9 + 28 / 20e9))
+    assert plain.phases["offload"] - on_cpu.phases["offload"] == pytest.approx(2 * 12e9 / 44e9)
+    assert on_cpu.communication.host - plain.communication.host == pytest.approx(16 * 6e9 - 24e9)
+
+
+def test_optimizers_on_the_cpu_are_among_the_changes_that_are_tried() -> None:
+    def tried(*overrides: str) -> list[list[str]]:
+        subject = Subject(_config(*overrides), find_architecture("qwen2.5-32b"), find_architecture("qwen2.5-32b"))
+        return [
+            settings
+            for settings in candidate_changes(subject, Cluster.of(128, 8, DEVICES["h100"]))
+            if any("cpu_offload" in setting for setting in settings)
+        ]
+
+    policy, critic = (f"{role}.optimizer.cpu_offload=true" for role in ("policy", "critic"))
+    assert tried() == [[policy, critic]]
+    assert tried(critic) == [[policy]]
+    assert tried(policy, critic) == []

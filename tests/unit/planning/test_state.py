@@ -81,6 +81,23 @@ def test_host_bytes_of_offloading() -> None:
     assert small == pytest.approx(2 * count + shard, rel=0.002)
 
 
+def test_an_optimizer_on_the_cpu_is_in_host_memory_whether_models_move_or_not() -> None:
+    """16 bytes an element, whatever the type: main parameter, two moments, the gradient's copy; nothing of it on the device."""
+    arch = find_architecture("qwen2.5-1.5b")
+    count = num_parameters(arch)
+    for dtype in ("bfloat16", "float32"):
+        plain, on_cpu = (
+            model_state(arch, "policy", dtype, ParallelConfig(world_size=6), stage=0, overlap=True, cpu_offload=choice)
+            for choice in (False, True)
+        )
+        assert sum(state.host for state in on_cpu) == 16 * count
+        assert [(state.params, state.grads, state.optimizer) for state in on_cpu] == [(state.params, state.grads, 0) for state in plain]
+    both, policy = (f"{role}.optimizer.cpu_offload=true" for role in ("critic", "policy"))
+    assert offload_host_bytes(_config(policy), arch) == pytest.approx(4 * count + (16 + 12) * count / 8, rel=0.002)
+    assert offload_host_bytes(_config(policy, both), arch, models_move=False) == pytest.approx(32 * count / 8, rel=0.002)
+    assert offload_host_bytes(_config(), arch, models_move=False) == 0
+
+
 def test_nodes_are_filled_in_the_order_of_ranks() -> None:
     """Two stages of eight ranks: with eight processes a node, each stage is a node."""
     arch = find_architecture("qwen2.5-1.5b")

@@ -19,6 +19,8 @@ class OptimizerConfig(Section):
     weight_decay: NonNegativeFloat = 0.1  # of matrices; biases and norms have none
     clip_grad: PositiveFloat = 1.0  # largest global gradient norm
     warmup_rollouts: NonNegativeInt = 10  # W is the number of updates of so many rollouts
+    # Main weights and moments stay in host memory and AdamW runs on the CPU: for few devices; an update moves gradients and weights.
+    cpu_offload: bool = False
 
 
 class CriticOptimizerConfig(OptimizerConfig):
