@@ -38,6 +38,7 @@ def test_updates_are_those_of_adamw(cases: dict[str, dict[str, Any]], layout: st
     """
     case = cases[f"{layout} updates {model}"]
     assert case["clipped"] and case["skipped_alike"] and case["unchanged"] and case["counted"] and case["updates"] == 4
+    assert case["norm_tells"] == (layout == "dp2")  # that a gradient is infinite; where it does not, the gradients themselves do
     assert case["norm"] <= 1e-6
     assert case["moved"] > 2.5e-3  # of rates of 0.25, 0.5, 0.5 (beside the schedule), 0.75 and 1 thousandth, the skipped one aside
     assert case["oracle"] <= 1e-6 < case["largest_weight"]
@@ -46,8 +47,7 @@ def test_updates_are_those_of_adamw(cases: dict[str, dict[str, Any]], layout: st
     assert case["free_run"] <= 1e-6
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("layout", "dtype"), [("dp2", "float32"), ("dp2", "bfloat16"), ("tp2", "bfloat16")])
 def test_the_device_holds_parameters_and_gradients_alone(cases: dict[str, dict[str, Any]], layout: str, dtype: str) -> None:
     """In an update of ten; host bytes stay flat and are the planned ones, and parameters are all that travels between the stages."""
     assert cases[f"{layout} memory {dtype}"] == dict.fromkeys(
@@ -55,17 +55,15 @@ def test_the_device_holds_parameters_and_gradients_alone(cases: dict[str, dict[s
     )
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("model", ["policy float32", "critic bfloat16"])
+@pytest.mark.parametrize(("layout", "model"), [("dp2", "policy float32"), ("dp2", "critic bfloat16"), ("tp2", "critic bfloat16")])
 def test_checkpoints_are_those_of_the_optimizer_on_the_device(cases: dict[str, dict[str, Any]], layout: str, model: str) -> None:
     """One more update after loading: the same bits where the optimizer is where it was, AdamW's rounding where it is not."""
     case = cases[f"{layout} checkpoints {model}"]
-    assert len(case) == 8
+    assert len(case) == 6
     for what, distance in case.items():
-        stays = what.startswith(("cpu to cpu", "device to device"))
-        assert distance == 0 if stays else distance <= 1e-7, (what, distance)
+        assert distance <= (0 if what.startswith("cpu to cpu") else 1e-7), (what, distance)
 
 
 def test_a_rank_may_have_nothing_to_update(cases: dict[str, dict[str, Any]]) -> None:
-    assert cases["dp2 head alone"]["second_rank_is_empty"]
-    assert cases["dp2 head alone"]["distance"] <= 1e-7
+    assert cases["dp2 bias alone"]["second_rank_is_empty"]
+    assert cases["dp2 bias alone"]["distance"] <= 1e-7

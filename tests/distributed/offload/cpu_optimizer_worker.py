@@ -42,11 +42,15 @@ ON_DEVICE = OptimizerConfig(**{**dict(layouts.OPTIMIZER), "clip_grad": 0.05})
 ON_CPU = ON_DEVICE.model_copy(update={"cpu_offload": True})
 
 
-def build(role: str, dtype: str, parallel: ParallelContext, settings: OptimizerConfig, **options: bool) -> MegatronModel:
+def build(
+    role: str, dtype: str, parallel: ParallelContext, settings: OptimizerConfig, *, head_only: bool = False, bias_only: bool = False
+) -> MegatronModel:
     architecture = read_architecture(FOLDER / "qwen2")
 
     def load(chunks: list[Any]) -> None:
         load_hf_into(chunks, FOLDER / "qwen2", architecture, parallel, role=role, head_init="small" if role == "critic" else None)  # type: ignore[arg-type]
+        if bias_only:
+            chunks[-1].output_layer.weight.requires_grad_(False)
 
     model: Any = SimpleNamespace(dtype=dtype, attention="auto", recompute="none")
     return MegatronModel(
@@ -57,7 +61,7 @@ def build(role: str, dtype: str, parallel: ParallelContext, settings: OptimizerC
         load_weights=load,
         optimizer=settings,
         warmup_updates=WARMUP,
-        **options,
+        head_only=head_only,
     )
 
 
@@ -139,7 +143,8 @@ def updates(role: str, dtype: str, parallel: ParallelContext, batches: list[Micr
         on_cpu.accumulate(batches, loss_of(role))
         same.accumulate(batches, loss_of(role))
         if number == 4 and dist.get_rank() == dist.get_world_size() - 1:
-            next(gradient for _, _, _, gradient in shards(on_cpu))[:1] = math.inf
+            # of a norm where this rank has one: with tensor parallelism the gradient norm does not count those of this rank
+            min(shards(on_cpu), key=lambda shard: "layernorm" not in shard[0])[3][:1] = math.inf
         with torch.no_grad():
             for mine, theirs in zip(on_cpu.wrapped, same.wrapped, strict=True):
                 for source, target in zip(mine.buffers, theirs.buffers, strict=True):
@@ -152,6 +157,7 @@ def updates(role: str, dtype: str, parallel: ParallelContext, batches: list[Micr
         free.optimizer.step(Skipped.SPIKE if number == 4 else None, aside_lr=aside)
         facts["skipped_alike"] &= (reason is not None) == (expected_reason is not None) == (number == 4)
         if reason is not None:
+            facts["norm_tells"] = not math.isfinite(norm)
             after = weights(on_cpu) + [main.clone() for main in main_parameters(on_cpu).values()]
             facts["unchanged"] &= all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
             continue
@@ -211,7 +217,7 @@ def memory(parallel: ParallelContext, batches: list[MicroBatch], dtype: str) -> 
 
 
 def checkpoints(role: str, dtype: str, parallel: ParallelContext, batches: list[MicroBatch]) -> dict[str, Any]:
-    """Saved on the CPU or on the device, loaded on the CPU or on the device, in both forms: one more update gives the same."""
+    """Saved and loaded on the CPU, or on the device before or after, in both forms: one more update gives the same."""
     from vapo_mcore.checkpoint.models import ModelSaver, check_steps, load_optimizer, load_weights
 
     facts: dict[str, Any] = {}
@@ -232,7 +238,7 @@ def checkpoints(role: str, dtype: str, parallel: ParallelContext, batches: list[
         model.train_step(batches, loss_of(role))
         for form in ("dp_reshardable", "fully_reshardable"):
             name = f"{role}_{dtype}_{parallel.data_parallel_size}_{source.cpu_offload}_{form}"
-            for target in (ON_CPU, ON_DEVICE):
+            for target in (ON_CPU, ON_DEVICE) if source.cpu_offload else (ON_CPU,):
                 other = build(role, dtype, parallel, target)
                 load_weights(other, FOLDER / name / "weights")
                 load_optimizer(other, FOLDER / name / "optimizer", form, 2)  # type: ignore[arg-type]
@@ -244,9 +250,9 @@ def checkpoints(role: str, dtype: str, parallel: ParallelContext, batches: list[
     return worst(facts)
 
 
-def head_alone(parallel: ParallelContext, batches: list[MicroBatch]) -> dict[str, Any]:
-    """Value pretraining of the head: the second data-parallel rank has nothing to update."""
-    model, other = (build("critic", "bfloat16", parallel, settings, head_only=True) for settings in (ON_CPU, ON_DEVICE))
+def bias_alone(parallel: ParallelContext, batches: list[MicroBatch]) -> dict[str, Any]:
+    """Of a value head that is trained alone only the bias is: the second data-parallel rank has nothing to update."""
+    model, other = (build("critic", "bfloat16", parallel, settings, head_only=True, bias_only=True) for settings in (ON_CPU, ON_DEVICE))
     for one in (model, other):
         for _ in range(2):
             assert one.train_step(batches, layouts.ValueTestLoss()).skipped is None
@@ -266,11 +272,14 @@ def main() -> None:
         facts: dict[str, Any] = {}
         for role, dtype in (("policy", "float32"), ("policy", "bfloat16"), ("critic", "bfloat16")):
             facts[f"updates {role} {dtype}"] = updates(role, dtype, parallel, batches)
-        for role, dtype in (("policy", "float32"), ("critic", "bfloat16")) if CHECKPOINTS else ():
-            facts[f"checkpoints {role} {dtype}"] = checkpoints(role, dtype, parallel, batches)
-        facts |= {f"memory {dtype}": memory(parallel, batches, dtype) for dtype in ("float32", "bfloat16")}
+        facts["memory bfloat16"] = memory(parallel, batches, "bfloat16")
+        if CHECKPOINTS:
+            facts["checkpoints critic bfloat16"] = checkpoints("critic", "bfloat16", parallel, batches)
         if tp == 1:
-            facts["head alone"] = head_alone(parallel, batches)
+            facts["memory float32"] = memory(parallel, batches, "float32")
+            if CHECKPOINTS:
+                facts["checkpoints policy float32"] = checkpoints("policy", "float32", parallel, batches)
+            facts["bias alone"] = bias_alone(parallel, batches)
         if dist.get_rank() == 0:
             for case, found in facts.items():
                 print(json.dumps({"case": f"{layout} {case}", **found}), flush=True)
