@@ -1,5 +1,4 @@
-"""The command line, ``vapo-mcore config | data | train | watch | report | plan | launch | eval | convert | doctor``. Checks come before
-torch."""
+"""The command line, ``vapo-mcore COMMAND``. Checks come before torch."""
 
 from __future__ import annotations
 
@@ -47,6 +46,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             from vapo_mcore.evaluation import command as evaluation
 
             return evaluation.run(options, arguments, _load_on_every_rank)
+        if options.command == "replay-step":
+            from vapo_mcore.trainer import replay_command
+
+            return replay_command.run(options, arguments, _load_on_every_rank)
         if options.command == "watch":
             from vapo_mcore.watch import command as watch
 
@@ -116,6 +119,11 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     from vapo_mcore.report import command as reporting
 
     reporting.add_arguments(commands.add_parser("report", help="one HTML page of one or several runs"))
+
+    from vapo_mcore.trainer import replay_command
+
+    replay = commands.add_parser("replay-step", help="make a step of a run again from its dumped rollout, and compare the metrics")
+    replay_command.add_arguments(replay)
 
     from vapo_mcore.planning import command as planning
 

@@ -60,6 +60,8 @@ def test_bad_updates_in_a_row_stop_the_run_after_their_step(facts: Facts, folder
         assert "2 updates of the policy in a row were skipped (faults.bad_updates_in_a_row = 2)" in rank["message"]
         assert "the loss is not finite" in rank["message"]
         assert "stopped after step 2 (rl)" in rank["message"]
+        assert "its rollout is in " in rank["message"]
+    assert (folder / "stopped" / "dumps" / "step_000002" / "step.json").is_file()  # for vapo-mcore replay-step
 
 
 def test_the_batch_that_a_run_stopped_at_gives_its_update_again(facts: Facts, folder: Path) -> None:

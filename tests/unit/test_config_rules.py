@@ -167,6 +167,20 @@ BROKEN = [
         "rollout.dynamic_sampling.enabled",
         "batch.responses_per_prompt = 1",
     ),
+    (
+        "best_export_is_told_by_an_evaluation",
+        ["export.best={metric: eval/chain_sum/pass@1}"],
+        {},
+        "export.best.metric",
+        "'eval/chain_sum/pass@1' is no score of the evaluations; they write eval/chain_sum/avg@1 (and ci_low, ci_high, length_mean,",
+    ),
+    (
+        "best_export_has_evaluations",
+        ["export.best={metric: eval/chain_sum/avg@1}", "eval.at_end=false"],
+        {},
+        "export.best",
+        "is never exported: eval.every_steps = 0 and eval.at_end = false",
+    ),
     ("best_is_told_by_a_metric", ["checkpoint.keep_best=2"], {}, "checkpoint.best_metric", "is required with checkpoint.keep_best = 2"),
     (
         "best_is_told_by_a_metric",
@@ -418,6 +432,7 @@ WITHOUT_EFFECT = [
     (["data.chat_template=false", "data.system_prompt=be brief"], "data.system_prompt"),
     (["eval.temperature=0", "eval.top_p=0.5"], "eval.top_p"),
     (["checkpoint.best_metric=reward/mean"], "checkpoint.best_metric"),
+    (["data.eval=[]", "export.best={metric: eval/x/avg@1}"], "export.best.metric"),
     (["run.wandb={project: p, mode: offline, api_key_variable: X}"], "run.wandb.api_key_variable"),
     (["data.eval=[]", "eval.every_steps=5"], "eval.every_steps"),
     (["algorithm.advantage.custom={function: a:f}"], "algorithm.advantage.custom.function"),

@@ -175,7 +175,7 @@ INAPPLICABLE: tuple[Inapplicable, ...] = (
         "no server is asked",
     ),
     Inapplicable(("checkpoint.best_metric",), ("checkpoint.keep_best",), lambda c: c.checkpoint.keep_best == 0, "none is kept for it"),
-    Inapplicable(("eval",), ("data.eval",), lambda c: not c.data.eval, "there is no evaluation set"),
+    Inapplicable(("eval", "export.best"), ("data.eval",), lambda c: not c.data.eval, "there is no evaluation set"),
 )
 
 

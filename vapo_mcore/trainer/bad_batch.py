@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +23,7 @@ from vapo_mcore.data.rollout_batch import Rows
 from vapo_mcore.data.thd import ThdLayout
 from vapo_mcore.errors import CheckpointError
 from vapo_mcore.megatron.parallel import ParallelContext
+from vapo_mcore.trainer.step_dump import json_number, row_records
 
 FORMAT = 1
 _INFO = "batch.json"
@@ -72,11 +72,11 @@ def save_bad_batch(
         info = {
             "format": FORMAT,
             "vapo_mcore": __version__,
-            **{name: _number(value) for name, value in vars(update).items()},
+            **{name: json_number(value) for name, value in vars(update).items()},
             "data_parallel_size": parallel.data_parallel_size,
             "microbatches": len(microbatches),
             "tensors": sorted(microbatches[0].tensors),
-            "rows": _row_records(rows),
+            "rows": row_records(rows),
         }
         unfinished = folder / f".{_INFO}"
         unfinished.write_text(json.dumps(info, indent=1, allow_nan=False) + "\n", encoding="utf-8")
@@ -122,13 +122,3 @@ def _publish(path: Path, tensors: dict[str, Tensor]) -> None:
     unfinished = path.with_name(f".{path.name}")
     save_file(tensors, unfinished)
     unfinished.rename(path)
-
-
-def _number(value: Any) -> Any:
-    """JSON has no NaN and no infinity: their names instead."""
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _row_records(rows: Rows) -> list[dict[str, Any]]:
-    columns = {name: value.tolist() if isinstance(value, Tensor) else value for name, value in vars(rows).items()}
-    return [{name: _number(column[row]) for name, column in columns.items()} for row in range(len(rows))]

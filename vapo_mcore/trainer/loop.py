@@ -11,9 +11,11 @@ from vapo_mcore import heartbeat
 from vapo_mcore.checkpoint.files import Stage, model_folder
 from vapo_mcore.checkpoint.saver import Checkpointer
 from vapo_mcore.config.schema import Config
-from vapo_mcore.errors import RolloutError, RunStopped, StepAbandoned
+from vapo_mcore.errors import CheckpointError, RolloutError, RunStopped, StepAbandoned
 from vapo_mcore.evaluation.report import console_lines, describe, write_report
 from vapo_mcore.megatron.host import HAS_CUDA
+from vapo_mcore.trainer.best_export import BestExport, best_folder, new_folder_of, put_in_place
+from vapo_mcore.trainer.collectives import fail_together
 from vapo_mcore.trainer.console import Console, format_step
 from vapo_mcore.trainer.evaluation import Evaluation, Evaluator, evaluation_settings
 from vapo_mcore.trainer.models import refresh_critic
@@ -49,6 +51,7 @@ class Run:
         self.checkpointer = checkpointer
         self.rewards: list[float] = []
         self.evaluations: list[tuple[int, dict[str, str]]] = []  # step, and what the summary says of each set
+        self.best = BestExport(config.export.best)
         self.pretraining = PretrainingEnd(config.critic.value_pretraining)
         self.clock = RunClock(config.parallel.world_size)
         pretrains = trainer.models.critic is not None and config.critic.value_pretraining.max_steps > 0
@@ -69,6 +72,7 @@ class Run:
             "pretraining": self.pretraining.state_dict(),
             "unevaluated": self.unevaluated,
             "clock": self.clock.state_dict(),
+            "best": self.best.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -78,6 +82,8 @@ class Run:
         self.unevaluated = state.get("unevaluated")  # checkpoints of 0.1 have none
         if "clock" in state:  # absent in checkpoints of 0.1 before it was kept
             self.clock.load_state_dict(state["clock"])
+        if "best" in state:  # checkpoints of earlier versions have none
+            self.best.load_state_dict(state["best"])
         self.resumed = True
 
     def execute(self) -> None:
@@ -86,6 +92,7 @@ class Run:
         if self.evaluator is not None and self.config.eval.at_start and not self.resumed:
             metrics = self._evaluate(0)
             self._write({"step": 0, "stage": "rl"} | metrics)
+            self.best.start(metrics)
         if self.unevaluated is not None:
             self._make_up_evaluation(self.unevaluated)
         if self.stage == "value_pretraining":
@@ -214,6 +221,7 @@ class Run:
         self.unevaluated = None
         try:
             row |= self._evaluate(row["step"])
+            self._export_if_best(row["step"], row)
         except StepAbandoned as lost:
             self.unevaluated = row
             reason = f"the evaluation after step {row['step']} could not be done: {lost}"
@@ -287,6 +295,28 @@ class Run:
         with heartbeat.entering("export"):
             save_hf(self.trainer.sync.exporter, self.config.model.path, folder)
         self.console.print(f"policy exported: {folder}")
+
+    def _export_if_best(self, step: int, row: dict[str, Any]) -> None:
+        """Export the policy that has just been evaluated if its score asks for it. An export that fails is told, and the run goes on."""
+        score = self.best.improved(step, row)
+        if score is None:
+            return
+        assert self.best.settings is not None
+        run_dir, metric = self.config.run.dir, self.best.settings.metric
+        folder = new_folder_of(run_dir, step) if self.run_dir is not None else best_folder(run_dir)
+        self.trainer.sync.put_to_sleep()
+        self.trainer.models.residency.enter("sync")
+        try:
+            with heartbeat.entering("export"):
+                save_hf(self.trainer.sync.exporter, self.config.model.path, folder)
+            with fail_together():
+                if self.run_dir is not None:
+                    put_in_place(folder, run_dir, {"metric": metric, "score": score, "step": step, "run_id": self.run_dir.run_id})
+            self.best.exported(step, score)
+            self.console.print(f"best policy so far: {metric} = {score:.4g} after step {step}, exported to {best_folder(run_dir)}")
+        except CheckpointError as error:
+            self.console.print(f"warning: the best policy so far ({metric} = {score:.4g} after step {step}) could not be exported: {error}")
+        self.trainer.sync_weights()  # the engine goes on with the policy's weights
 
     def _summarise(self) -> None:
         if self.rewards:

@@ -101,7 +101,7 @@ def train(config: Config, parallel: ParallelContext, *, clean: bool, resume: Res
 
     ``resume``: go on from a checkpoint in ``run.dir``; where there is none, start, and say so.
     """
-    _seed(config.seed)
+    seed_everything(config.seed)
     limit = None if config.faults.hang_minutes is None else 60 * config.faults.hang_minutes
     with ExitStack() as stack:
         watchdog = stack.enter_context(Watchdog(limit, rank=parallel.rank, world_size=parallel.world_size))
@@ -212,7 +212,7 @@ def configure_logging() -> None:
     os.environ["PYTHONWARNINGS"] = ",".join(filter(None, (given, "ignore:resource_tracker:UserWarning")))
 
 
-def _seed(seed: int) -> None:
+def seed_everything(seed: int) -> None:
     """Global generators, for what draws from them unasked; sampling, shuffling and initial heads have seeds of their own."""
     random.seed(seed)
     np.random.seed(seed % 2**32)

@@ -267,6 +267,7 @@ _SYSTEM = (
     Metric("time/policy_update", MAX, "ranks", "Seconds of the policy's updates."),
     Metric("time/imitation", MAX, "ranks", "Seconds of the self-imitation steps of policy and critic."),
     Metric("time/checkpoint", MAX, "ranks", "Seconds that the step waited to be copied for a checkpoint."),
+    Metric("time/dump", MAX, "ranks", "Seconds of writing the step's rollout, in steps that are dumped (`run.dump_steps`)."),
     Metric("time/weight_sync", MAX, "ranks", "Seconds of export and loading into the rollout engine."),
     Metric("time/other", MAX, "ranks", "Seconds of the step outside the phases above."),
     Metric("time/run", SAME, "-", "Seconds since the run's models were built, evaluations and the processes it was resumed from included."),

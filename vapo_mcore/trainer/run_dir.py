@@ -7,6 +7,8 @@
 <run.dir>/tensorboard/, wandb/    of the trackers (trackers.py)
 <run.dir>/checkpoints/           see docs/checkpoints.md
 <run.dir>/export/hf              the trained policy
+<run.dir>/best_hf                the best policy by an evaluation, see best_export.py
+<run.dir>/dumps/                 rollouts of single steps, see step_dump.py
 <run.dir>/faults/                batches of bad updates, stacks of ranks that hung
 <run.dir>/finished.json          once the run has reached its end
 """

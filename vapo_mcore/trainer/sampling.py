@@ -129,7 +129,7 @@ class ResponseSampler:
         try:
             return *self._grade(*arguments), None
         except RewardError as error:
-            return _no_rows(), {}, str(error)
+            return no_rows(), {}, str(error)
 
     def _try_to_play(
         self, requests: list[GenerationRequest], prompts: list[Prompt], sampling: SamplingConfig, timer: PhaseTimer
@@ -224,7 +224,8 @@ def _no_recovery(failures: dict[int, str], timer: PhaseTimer) -> None:
     raise StepAbandoned("the rollout engine failed: " + "; ".join(f"rank {rank}: {text}" for rank, text in failures.items()))
 
 
-def _no_rows() -> RolloutBatch:
+def no_rows() -> RolloutBatch:
+    """What a rank holds that holds nothing."""
     return RolloutBatch.from_responses(Rows.empty(), [], [], [])
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from safetensors import SafetensorError
 
 from vapo_mcore import heartbeat
+from vapo_mcore.checkpoint.files import Stage
 from vapo_mcore.checkpoint.state import StateRegistry
 from vapo_mcore.config.schema import Config
 from vapo_mcore.data.prompts import Prompt
@@ -23,7 +24,7 @@ from vapo_mcore.rollout.base import SyncReport
 from vapo_mcore.trainer.advantages import AdvantageEstimator, check_experience, shaped_rewards, trainable_rows
 from vapo_mcore.trainer.bad_batch import BadUpdate, save_bad_batch
 from vapo_mcore.trainer.bad_updates import UpdateGuard
-from vapo_mcore.trainer.collecting import collect
+from vapo_mcore.trainer.collecting import SamplingCounts, collect
 from vapo_mcore.trainer.collectives import all_gather_objects, gather_objects
 from vapo_mcore.trainer.experience import Experience, distribute, plan_minibatches
 from vapo_mcore.trainer.metric_table import metrics_of
@@ -38,8 +39,9 @@ from vapo_mcore.trainer.records import (
     record_values,
 )
 from vapo_mcore.trainer.run_dir import faults_folder
-from vapo_mcore.trainer.sampling import ResponseSampler
+from vapo_mcore.trainer.sampling import ResponseSampler, Round
 from vapo_mcore.trainer.self_imitation import SelfImitation
+from vapo_mcore.trainer.step_dump import StepDump, dump_folder, save_step
 from vapo_mcore.trainer.stopping import StopRequests
 from vapo_mcore.trainer.timing import PhaseTimer
 from vapo_mcore.trainer.token_records import token_columns
@@ -67,12 +69,14 @@ class StepOutcome:
 class _Step:
     """State of one step."""
 
-    stage: str
+    stage: Stage
     number: int
     metrics: StepMetrics
     timer: PhaseTimer = field(default_factory=PhaseTimer)
     samples: dict[int, dict[str, Any]] = field(default_factory=dict)  # by row
     cut_short: bool = False  # too many updates in a row were skipped: no more in this step
+    sampled: tuple[Round, SamplingCounts] | None = None  # what the step learns from, as it can be dumped
+    dumped: bool = False
 
 
 class Trainer:
@@ -138,7 +142,7 @@ class Trainer:
         self._sync(step)
         return self._finish(step)
 
-    def _begin(self, stage: str, number: int) -> _Step:
+    def _begin(self, stage: Stage, number: int) -> _Step:
         heartbeat.at_step(f"{stage} {number}")
         return _Step(stage, number, StepMetrics(self._table))
 
@@ -168,7 +172,7 @@ class Trainer:
         self.models.residency.enter("policy_update")
         with step.timer.phase("policy_update"):
             self.estimator.correct_importance(experience)
-            check_experience(experience)
+            self._check(step, experience)
             stopped = update_policy(self.config, self.models.policy, experience, step.metrics, self.guards["policy"])
             self.models.residency.mark_changed("policy")
             self._cut_short(step, experience, "policy", stopped)
@@ -189,13 +193,7 @@ class Trainer:
         result, guard = stopped.result, self.guards[role]
         why, loss, norm = str(result.skipped), result.metrics["loss"], result.grad_norm
         update = BadUpdate(step.stage, step.number, role, stopped.epoch, stopped.minibatch, why, loss, norm)
-        folder, failure = faults_folder(self.config.run.dir), None
-        try:
-            save_bad_batch(folder, update, experience.rows, experience.batch.row_ids, stopped.microbatches, self.parallel)
-        except (OSError, SafetensorError) as error:
-            failure = str(error)
-        failures = [text for text in all_gather_objects(failure) if text is not None]
-        kept = f"the batch could not be written ({failures[0]})" if failures else f"the batch is in {folder / update.folder_name}"
+        kept = self._keep_batch(step, experience, update, stopped)
         self.stop_requests.request(
             f"{guard.in_a_row} updates of the {role} in a row were skipped (faults.bad_updates_in_a_row = {guard.limit}), the last one "
             f"because {why} (loss {loss:.4g}, gradient norm {norm:.4g}); models and optimizers are as the last good update left them; "
@@ -214,6 +212,17 @@ class Trainer:
         for row, columns in (item for part in parts or [] for item in part.items()):
             step.samples[row]["tokens"] = columns
 
+    def _keep_batch(self, step: _Step, experience: Experience, update: BadUpdate, stopped: StoppedUpdate) -> str:
+        """The batch of a bad update, and the rollout of its step, to files; where they are, in words."""
+        folder, failure = faults_folder(self.config.run.dir), None
+        try:
+            save_bad_batch(folder, update, experience.rows, experience.batch.row_ids, stopped.microbatches, self.parallel)
+        except (OSError, SafetensorError) as error:
+            failure = str(error)
+        failures = [text for text in all_gather_objects(failure) if text is not None]
+        kept = f"the batch could not be written ({failures[0]})" if failures else f"the batch is in {folder / update.folder_name}"
+        return f"{kept}; {self._dump(step)}"
+
     def value_pretraining_step(self, number: int) -> StepOutcome:
         """One rollout of the fixed policy; the critic learns its Monte-Carlo returns. No log-prob pass, no policy update."""
         assert self.models.critic is not None, "value pretraining needs a critic"
@@ -226,7 +235,7 @@ class Trainer:
                 self.estimator.place_rewards(experience, kl=False)
                 self.estimator.returns(experience, monte_carlo=True)
                 record_values(step.metrics, experience, self.config.rollout.max_response_length, self.parallel.data_parallel_group)
-                check_experience(experience)
+                self._check(step, experience)
                 self._remember(step, experience)
             self._update_critic(step, experience)
         self._show_tokens(step, experience)
@@ -237,8 +246,9 @@ class Trainer:
         """Sample, grade, shape rewards, plan mini-batches and move tokens to their owners."""
         config = self.config
         self.rollouts += 1
-        sampled, counts = collect(config, self.sampler, self.next_prompts, seed_step=self.rollouts, timer=step.timer, dynamic=dynamic)
-        self.sync.put_to_sleep()
+        sampled, counts = step.sampled = self._sample(step, dynamic=dynamic)
+        if step.stage == "rl" and config.run.dumps_step(step.number):
+            self._dump(step)
         with step.timer.phase("exchange"):
             rows = replace(sampled.rows, reward=shaped_rewards(config, sampled.rows))
             trainable = trainable_rows(config, rows)
@@ -255,6 +265,35 @@ class Trainer:
         ranks, cap = self.parallel.data_parallel_size, config.batch.max_tokens_per_microbatch
         record_packing(step.metrics, experience, plan.owner, ranks, cap)
         return experience
+
+    def _sample(self, step: _Step, *, dynamic: bool) -> tuple[Round, SamplingCounts]:
+        """New responses; the rollout engine sleeps afterwards."""
+        found = collect(self.config, self.sampler, self.next_prompts, seed_step=self.rollouts, timer=step.timer, dynamic=dynamic)
+        self.sync.put_to_sleep()
+        return found
+
+    def _dump(self, step: _Step) -> str:
+        """Write the step's rollout for ``vapo-mcore replay-step``; where it is, or why it could not be written, in words. A collective."""
+        assert step.sampled is not None
+        folder = dump_folder(self.config.run.dir, step.stage, step.number)
+        if step.dumped:
+            return f"its rollout is in {folder}"
+        with step.timer.phase("dump"):
+            failure = save_step(self.config.run.dir, StepDump(step.stage, step.number, self.rollouts, *step.sampled), self.parallel.rank)
+        if failure is None:
+            step.dumped = True
+            return f"its rollout is in {folder}"
+        told = f"the rollout of step {step.number} could not be written to {folder}: {failure}"
+        if self.parallel.rank == 0:
+            logger.warning("%s", told)
+        return told
+
+    def _check(self, step: _Step, experience: Experience) -> None:
+        """``check_experience``, which raises on all ranks together; the rollout of a step that ends so is kept."""
+        try:
+            check_experience(experience)
+        except TrainingError as error:
+            raise TrainingError(f"{error}\nin step {step.number} ({step.stage}); {self._dump(step)}") from error
 
     def _log_probs(self, step: _Step, experience: Experience) -> None:
         """Old log-probs (the trainer's on the very micro-batches of the update, or the rollout's), and the reference's."""
@@ -299,7 +338,7 @@ class Trainer:
                 record_values(step.metrics, experience, self.config.rollout.max_response_length, self.parallel.data_parallel_group)
             if not late:
                 estimator.advantages(experience, step.metrics)
-            check_experience(experience)
+            self._check(step, experience)
             self._remember(step, experience)
         if critic is None:
             return
@@ -308,7 +347,7 @@ class Trainer:
             self._values(step, experience)
             with step.timer.phase("advantages"):
                 estimator.advantages(experience, step.metrics)
-                check_experience(experience)
+                self._check(step, experience)
 
     def _sync(self, step: _Step) -> None:
         if self.before_sync is not None:

@@ -41,7 +41,7 @@ from vapo_mcore.config.schema.rollout import (
     RolloutConfig,
     VllmConfig,
 )
-from vapo_mcore.config.schema.run import BatchConfig, ExportConfig, ModelConfig, ParallelConfig, RunConfig, WandbConfig
+from vapo_mcore.config.schema.run import BatchConfig, BestExportConfig, ExportConfig, ModelConfig, ParallelConfig, RunConfig, WandbConfig
 from vapo_mcore.config.schema.training import (
     CriticConfig,
     CriticOptimizerConfig,
@@ -56,6 +56,7 @@ __all__ = [
     "AdvantageConfig",
     "AlgorithmConfig",
     "BatchConfig",
+    "BestExportConfig",
     "CheckpointConfig",
     "Config",
     "CriticConfig",

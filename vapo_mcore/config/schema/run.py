@@ -27,6 +27,12 @@ class RunConfig(Section):
     samples_per_step: NonNegativeInt = 4  # responses written to <dir>/samples each step
     tensorboard: bool | None = None  # null: written when tensorboard is installed; true: required
     wandb: WandbConfig | None = None  # null: not shown there
+    dump_every_steps: NonNegativeInt = 0  # the rollouts of so many-th RL steps go to <dir>/dumps for `vapo-mcore replay-step`; 0: none
+    dump_steps: tuple[PositiveInt, ...] = Field(strict=False, default=())  # and those of these RL steps
+
+    def dumps_step(self, step: int) -> bool:
+        """Whether the rollout of this RL step is dumped."""
+        return step in self.dump_steps or (self.dump_every_steps > 0 and step % self.dump_every_steps == 0)
 
 
 class ModelConfig(Section):
@@ -92,5 +98,15 @@ class BatchConfig(Section):
         return -(-self.responses_per_step // self.mini_batch_size)
 
 
+class BestExportConfig(Section):
+    """The best policy so far by an evaluation, in <run.dir>/best_hf with best.json (step and score). It must beat the untrained one, where
+    that is evaluated (eval.at_start)."""
+
+    metric: str  # a score of the evaluations, such as eval/NAME/avg@1
+    mode: Literal["max", "min"] = "max"  # which scores are better: higher or lower ones
+    every_steps: PositiveInt = 1  # at most one export in so many steps
+
+
 class ExportConfig(Section):
     at_end: bool = True  # Hugging Face folder <run.dir>/export/hf
+    best: BestExportConfig | None = None  # null: the best policy is not exported apart

@@ -1,0 +1,127 @@
+"""Steps of a real run in two processes, made again from their dumps."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from tests.torchrun import run_bounded, run_torchrun
+from tests.training_setup import read_metrics, write_setup
+from vapo_mcore.weights.convert import megatron_to_hf
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = write_setup(tmp_path_factory.mktemp("replay"))
+    done = run_torchrun("tests/integration/replay_worker.py", 2, str(folder), timeout=300)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    (folder / "output.txt").write_text(done.stdout)
+    return folder
+
+
+def compared(path: Path) -> tuple[bool, dict[str, dict[str, Any]]]:
+    content = json.loads(path.read_text())
+    return content["exact"], content["metrics"]
+
+
+@pytest.mark.parametrize("name", ["first", "third"])
+def test_a_step_right_after_a_checkpoint_replays_with_equal_metrics(folder: Path, name: str) -> None:
+    """The first one follows value pretraining, whose critic had another optimizer; heads with dropout draw random numbers."""
+    exact, metrics = compared(folder / f"{name}.json")
+    assert exact
+    different = {key: entry for key, entry in metrics.items() if entry["recorded"] != entry["replayed"]}
+    assert different == {}
+    assert {
+        "policy/loss",
+        "policy/grad_norm",
+        "critic/loss",
+        "critic/grad_norm",
+        "policy/kl_loss",
+        "critic/explained_variance",
+    } <= metrics.keys()
+    assert {"reward/mean", "advantages/std", "mismatch/kl", "gae/lambda_mean", "packing/fill", "imitation/nll"} <= metrics.keys()
+    assert metrics["policy/loss"]["replayed"] is not None
+
+
+def test_from_an_older_checkpoint_it_is_said_what_cannot_be_compared(folder: Path) -> None:
+    exact, metrics = compared(folder / "older.json")
+    assert not exact
+    same = {key for key, entry in metrics.items() if entry["recorded"] == entry["replayed"]}
+    assert {"reward/mean", "response/length_mean", "groups/mixed_frac", "packing/fill", "tokens/trained", "gae/lambda_mean"} <= same
+    assert not {"policy/loss", "critic/loss", "mismatch/kl", "advantages/std"} & same
+    output = (folder / "output.txt").read_text()
+    assert "step_000001, which is not the state right before the step: what depends on the weights (policy/, critic/," in output
+    marked = {line.split()[0] for line in output.splitlines() if line.endswith(" ~")}
+    assert "policy/loss" in marked
+    assert "reward/mean" not in marked
+    assert output.count("all metrics that can be compared are equal") == 3
+
+
+def test_the_best_policy_by_an_evaluation_is_exported(folder: Path, tmp_path: Path) -> None:
+    """It is the policy of the checkpoint after its step."""
+    run = folder / "run"
+    best, step = None, 0
+    for row in read_metrics(run):
+        score = row.get("eval/heldout/avg@2")
+        if score is not None and (best is None or score > best):
+            best, step = score, row["step"]
+    assert step > 0, "no evaluation was better than that of the untrained model: the test shows nothing"
+    info = json.loads((run / "best_hf" / "best.json").read_text())
+    assert (info["metric"], info["score"], info["step"]) == ("eval/heldout/avg@2", best, step)
+    megatron_to_hf(run / "checkpoints" / f"step_{step:06d}" / "policy" / "weights", tmp_path / "hf")
+    exported, saved = (load_file(path / "model.safetensors") for path in (run / "best_hf", tmp_path / "hf"))
+    assert exported.keys() == saved.keys()
+    assert all(torch.equal(exported[name], saved[name]) for name in saved)
+    assert AutoModelForCausalLM.from_pretrained(run / "best_hf").config.vocab_size > 0
+    assert not list(run.glob("best_hf.*"))
+
+
+def test_the_run_was_shown_by_its_trackers(folder: Path) -> None:
+    """Trackers started by a real run; what they hold is in test_trackers.py."""
+    run = folder / "run"
+    assert {row["trackers/failed"] for row in read_metrics(run)} == {0}
+    identity = json.loads((run / ".vapo_mcore_run").read_text())["run_id"]
+    assert [path.name.rsplit("-", 1)[1] for path in (run / "wandb").glob("offline-run-*")] == [identity]
+    assert len(list((run / "tensorboard").glob("events.out.tfevents.*"))) == 1
+
+
+def test_a_replay_changes_nothing_and_a_dump_holds_no_pickle(folder: Path) -> None:
+    run = folder / "run"
+    assert sorted(path.name for path in (run / "dumps").iterdir()) == ["step_000001", "step_000003"]
+    assert sorted(path.name for path in (run / "dumps" / "step_000003").iterdir()) == [
+        "rank_0000.safetensors",
+        "rank_0001.safetensors",
+        "step.json",
+    ]
+    assert [path.name for path in run.glob("checkpoints/*")].count("step_000003") == 1
+    assert not (run / "faults").exists()
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [(row["stage"], row["step"]) for row in rows if row["step"]] == [("value_pretraining", 1), ("rl", 1), ("rl", 2), ("rl", 3)]
+    assert [row["time/dump"] > 0 for row in rows if "time/dump" in row] == [True, True]
+
+
+def test_the_command_replays_in_one_process_what_two_have_made(folder: Path) -> None:
+    """Another layout packs and sums in another order."""
+    command = [sys.executable, "-m", "vapo_mcore.cli", "replay-step", str(folder / "run"), "3", "parallel.world_size=1"]
+    done = run_bounded([*command, "parallel.data_parallel_size=1", "--json", str(folder / "one.json")], timeout=120)
+    assert done.returncode == 0, done.stderr[-4000:]
+    exact, metrics = compared(folder / "one.json")
+    assert exact
+    for name in ("reward/mean", "policy/loss", "policy/grad_norm", "advantages/std", "policy/approx_kl_first", "response/length_mean"):
+        assert metrics[name]["replayed"] == pytest.approx(metrics[name]["recorded"], rel=1e-4, abs=1e-6), name
+    assert "metric" in done.stdout
+    for arguments, expected in (
+        (["2"], "step_000002 is no dump of a step; there are: step_000001, step_000003."),
+        (["3", "--checkpoint", "step_000003"], "--checkpoint step_000003 is not before step 3 (rl): it holds its outcome"),
+        (["0"], "STEP = 0: steps count from 1"),
+    ):
+        refused = run_bounded([*command[:5], *arguments], timeout=60)
+        assert refused.returncode == 2
+        assert expected in refused.stderr

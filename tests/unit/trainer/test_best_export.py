@@ -1,0 +1,80 @@
+"""When the best policy is exported, and how it takes the place of the last one."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from vapo_mcore.config.schema import BestExportConfig
+from vapo_mcore.errors import CheckpointError
+from vapo_mcore.trainer.best_export import BestExport, best_folder, new_folder_of, put_in_place
+
+M = "eval/x/avg@1"
+
+
+def exported_after(best: BestExport, scores: dict[int, float | None]) -> list[int]:
+    """Steps after which a run with these scores exports."""
+    steps = []
+    for step, score in scores.items():
+        found = best.improved(step, {M: score})
+        if found is not None:
+            best.exported(step, found)
+            steps.append(step)
+    return steps
+
+
+@pytest.mark.parametrize(
+    ("mode", "every", "start", "scores", "expected"),
+    [
+        ("max", 1, 0.5, {1: 0.4, 2: 0.5, 3: 0.6, 4: 0.6, 5: 0.7}, [3, 5]),
+        ("max", 1, None, {1: 0.0, 2: None, 3: math.nan, 4: 0.1}, [1, 4]),
+        ("min", 1, 20.0, {1: 30.0, 2: 19.0, 3: 19.0, 4: 3.0}, [2, 4]),
+        # 0.8 comes too soon after 0.7; what comes later must beat what lies in the folder, 0.7.
+        ("max", 3, 0.0, {1: 0.7, 2: 0.8, 3: 0.6, 4: 0.75, 5: 0.9, 8: 0.9, 9: 0.76}, [1, 4, 8]),
+    ],
+)
+def test_the_policy_is_exported_when_it_beats_the_last_export(
+    mode: str, every: int, start: float | None, scores: dict[int, float | None], expected: list[int]
+) -> None:
+    best = BestExport(BestExportConfig.model_validate({"metric": M, "mode": mode, "every_steps": every}))
+    best.start({M: start})
+    assert exported_after(best, scores) == expected
+
+
+def test_without_the_setting_nothing_is_exported() -> None:
+    best = BestExport(None)
+    best.start({M: 0.1})
+    assert exported_after(best, {1: 0.5}) == []
+
+
+def test_a_resumed_run_goes_on_with_the_best_score_known() -> None:
+    best = BestExport(BestExportConfig(metric=M))
+    assert exported_after(best, {1: 0.5}) == [1]
+    state = json.loads(json.dumps(best.state_dict()))
+    again = BestExport(BestExportConfig(metric=M))
+    again.load_state_dict(state)
+    assert exported_after(again, {2: 0.5, 3: 0.6}) == [3]
+    other = BestExport(BestExportConfig(metric="eval/x/length_mean", mode="min"))
+    other.load_state_dict(state)
+    assert (other.step, other.score) == (0, None)
+
+
+def test_an_export_takes_the_place_of_the_last_one(tmp_path: Path) -> None:
+    for step in (4, 7):
+        (tmp_path / "best_hf.step_000001").mkdir(exist_ok=True)  # of an export that was killed
+        new = new_folder_of(tmp_path, step)
+        assert [path.name for path in tmp_path.iterdir()] == (["best_hf"] if step == 7 else [])
+        new.mkdir()
+        (new / "weights").write_text(str(step))
+        put_in_place(new, tmp_path, {"metric": M, "score": 0.5, "step": step})
+        assert [path.name for path in tmp_path.iterdir()] == ["best_hf"]
+        assert (best_folder(tmp_path) / "weights").read_text() == str(step)
+        assert json.loads((best_folder(tmp_path) / "best.json").read_text()) == {"metric": M, "score": 0.5, "step": step}
+
+
+def test_an_export_that_cannot_be_put_in_place_leaves_the_last_one(tmp_path: Path) -> None:
+    best_folder(tmp_path).mkdir()
+    with pytest.raises(CheckpointError, match=r"cannot write .*best_hf"):
+        put_in_place(tmp_path / "best_hf.step_000009", tmp_path, {})
+    assert best_folder(tmp_path).is_dir()

@@ -1,0 +1,91 @@
+"""The best policy so far by an evaluation score, as a Hugging Face folder: when it is exported, and how it takes the old one's place.
+
+<run.dir>/best_hf/             config, tokenizer, weights, checksums.json, and
+<run.dir>/best_hf/best.json    metric, score and step
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from vapo_mcore.config.schema import BestExportConfig
+from vapo_mcore.errors import CheckpointError
+from vapo_mcore.weights.writer import write_json
+
+INFO = "best.json"
+
+
+def best_folder(run_dir: str | Path) -> Path:
+    """Where the best policy is."""
+    return Path(run_dir) / "best_hf"
+
+
+class BestExport:
+    """Decides after each evaluation whether the policy is exported; from metrics that all ranks have, so the same on all of them.
+
+    ``score`` and ``step`` are those of the last export, or of the evaluation before the first step: a policy must beat that to be
+    exported at all.
+    """
+
+    def __init__(self, settings: BestExportConfig | None) -> None:
+        self.settings = settings
+        self.score: float | None = None
+        self.step = 0
+
+    def start(self, metrics: Mapping[str, Any]) -> None:
+        """Take the evaluation before the first step."""
+        if self.settings is not None:
+            self.score = _finite(metrics.get(self.settings.metric))
+
+    def improved(self, step: int, metrics: Mapping[str, Any]) -> float | None:
+        """The score of an evaluation after which the policy is to be exported: better than that of the last export, and not within
+        ``every_steps`` of it. None otherwise, also where the score is undefined."""
+        if self.settings is None:
+            return None
+        score = _finite(metrics.get(self.settings.metric))
+        if score is None or (self.step > 0 and step - self.step < self.settings.every_steps):
+            return None
+        if self.score is not None and not (score > self.score if self.settings.mode == "max" else score < self.score):
+            return None
+        return score
+
+    def exported(self, step: int, score: float) -> None:
+        """The policy after this step is the best now."""
+        self.step, self.score = step, score
+
+    def state_dict(self) -> dict[str, Any]:
+        """For a resume; a score counts only for the metric that it is of."""
+        return {"metric": None if self.settings is None else self.settings.metric, "step": self.step, "score": self.score}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if self.settings is not None and state["metric"] == self.settings.metric:
+            self.step, self.score = state["step"], state["score"]
+
+
+def new_folder_of(run_dir: str | Path, step: int) -> Path:
+    """Where the export of a step is written before it takes its place. What an export that was killed left is removed."""
+    for stale in Path(run_dir).glob("best_hf.*"):
+        shutil.rmtree(stale, ignore_errors=True)
+    return Path(run_dir) / f"best_hf.step_{step:06d}"
+
+
+def put_in_place(new: Path, run_dir: str | Path, info: Mapping[str, Any]) -> None:
+    """Let a complete export take the place of the old one, which goes last. On the first rank. Raises CheckpointError."""
+    destination = best_folder(run_dir)
+    old = destination.with_name("best_hf.replaced")
+    try:
+        write_json(new / INFO, dict(info))
+        if destination.exists():
+            destination.rename(old)
+        new.rename(destination)
+        shutil.rmtree(old, ignore_errors=True)
+    except OSError as error:
+        raise CheckpointError(f"cannot write {destination}: {error.strerror or error}") from error
+
+
+def _finite(value: Any) -> float | None:
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None

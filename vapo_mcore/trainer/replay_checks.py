@@ -1,0 +1,85 @@
+"""Which step is replayed from where, as far as files say so. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from vapo_mcore.checkpoint import files
+from vapo_mcore.checkpoint.files import Manifest, Stage
+from vapo_mcore.config.schema import Config
+from vapo_mcore.errors import CheckpointError
+from vapo_mcore.metrics_file import Row
+
+STEP_INFO = "step.json"
+"""Of a dump; with it the dump is complete."""
+
+
+@dataclass(frozen=True)
+class ReplayOptions:
+    """Which step, from which checkpoint (a folder in ``checkpoints/``; None: the newest before the step), and where JSON goes."""
+
+    step: int
+    stage: Stage = "rl"
+    checkpoint: str | None = None
+    json_path: str | None = None
+
+    @property
+    def name(self) -> str:
+        """Of the checkpoint after the step, and of its dump."""
+        return files.checkpoint_name(self.stage, self.step)
+
+
+def dumps_folder(run_dir: str | Path) -> Path:
+    """Where the rollouts of single steps are."""
+    return Path(run_dir) / "dumps"
+
+
+def require_dump(run_dir: str | Path, name: str) -> Path:
+    """The folder of a dump. Raises CheckpointError, naming the dumps that there are, where it is not there or unfinished."""
+    folder = dumps_folder(run_dir) / name
+    if not (folder / STEP_INFO).is_file():
+        there = ", ".join(sorted(path.parent.name for path in dumps_folder(run_dir).glob(f"[!.]*/{STEP_INFO}"))) or "none"
+        raise CheckpointError(
+            f"{folder} is no dump of a step; there are: {there}. Steps are dumped with run.dump_steps and run.dump_every_steps, and where "
+            "a step ended the run"
+        )
+    return folder
+
+
+def checkpoint_before(run_dir: str | Path, options: ReplayOptions) -> str | None:
+    """The checkpoint to start from, by name: the given one, or the newest before the step; None where there is none.
+
+    Raises CheckpointError for one that is not there, or that is not before the step.
+    """
+    names = [path.name for path in files.list_checkpoints(run_dir)]
+    before = [name for name in names if files.order(name) < files.order(options.name)]
+    if options.checkpoint is None:
+        return before[-1] if before else None
+    if options.checkpoint not in names:
+        shown = ", ".join(names) or "none"
+        raise CheckpointError(f"{files.checkpoints_folder(run_dir)} has no checkpoint {options.checkpoint!r}; there are: {shown}")
+    if options.checkpoint not in before:
+        raise CheckpointError(
+            f"--checkpoint {options.checkpoint} is not before step {options.step} ({options.stage}): it holds its outcome"
+        )
+    return options.checkpoint
+
+
+def check_replay(config: Config, options: ReplayOptions) -> None:
+    """What can be checked before a model loads: the dump and the checkpoint are there. Raises CheckpointError."""
+    require_dump(config.run.dir, options.name)
+    checkpoint_before(config.run.dir, options)
+
+
+def is_exact(config: Config, options: ReplayOptions, manifest: Manifest | None, rows: Sequence[Row]) -> bool:
+    """Whether a checkpoint (None: the models as the run began) is the state right before the step. ``rows``: those of the run."""
+    if manifest is not None and manifest.stage == options.stage:
+        return manifest.step == options.step - 1
+    if options.step > 1:
+        return False
+    if options.stage == "value_pretraining":
+        return manifest is None
+    pretrained = max((row["step"] for row in rows if row.get("stage") == "value_pretraining"), default=0)  # it may end early
+    return pretrained == (0 if manifest is None else manifest.step)

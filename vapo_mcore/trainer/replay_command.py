@@ -1,0 +1,51 @@
+"""``vapo-mcore replay-step RUN STEP``. Importing this imports no torch."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from vapo_mcore.config.schema import Config
+from vapo_mcore.errors import ConfigError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options to a parser."""
+    parser.add_argument("run", metavar="RUN", help="run directory (run.dir)")
+    parser.add_argument("step", metavar="STEP", type=int, help="a step whose rollout was dumped (run.dump_steps, run.dump_every_steps)")
+    parser.add_argument("overrides", metavar="KEY=VALUE", nargs="*", default=[], help="settings that replace those of the run")
+    parser.add_argument("--stage", choices=("rl", "value_pretraining"), default="rl", help="whose step it is (rl)")
+    parser.add_argument("--checkpoint", metavar="NAME", help="start from this one of RUN/checkpoints (the newest before the step)")
+    parser.add_argument("--json", metavar="FILE", help="write the comparison as JSON, too")
+
+
+def run(options: argparse.Namespace, arguments: list[str], load: Callable[[argparse.Namespace, Sequence[str]], Config]) -> int:
+    """Check, start the processes that the run's layout needs unless they are there, and replay; returns the exit code.
+
+    ``load`` reads the configuration that the options name, with further settings.
+    """
+    from vapo_mcore.launch import local
+    from vapo_mcore.trainer.run_dir import holds_run
+
+    if options.step < 1:
+        raise ConfigError(f"STEP = {options.step}: steps count from 1")
+    if not holds_run(options.run):
+        raise ConfigError(f"{options.run!r} holds no run of vapo-mcore; give the run directory (run.dir) of a run")
+    options.file = str(Path(options.run) / "config.yaml")
+    config = load(options, (f"run.dir={json.dumps(os.path.abspath(options.run))}",))
+
+    from vapo_mcore.trainer.replay_checks import ReplayOptions, check_replay
+
+    replay = ReplayOptions(options.step, options.stage, options.checkpoint, options.json)
+    if not local.under_torchrun():
+        check_replay(config, replay)
+        if config.parallel.world_size > 1:
+            return local.launch("vapo_mcore.cli", arguments, config.parallel.world_size)
+        local.become_single_process()
+
+    from vapo_mcore.trainer.replay import run_replay
+
+    return run_replay(config, replay)

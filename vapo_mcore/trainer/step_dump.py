@@ -1,0 +1,160 @@
+"""The rollout of a step on disk, as it was sampled and graded: with the weights before the step, enough to make the step again.
+
+<run.dir>/dumps/step_000012/          value_pretraining_000003/ of value pretraining
+    step.json                         the rows, which rank held which, what was counted; written last: with it the dump is complete
+    rank_0000.safetensors             tokens, mask and log-probs of the responses that a rank held
+
+Nothing in it is executed when it is read.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from vapo_mcore import __version__
+from vapo_mcore.checkpoint.files import Stage, checkpoint_name
+from vapo_mcore.data.rollout_batch import RolloutBatch, Rows
+from vapo_mcore.errors import CheckpointError
+from vapo_mcore.trainer.collecting import SamplingCounts
+from vapo_mcore.trainer.collectives import all_gather_objects
+from vapo_mcore.trainer.replay_checks import STEP_INFO, dumps_folder, require_dump
+from vapo_mcore.trainer.sampling import Round, no_rows
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class StepDump:
+    """What was dumped. ``rollouts``: number of the rollout over both stages, which seeds the mini-batches."""
+
+    stage: Stage
+    step: int
+    rollouts: int
+    sampled: Round
+    counts: SamplingCounts
+
+
+def dump_folder(run_dir: str | Path, stage: Stage, step: int) -> Path:
+    return dumps_folder(run_dir) / checkpoint_name(stage, step)
+
+
+def save_step(run_dir: str | Path, dump: StepDump, rank: int) -> str | None:
+    """Write a dump, in place of an earlier one of the same step. A collective; why it could not be written, None if it was."""
+    folder = dump_folder(run_dir, dump.stage, dump.step)
+
+    def failure(write: Any, *arguments: Any) -> str | None:
+        found = None
+        try:
+            write(*arguments)
+        except (OSError, SafetensorError) as error:
+            found = str(error)
+        return next((text for text in all_gather_objects(found) if text is not None), None)
+
+    return (
+        failure(_make_folder, folder, rank)
+        or failure(_write_tokens, folder, dump.sampled.local, rank)
+        or failure(_write_info, folder, dump, rank)
+    )
+
+
+def _make_folder(folder: Path, rank: int) -> None:
+    if rank == 0:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+
+
+def _write_tokens(folder: Path, local: RolloutBatch, rank: int) -> None:
+    if len(local):
+        tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in local.tensors.items()}
+        save_file(tensors | {"row_ids": local.row_ids, "cu_seqlens": local.cu_seqlens.cpu()}, folder / f"rank_{rank:04d}.safetensors")
+
+
+def _write_info(folder: Path, dump: StepDump, rank: int) -> None:
+    if rank != 0:
+        return
+    info = {
+        "format": FORMAT,
+        "vapo_mcore": __version__,
+        "stage": dump.stage,
+        "step": dump.step,
+        "rollouts": dump.rollouts,
+        "counts": asdict(dump.counts),
+        "holder": dump.sampled.holder.tolist(),
+        "rows": row_records(dump.sampled.rows),
+    }
+    unfinished = folder / f".{STEP_INFO}"
+    unfinished.write_text(json.dumps(info, allow_nan=False) + "\n", encoding="utf-8")
+    unfinished.rename(folder / STEP_INFO)
+
+
+def load_step(run_dir: str | Path, stage: Stage, step: int, *, rank: int, world_size: int) -> StepDump:
+    """This rank's part of a dump, which the run may have written with another number of ranks.
+
+    Raises CheckpointError for a dump that is missing, unfinished, damaged or of another format.
+    """
+    folder = require_dump(run_dir, checkpoint_name(stage, step))
+    try:
+        info: dict[str, Any] = json.loads((folder / STEP_INFO).read_text(encoding="utf-8"))
+        if info["format"] != FORMAT:
+            raise CheckpointError(f"{folder}: written in format {info['format']}, this version reads {FORMAT}")
+        rows = rows_of(info["rows"])
+        # Ranks of a run that had more of them are taken over by those there are.
+        holder = torch.tensor(info["holder"], dtype=torch.int64) % world_size
+        parts = [_read_tokens(path, rows) for path in sorted(folder.glob("rank_*.safetensors")) if _rank_of(path) % world_size == rank]
+        counts = SamplingCounts(**info["counts"])
+        rollouts = int(info["rollouts"])
+    except CheckpointError:
+        raise
+    except Exception as error:  # safetensors raises its own kind, json and the columns theirs
+        raise CheckpointError(f"{folder}: the dump cannot be read: {type(error).__name__}: {error}") from error
+    local = RolloutBatch.concat(parts) if parts else no_rows()
+    held = int((holder == rank).sum())
+    if len(local) != held:
+        raise CheckpointError(f"{folder}: {held} responses are to be there for rank {rank}, found {len(local)}: a file is missing")
+    return StepDump(stage, step, rollouts, Round(rows, holder, local, {}), counts)
+
+
+def _rank_of(path: Path) -> int:
+    return int(path.stem.removeprefix("rank_"))
+
+
+def _read_tokens(path: Path, rows: Rows) -> RolloutBatch:
+    with safe_open(path, framework="pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (a safetensors handle is no dictionary)
+    row_ids, cu_seqlens = tensors.pop("row_ids"), tensors.pop("cu_seqlens")
+    return RolloutBatch(rows.select(row_ids), cu_seqlens, tensors, row_ids)
+
+
+def row_records(rows: Rows) -> list[dict[str, Any]]:
+    """One JSON object a row; numbers that JSON does not have by their names."""
+    columns = {name: value.tolist() if isinstance(value, Tensor) else value for name, value in vars(rows).items()}
+    return [{name: json_number(column[row]) for name, column in columns.items()} for row in range(len(rows))]
+
+
+def json_number(value: Any) -> Any:
+    """JSON has no NaN and no infinity: their names instead."""
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def rows_of(records: Sequence[dict[str, Any]]) -> Rows:
+    """The rows of ``row_records``."""
+    columns: dict[str, Any] = {field.name: [record[field.name] for record in records] for field in fields(Rows)}
+    columns["step_rewards"] = [tuple((position, float(reward)) for position, reward in steps) for steps in columns["step_rewards"]]
+    for name in ("score", "reward"):
+        columns[name] = torch.tensor([float(value) for value in columns[name]], dtype=torch.float32)
+    for name in ("verdict", "graded"):
+        columns[name] = torch.tensor(columns[name], dtype=torch.bool)
+    for name in ("group", "sample_index", "prompt_length", "response_length", "tool_length", "turns", "observations_cut"):
+        columns[name] = torch.tensor(columns[name], dtype=torch.int64)
+    return Rows(**columns)
