@@ -59,7 +59,7 @@ def test_the_warning_signal_on_two_nodes(tmp_path: Path) -> None:
         for node in nodes:
             _, stderr = node.communicate(timeout=60)
             assert node.returncode == 75
-            assert "error: stopped after step 3\n" in stderr
+            assert "stopped: stopped after step 3\n" in stderr
     finally:
         for node in nodes:
             if node.poll() is None:

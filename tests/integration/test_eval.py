@@ -19,6 +19,7 @@ from tests.torchrun import ROOT, run_bounded, run_torchrun
 from tests.training_setup import read_metrics, read_samples, write_setup
 from vapo_mcore.cli import main
 from vapo_mcore.evaluation.statistics import pass_at_k
+from vapo_mcore.launch.watchdog import read_heartbeats
 
 CLI = [sys.executable, "-m", "vapo_mcore.cli", "eval"]
 WORKER = Path(__file__).with_name("eval_worker.py")
@@ -76,6 +77,14 @@ def test_results_are_those_of_the_records(folder: Path) -> None:
     text = (folder / "whole" / "results.md").read_text(encoding="utf-8")
     assert f"{scores['avg@3']['value']:.3f}" in text
     assert "## heldout by level" in text
+
+
+def test_ranks_give_signs_of_life(folder: Path) -> None:
+    """The watchdog of an evaluation sees all of them, as in training."""
+    found = read_heartbeats(folder / "continued")
+    assert (sorted(found), {record["rank"] for record in found.values()}) == ([0, 1], {0, 1})
+    assert all(record["last"] >= record["since"] > 0 for record in found.values())
+    assert not list((folder / "continued" / "heartbeats").glob("*.stacks"))  # none hung
 
 
 def test_a_continued_evaluation_is_the_same_bit_for_bit(folder: Path) -> None:

@@ -68,5 +68,5 @@ def test_without_nemo_run_it_is_one_message() -> None:
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
     assert result.returncode == 2
     assert result.stderr.startswith("error: launch needs nemo-run, which cannot be imported")
-    assert "pip install 'vapo-mcore[launch]'" in result.stderr
+    assert "pip install -e '.[launch]'" in result.stderr
     assert result.stderr.count("\n") == 1

@@ -75,7 +75,7 @@ def _jsonl_rows(file: Path, faults: Faults) -> Rows:
             _unreadable_row(file, number, f"has {size:,} bytes, more than {MAX_ROW_BYTES:,}: no line ends?", faults)
             continue
         try:
-            row = _parse_json(line, first=number == 1)
+            row = _with_single_keys(_parse_json(line, first=number == 1))
         except ValueError as error:
             _unreadable_row(file, number, str(error), faults)
             continue
@@ -110,7 +110,37 @@ def _json_rows(file: Path, faults: Faults) -> Rows:
     if not isinstance(rows, list):
         faults.add(str(file), None, None, f"a .json file must hold a list of rows, got {kind_of(rows)}; one object a line is .jsonl")
         return
-    yield from enumerate(rows, start=1)
+    for number, row in enumerate(rows, start=1):
+        try:
+            yield number, _with_single_keys(row)
+        except ValueError as error:
+            _unreadable_row(file, number, str(error), faults)
+
+
+class _Repeated(dict[str, Any]):
+    """An object that names a key twice; of its values JSON readers take the last one, which says nothing of the others."""
+
+    def __init__(self, pairs: list[tuple[str, Any]]) -> None:
+        super().__init__(pairs)
+        keys = [key for key, _ in pairs]
+        self.key = next(key for number, key in enumerate(keys) if key in keys[:number])
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    return found if len(found) == len(pairs) else _Repeated(pairs)
+
+
+def _with_single_keys(value: Any) -> Any:
+    """The value; ValueError where an object in it names a key twice."""
+    waiting = [value]
+    while waiting:
+        inner = waiting.pop()
+        if isinstance(inner, _Repeated):
+            raise ValueError(f"the key {inner.key!r} is there twice; only one of its values can count")
+        parts = inner.values() if isinstance(inner, dict) else inner if isinstance(inner, list) else ()
+        waiting += [part for part in parts if isinstance(part, dict | list)]
+    return value
 
 
 def _parse_json(text: bytes, *, first: bool) -> Any:
@@ -120,7 +150,7 @@ def _parse_json(text: bytes, *, first: bool) -> Any:
     except UnicodeDecodeError as error:
         raise ValueError(f"not UTF-8: byte 0x{text[error.start]:02x} at position {error.start}") from error
     try:
-        return json.loads(decoded)
+        return json.loads(decoded, object_pairs_hook=_object)
     except json.JSONDecodeError as error:
         raise ValueError(f"not valid JSON: {error}") from error
     except RecursionError as error:

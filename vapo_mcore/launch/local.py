@@ -117,7 +117,7 @@ def _report(folder: Path, exits: dict[int, tuple[int, int]], processes: int) -> 
     failed has -SIGTERM, or -SIGKILL if it did not listen: it is named only when nothing else failed. That the run hung outweighs the
     codes of the ranks that were ended with it, and whatever went wrong outweighs a stop in good order.
     """
-    print_errors({rank: error.message for rank, error in read_errors(folder).items()}, processes)
+    print_errors(read_errors(folder), processes)
     collateral = {
         rank
         for rank, (code, later) in exits.items()
@@ -162,13 +162,18 @@ def _weight(code: int) -> tuple[int, int]:
     return 4 if code < 0 else min(code, 3), abs(code)
 
 
-def print_errors(messages: dict[int, str], processes: int) -> None:
-    """One line of ``error:`` for what all ranks say, else one for each message with the ranks that said it."""
-    for message in dict.fromkeys(messages[rank] for rank in sorted(messages)):
-        ranks = [rank for rank, other in sorted(messages.items()) if other == message]
+def print_errors(errors: dict[int, WorkerError], processes: int) -> None:
+    """One line for what all ranks say, else one for each message with the ranks that said it."""
+    for error in dict.fromkeys(errors[rank] for rank in sorted(errors)):
+        ranks = [rank for rank, other in sorted(errors.items()) if other == error]
         same_everywhere = len(ranks) == processes
         where = "" if same_everywhere else f" (rank {', '.join(map(str, ranks))})"
-        print(f"error{where}: {message}", file=sys.stderr)
+        print(f"{_label(error.exit_code)}{where}: {error.message}", file=sys.stderr)
+
+
+def _label(exit_code: int) -> str:
+    """What a line on stderr begins with; a stop in good order is no error."""
+    return "stopped" if exit_code == EXIT_REQUEUE else "error"
 
 
 def report_error(message: str, exit_code: int = 2) -> None:
@@ -177,7 +182,7 @@ def report_error(message: str, exit_code: int = 2) -> None:
     folder = os.environ.get(ERRORS_VARIABLE)
     if folder is None or not Path(folder).is_dir():
         where = f" (rank {rank})" if rank else ""
-        print(f"error{where}: {message}", file=sys.stderr, flush=True)
+        print(f"{_label(exit_code)}{where}: {message}", file=sys.stderr, flush=True)
         return
     unfinished = Path(folder) / f".{rank}"
     unfinished.write_text(f"{exit_code}\n{message}", encoding="utf-8")

@@ -62,7 +62,7 @@ def _run(command: list[str], directory: Path | None, folder: Path) -> int:
     if code == 0:
         return 0
     errors = read_errors(folder)
-    print_errors({rank: error.message for rank, error in errors.items()}, len(errors))
+    print_errors(errors, len(errors))
     if errors:
         return exit_code_of(error.exit_code for error in errors.values())
     if asked:

@@ -12,12 +12,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from vapo_mcore import heartbeat
 from vapo_mcore.config.schema import Config
 from vapo_mcore.data.prompts import PromptDataset
 from vapo_mcore.data.tokenizer import load_tokenizer
 from vapo_mcore.errors import CheckpointError
 from vapo_mcore.evaluation.report import JSON_NAME, MARKDOWN_NAME, console_lines, write_report
 from vapo_mcore.evaluation.store import ResponseStore
+from vapo_mcore.launch.watchdog import Watchdog
 from vapo_mcore.megatron.model import DTYPES
 from vapo_mcore.megatron.parallel import ParallelContext, initialize_parallel
 from vapo_mcore.rewards import check_verifier_names
@@ -48,7 +50,9 @@ def run_evaluation(config: Config, checkpoint: str, output: str, *, clean: bool)
 def evaluate(config: Config, parallel: ParallelContext, checkpoint: str, output: str, *, clean: bool) -> None:
     """The evaluation itself, in process groups that exist."""
     console = Console(enabled=parallel.rank == 0)
+    limit = None if config.faults.hang_minutes is None else 60 * config.faults.hang_minutes
     with ExitStack() as stack:
+        watchdog = stack.enter_context(Watchdog(limit, rank=parallel.rank, world_size=parallel.world_size))
         with fail_together():
             view = stack.enter_context(open_view(checkpoint, role="policy", companions=_companions(checkpoint, config)))
             tokenizer = load_tokenizer(config.model.path)
@@ -63,13 +67,17 @@ def evaluate(config: Config, parallel: ParallelContext, checkpoint: str, output:
         with fail_together():
             if parallel.rank == 0:
                 store = ResponseStore.open(output, _identity(config, parallel, evaluator, view), clean=clean)
+                watchdog.clear(output)
+        with fail_together():
+            watchdog.attach(output)
         done = broadcast_object(0 if store is None else len(store.chunks))
         if done:
             console.print(f"{done} of {len(chunks)} chunks are there from before")
         if done < len(chunks):
             engine = build_engine(config, parallel)
             pool = start_verifiers(config, engine, stack, verifiers)
-            _load(engine, view, DTYPES[config.model.dtype])
+            with heartbeat.entering("load"):
+                _load(engine, view, DTYPES[config.model.dtype])
             evaluator.sampler = ResponseSampler(engine, pool, tokenizer, config.seed, build_multi_turn(config, tokenizer))
         evaluation = evaluator.run_stored(store, done, chunks, console.print)
         if store is not None:
@@ -130,6 +138,7 @@ def _buckets(view: HfView, dtype: torch.dtype) -> Iterator[list[tuple[str, Tenso
     bucket: list[tuple[str, Tensor]] = []
     size = 0
     for name, stored in view.all_tensors():
+        heartbeat.alive()
         tensor = stored.to(dtype)
         if not bool(torch.isfinite(tensor).all()):
             raise CheckpointError(f"{view.folder}: {name} has values beyond the range of model.dtype = {str(dtype).removeprefix('torch.')}")

@@ -82,6 +82,7 @@ class SelfImitation:
         if number % self.settings.every_steps or len(self.buffer) == 0:
             return None
         digest = hashlib.sha256(f"self-imitation/{self.config.seed}/{rollout}".encode()).digest()
+        # The CPU's generator reads 32 bits of its seed: steps of a run differ, two of 2**32 may draw alike.
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
         return self.buffer.sample(self.settings.batch_size, generator)
 

@@ -47,7 +47,10 @@ def check_trackers(run: RunConfig) -> None:
     """Raise ConfigError for a tracker that ``run`` requires and that cannot start here."""
     faults = []
     if run.tensorboard and not _is_installed("tensorboard"):
-        faults.append("run.tensorboard = true, but the package tensorboard is not installed; install it or set run.tensorboard to null")
+        faults.append(
+            "run.tensorboard = true, but the package tensorboard is not installed; in a checkout: pip install -e '.[tracking]', or set "
+            "run.tensorboard to null"
+        )
     if run.wandb is not None:
         fault = _wandb_fault(run.wandb)
         faults += [fault] if fault is not None else []
@@ -203,7 +206,9 @@ def _wandb_server() -> str:
 def _wandb_fault(settings: WandbConfig) -> str | None:
     """Why W&B cannot start: the package, the key, the server."""
     if not _is_installed("wandb"):
-        return "run.wandb is given, but the package wandb is not installed; install it, or set run.wandb to null"
+        return (
+            "run.wandb is given, but the package wandb is not installed; in a checkout: pip install -e '.[wandb]', or set run.wandb to null"
+        )
     if settings.mode == "offline":
         return None
     key = os.environ.get(settings.api_key_variable)

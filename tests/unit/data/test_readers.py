@@ -115,6 +115,24 @@ def test_subsets_must_be_there_and_plain(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize("ending", ["jsonl", "json"])
+def test_an_object_that_names_a_key_twice_is_a_bad_row(tmp_path: Path, ending: str) -> None:
+    """JSON readers take the last of its values and say nothing."""
+    rows = [
+        '{"prompt": "1", "answer": "1"}',
+        '{"prompt": "2", "answer": "2", "prompt": "3"}',
+        '{"prompt": "4", "answer": "4", "m": [{"a": 1, "a": 1}]}',
+    ]
+    text = "\n".join(rows) if ending == "jsonl" else f"[{', '.join(rows)}]"
+    (tmp_path / f"d.{ending}").write_text(text)
+    problems, faults = read(tmp_path / f"d.{ending}")
+    assert [problem.ground_truth for problem in problems] == ["1"]
+    assert faults == [
+        ", row 2: the key 'prompt' is there twice; only one of its values can count",
+        ", row 3: the key 'a' is there twice; only one of its values can count",
+    ]
+
+
 # ---- CSV --------------------------------------------------------------------------------------------------------------------------
 
 
