@@ -1,4 +1,4 @@
-"""``vapo-mcore replay-step RUN STEP``. Importing this imports no torch."""
+"""``vapo-mcore replay-step RUN STEP``. Importing this imports no packages from elsewhere."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from vapo_mcore.config.schema import Config
 from vapo_mcore.errors import ConfigError
+
+if TYPE_CHECKING:
+    from vapo_mcore.config.schema import Config
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,16 +1,11 @@
-"""``vapo-mcore watch RUN``."""
+"""``vapo-mcore watch RUN``. Importing this imports no packages from elsewhere."""
 
 from __future__ import annotations
 
 import argparse
 import time
 
-from rich.console import Console
-from rich.live import Live
-
 from vapo_mcore.errors import ConfigError
-from vapo_mcore.watch.state import RunReader
-from vapo_mcore.watch.view import BARS, PLAIN_BARS, render
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,6 +20,12 @@ def run(options: argparse.Namespace) -> int:
 
     Raises ConfigError for a folder without a run.
     """
+    from rich.console import Console
+    from rich.live import Live
+
+    from vapo_mcore.watch.state import RunReader
+    from vapo_mcore.watch.view import BARS, PLAIN_BARS, render
+
     if options.interval <= 0:
         raise ConfigError(f"--interval {options.interval:g} must be above 0")
     reader = RunReader(options.run)
