@@ -1,6 +1,7 @@
 """TensorBoard and W&B (offline), the real packages: what they show of a run that was killed and resumed, and what stops no training."""
 
 import base64
+import contextlib
 import http.server
 import importlib.util
 import json
@@ -8,7 +9,6 @@ import logging
 import os
 import signal
 import struct
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Mapping
@@ -202,9 +202,14 @@ class Answer(http.server.BaseHTTPRequestHandler):
 
 
 def children(name: str) -> list[int]:
-    listing = subprocess.run(["ps", "-o", "pid=,args=", "--ppid", str(os.getpid())], capture_output=True, text=True, check=True).stdout
-    found = [int(line.split()[0]) for line in listing.splitlines() if name in line]
-    assert found, listing
+    """Processes that this one started and whose command line holds ``name``."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # ended by now
+            parent = int(path.joinpath("stat").read_text().rpartition(")")[2].split()[1])
+            if parent == os.getpid() and name.encode() in path.joinpath("cmdline").read_bytes():
+                found.append(int(path.name))
+    assert found
     return found
 
 
