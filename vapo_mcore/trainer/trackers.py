@@ -26,7 +26,7 @@ from vapo_mcore.errors import ConfigError
 
 _SERVER_SECONDS = 20.0  # for the answer of W&B's server before a model loads
 _START_SECONDS = 90.0
-_FINISH_SECONDS = 120.0  # for what is not uploaded yet when the run ends
+_FINISH_SECONDS = 30.0  # for what is not uploaded yet when the run ends, which may be because its machine is taken away
 logger = logging.getLogger(__name__)
 
 

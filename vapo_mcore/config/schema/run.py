@@ -12,7 +12,7 @@ from vapo_mcore.config.schema.base import NonNegativeInt, Path, PositiveInt, Sec
 class WandbConfig(Section):
     """The run at Weights & Biases, with the id of the run directory; ``--resume`` goes on in the same one (watching.md)."""
 
-    project: str  # made there if it is new
+    project: Annotated[str, Field(min_length=1)]  # made there if it is new
     entity: str | None = None  # user or team; null: that of the API key
     name: str | None = None  # null: that of the run directory
     group: str | None = None  # of runs that belong together
