@@ -29,6 +29,7 @@ RUN_BY = {
     "train": ("tests/integration/test_train_cli.py", '"train"'),
     "watch": ("tests/unit/watch/test_watch.py", '"watch"'),
     "replay-step": ("tests/integration/test_replay_step.py", '"replay-step"'),
+    "report": ("tests/integration/test_report.py", '"report"'),
     "eval": ("tests/integration/test_eval.py", '"eval"'),
     "plan": ("tests/distributed/test_planning.py", '"plan"'),
     "launch": ("tests/integration/test_launch_local.py", '"launch"'),
