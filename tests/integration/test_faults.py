@@ -136,4 +136,5 @@ def test_a_second_failure_of_the_engine_ends_the_step_on_all_ranks(vllm_facts: F
             "the rollout engine failed again, after 1 rebuilds (faults.engine_rebuilds = 1): rank 1: RuntimeError: the device is lost"
         )
         assert (rank["engine"], rank["llm"]) == ("BROKEN", False)
-        assert rank["segments_left"] == []
+        assert len(rank["segments_left"]) <= 2  # one a rank of the last engine, none of the one before
+        assert not [name for name in rank["segments_left"] if (Path("/dev/shm") / name).exists()]  # and they end with the process
