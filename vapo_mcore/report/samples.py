@@ -15,7 +15,7 @@ FEWEST_TOKENS = 400
 _CHARACTERS_OF_A_TOKEN = 4
 _COPIED = (
     "step", "stage", "prompt_id", "sample_index", "source", "ground_truth", "correct", "score", "reward", "error", "finish_reason",
-    "response_length",
+    "response_length", "answer",
 )  # fmt: skip
 
 
@@ -44,7 +44,7 @@ def chosen_samples(run: RunData, runs: int) -> dict[str, Any]:
         "latest": newest,
     }
     kinds = {name: [number(sample) for sample in found[:OF_EACH_KIND]] for name, found in kinds.items()}
-    pairs = changed_verdicts(run)
+    pairs = sorted(changed_verdicts(run), key=lambda pair: "response" not in pair[0])  # few responses of an evaluation keep their text
     few = [pair for right in (True, False) for pair in [p for p in pairs if p[0]["correct"] is right][:OF_EACH_KIND]]
     kinds["changed"] = [[number(sample) for sample in pair] for pair in few]
     to_right = sum(not before["correct"] for before, _ in pairs)
@@ -72,10 +72,12 @@ def _item(sample: Sample) -> tuple[Any, Any, Any]:
 def shown(sample: Sample, most: int) -> Sample:
     """What the page keeps of a sample; of a long response the beginning and the end, with ``left_out`` = [where, tokens or characters]."""
     record: Sample = {name: sample[name] for name in _COPIED if name in sample}
+    if "response" not in sample:
+        return record | {"prompt": None, "response": None, "left_out": None}
     record["prompt"] = _shortened(str(sample.get("prompt", "")), most * _CHARACTERS_OF_A_TOKEN)
     tokens = sample.get("tokens")
     if not tokens:
-        response = str(sample.get("response", ""))
+        response = str(sample["response"])
         kept, record["left_out"] = _ends(response, most * _CHARACTERS_OF_A_TOKEN)
         record["response"] = "".join(kept)
         return record

@@ -85,6 +85,18 @@ def test_of_a_long_response_both_ends_and_how_much_is_left_out() -> None:
     assert samples.shown(sample(1, 1.0, 3), 10)["left_out"] is None
 
 
+def test_evaluated_responses_whose_text_was_not_kept_come_last_and_say_so() -> None:
+    def item(number: int, correct: bool, *, text: bool) -> dict[str, Any]:
+        record = sample(0, 0.0, 1, prompt_id=f"set/{number}#0", correct=correct, answer="7")
+        return record if text else {name: value for name, value in record.items() if name not in ("prompt", "response")}
+
+    texts = {1: False, 2: True}
+    chosen = samples.chosen_samples(make_run(evaluated={s: [item(n, s > 0, text=t) for n, t in texts.items()] for s in (0, 4)}), 1)
+    assert [record["prompt_id"] for record in chosen["records"]] == ["set/2#0", "set/2#0", "set/1#0", "set/1#0"]
+    assert chosen["records"][0]["response"] == "r"
+    assert (chosen["records"][2]["response"], chosen["records"][2]["prompt"], chosen["records"][2]["answer"]) == (None, None, "7")
+
+
 def test_notes_on_diagnosis_differences_and_gaps(tmp_path: Path) -> None:
     rows = [json.loads(line) for line in COLLAPSE.read_text().splitlines()]
     folders = [write_run(tmp_path / name, rows) for name in ("one", "two", "old")]

@@ -54,6 +54,10 @@ function tokenSpans(record, quantity) {
 }
 
 function plainText(record) {
+  if (record.response === null) {
+    const answer = record.answer === undefined || record.answer === null ? "" : `, its answer was ${record.answer}`;
+    return [el("span", { class: "cut" }, `text not kept${answer} (an evaluation keeps the texts of run.samples_per_step responses)`)];
+  }
   if (!record.left_out) return [record.response];
   const [place, count] = record.left_out;
   return [record.response.slice(0, place), el("span", { class: "cut" }, ` [... ${count} characters not shown ...] `), record.response.slice(place)];
@@ -130,7 +134,7 @@ function drawSamples() {
   const quantities = Object.keys(QUANTITIES).map((name) => tab(QUANTITIES[name], name === picked.quantity, () => (picked.quantity = name)));
   const [record] = records;
   const detail = record
-    ? el("div", { class: "card detail" }, el("h3", {}, `Prompt ${record.prompt_id}`), el("div", { class: "prompt" }, record.prompt), el("p", { class: "soft" }, `ground truth: ${record.ground_truth}`), ...records.flatMap(responseView))
+    ? el("div", { class: "card detail" }, el("h3", {}, `Prompt ${record.prompt_id}`), record.prompt === null ? null : el("div", { class: "prompt" }, record.prompt), el("p", { class: "soft" }, `ground truth: ${record.ground_truth ?? "not kept"}`), ...records.flatMap(responseView))
     : el("div", { class: "card none" }, "none");
   const parts = [
     el("h2", {}, "Samples"),
