@@ -168,7 +168,7 @@ def _train(options: argparse.Namespace, arguments: list[str]) -> int:
     from vapo_mcore.launch import local
 
     config = _load_on_every_rank(options)
-    if options.resume and _is_finished(config):
+    if options.resume and options.resume_from is None and _is_finished(config):
         return 0
     if options.dry_run or not local.under_torchrun():
         _check_files(config, clean=options.clean, resume=options.resume)

@@ -46,6 +46,10 @@ class TrainingError(VapoError):
     """The training itself cannot go on (for example NaN log-probs at response tokens); names the response."""
 
 
+class StepBroken(TrainingError):
+    """A step whose numbers cannot be trained on, raised on all ranks together: the run ends, with the checkpoint that was under way."""
+
+
 class StepAbandoned(TrainingError):
     """A step that cannot be done, raised on all ranks before it changed a model: the run stops with a checkpoint of the step before."""
 

@@ -14,7 +14,8 @@ import torch.distributed as dist
 from tests.training_setup import read_metrics, training_config, write_setup
 from vapo_mcore.checkpoint.files import Manifest, list_checkpoints
 from vapo_mcore.checkpoint.resume import ResumeOptions
-from vapo_mcore.errors import EXIT_REQUEUE, CheckpointError, ConfigError, RunStopped, StepAbandoned
+from vapo_mcore.checkpoint.saver import Checkpointer
+from vapo_mcore.errors import EXIT_REQUEUE, CheckpointError, ConfigError, RunStopped, StepAbandoned, StepBroken
 from vapo_mcore.megatron.parallel import initialize_parallel
 from vapo_mcore.trainer.evaluation import Evaluation, Evaluator
 from vapo_mcore.trainer.main import train
@@ -102,6 +103,20 @@ def test_a_step_that_cannot_be_done_leaves_the_one_before(folder: Path, whole: P
     run(folder, "abandoned", ResumeOptions(), rarely)
     assert rows(folder / "abandoned") == rows(whole)
     assert weights(folder / "abandoned") == weights(whole)
+
+
+def test_a_broken_step_keeps_the_checkpoint_that_was_being_written(folder: Path) -> None:
+    original = Trainer.rl_step
+
+    def broken(self: Trainer, number: int) -> StepOutcome:
+        if number == 2:
+            raise StepBroken("NaN or infinity")
+        return original(self, number)
+
+    late = mock.patch.object(Checkpointer, "poll")  # as if the disk were slow
+    with late, mock.patch.object(Trainer, "rl_step", broken), pytest.raises(StepBroken):
+        run(folder, "broken", None)
+    assert list_checkpoints(folder / "broken")[-1].name == "step_000001"
 
 
 def contents(run: Path) -> dict[str, bytes]:

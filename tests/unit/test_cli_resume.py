@@ -44,6 +44,13 @@ def test_a_finished_run_says_so_and_is_left_alone(tmp_path: Path, capsys: pytest
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")} == before
 
 
+def test_a_checkpoint_that_is_named_is_gone_back_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Or missed: never the answer that there is nothing to do."""
+    base = finished_run(tmp_path, 6)
+    main(["train", str(base), "--resume-from", "step_000002", "--dry-run"])
+    assert "nothing to resume" not in capsys.readouterr().out
+
+
 def test_more_steps_than_the_finished_run_made_are_not_finished(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "foreign").mkdir()
     (tmp_path / "foreign" / "notes.txt").touch()

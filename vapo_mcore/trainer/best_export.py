@@ -6,7 +6,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,11 +19,21 @@ from vapo_mcore.errors import CheckpointError
 from vapo_mcore.weights.writer import write_json
 
 INFO = "best.json"
+_FOLDER, _REPLACED, _STEP = "best_hf", "best_hf.replaced", "best_hf.step_{:06d}"
+_LEFT_BEHIND = re.compile(r"best_hf\.(replaced|step_\d{6,})")
 
 
 def best_folder(run_dir: str | Path) -> Path:
     """Where the best policy is."""
-    return Path(run_dir) / "best_hf"
+    return Path(run_dir) / _FOLDER
+
+
+def step_of(folder: Path) -> int | None:
+    """The step after which the policy in a best folder was exported; None where there is none, or it cannot be read."""
+    try:
+        return int(json.loads((folder / INFO).read_text(encoding="utf-8"))["step"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 class BestExport:
@@ -69,14 +81,15 @@ class BestExport:
 def new_folder_of(run_dir: str | Path, step: int) -> Path:
     """Where the export of a step is written before it takes its place. What an export that was killed left is removed."""
     for stale in Path(run_dir).glob("best_hf.*"):
-        shutil.rmtree(stale, ignore_errors=True)
-    return Path(run_dir) / f"best_hf.step_{step:06d}"
+        if _LEFT_BEHIND.fullmatch(stale.name):
+            shutil.rmtree(stale, ignore_errors=True)
+    return Path(run_dir) / _STEP.format(step)
 
 
 def put_in_place(new: Path, run_dir: str | Path, info: Mapping[str, Any]) -> None:
     """Let a complete export take the place of the old one, which goes last. On the first rank. Raises CheckpointError."""
     destination = best_folder(run_dir)
-    old = destination.with_name("best_hf.replaced")
+    old = destination.with_name(_REPLACED)
     try:
         write_json(new / INFO, dict(info))
         if destination.exists():

@@ -11,10 +11,10 @@ from vapo_mcore import heartbeat
 from vapo_mcore.checkpoint.files import Stage, model_folder
 from vapo_mcore.checkpoint.saver import Checkpointer
 from vapo_mcore.config.schema import Config
-from vapo_mcore.errors import CheckpointError, RolloutError, RunStopped, StepAbandoned
+from vapo_mcore.errors import CheckpointError, RolloutError, RunStopped, StepAbandoned, StepBroken
 from vapo_mcore.evaluation.report import console_lines, describe, write_report
 from vapo_mcore.megatron.host import HAS_CUDA
-from vapo_mcore.trainer.best_export import BestExport, best_folder, new_folder_of, put_in_place
+from vapo_mcore.trainer.best_export import BestExport, best_folder, new_folder_of, put_in_place, step_of
 from vapo_mcore.trainer.collectives import fail_together
 from vapo_mcore.trainer.console import Console, format_step
 from vapo_mcore.trainer.evaluation import Evaluation, Evaluator, evaluation_settings
@@ -84,6 +84,9 @@ class Run:
             self.clock.load_state_dict(state["clock"])
         if "best" in state:  # checkpoints of earlier versions have none
             self.best.load_state_dict(state["best"])
+        exported = step_of(best_folder(self.config.run.dir))
+        if exported is not None and (self.stage != "rl" or exported > self.step):
+            self.console.print(f"note: {best_folder(self.config.run.dir)} holds the policy after step {exported} of before this resume")
         self.resumed = True
 
     def execute(self) -> None:
@@ -139,7 +142,8 @@ class Run:
         self.console.stop_progress()
 
     def _do(self, stage: Stage, number: int) -> StepOutcome:
-        """One step. One that is abandoned before it changed a model leaves a checkpoint of the step before."""
+        """One step. One that is abandoned before it changed a model leaves a checkpoint of the step before; one that is broken, what
+        was being written when it began."""
         self._before_step = self.trainer.state.state_dict()
         try:
             return self.trainer.rl_step(number) if stage == "rl" else self.trainer.value_pretraining_step(number)
@@ -147,6 +151,9 @@ class Run:
             if number > 1 or (stage == "rl" and self.pretraining.done):
                 self.trainer.state.load_state_dict(self._before_step)
                 self._save_now({})
+            raise
+        except StepBroken:
+            self.checkpointer.wait()
             raise
 
     def _complete(self, outcome: StepOutcome, total: int) -> None:

@@ -18,7 +18,7 @@ from vapo_mcore.checkpoint.state import StateRegistry
 from vapo_mcore.config.schema import Config
 from vapo_mcore.data.prompts import Prompt
 from vapo_mcore.diagnosis.monitor import Monitor
-from vapo_mcore.errors import StepAbandoned, TrainingError, VapoError
+from vapo_mcore.errors import StepAbandoned, StepBroken, TrainingError, VapoError
 from vapo_mcore.megatron.parallel import ParallelContext
 from vapo_mcore.rollout.base import SyncReport
 from vapo_mcore.trainer.advantages import AdvantageEstimator, check_experience, shaped_rewards, trainable_rows
@@ -293,7 +293,7 @@ class Trainer:
         try:
             check_experience(experience)
         except TrainingError as error:
-            raise TrainingError(f"{error}\nin step {step.number} ({step.stage}); {self._dump(step)}") from error
+            raise StepBroken(f"{error}\nin step {step.number} ({step.stage}); {self._dump(step)}") from error
 
     def _log_probs(self, step: _Step, experience: Experience) -> None:
         """Old log-probs (the trainer's on the very micro-batches of the update, or the rollout's), and the reference's."""

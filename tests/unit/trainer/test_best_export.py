@@ -8,7 +8,7 @@ import pytest
 
 from vapo_mcore.config.schema import BestExportConfig
 from vapo_mcore.errors import CheckpointError
-from vapo_mcore.trainer.best_export import BestExport, best_folder, new_folder_of, put_in_place
+from vapo_mcore.trainer.best_export import BestExport, best_folder, new_folder_of, put_in_place, step_of
 
 M = "eval/x/avg@1"
 
@@ -78,3 +78,19 @@ def test_an_export_that_cannot_be_put_in_place_leaves_the_last_one(tmp_path: Pat
     with pytest.raises(CheckpointError, match=r"cannot write .*best_hf"):
         put_in_place(tmp_path / "best_hf.step_000009", tmp_path, {})
     assert best_folder(tmp_path).is_dir()
+
+
+def test_folders_of_the_user_beside_it_are_left_alone(tmp_path: Path) -> None:
+    left = [tmp_path / name for name in ("best_hf.backup", "best_hf.step_four", "best_hf.replaced.txt")]
+    own = [tmp_path / name for name in ("best_hf.step_000003", "best_hf.replaced")]
+    for folder in left + own:
+        folder.mkdir()
+    assert new_folder_of(tmp_path, 4).name == "best_hf.step_000004"
+    assert sorted(tmp_path.iterdir()) == sorted(left)
+
+
+def test_the_step_of_an_export(tmp_path: Path) -> None:
+    assert step_of(tmp_path / "none") is None
+    for text, step in (('{"step": 12}', 12), ('{"step": null}', None), ("{}", None), ("[]", None), ("{", None)):
+        (tmp_path / "best.json").write_text(text)
+        assert step_of(tmp_path) == step
