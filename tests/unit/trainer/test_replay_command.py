@@ -1,0 +1,33 @@
+"""The settings of a replay, and what is checked before it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.unit.config_helpers import load, write_base
+from vapo_mcore.config import load_config
+from vapo_mcore.config.schema import ParallelConfig
+from vapo_mcore.trainer.replay_command import _derived_anew
+
+
+def test_another_layout_derives_anew_what_the_layout_of_the_run_gave(tmp_path: Path) -> None:
+    write_base(tmp_path)
+    tp2 = ("parallel.world_size=4", "parallel.tensor_model_parallel_size=2")
+
+    def replayed(run: tuple[str, ...], *overrides: str) -> ParallelConfig:
+        resolved = tmp_path / "config.yaml"
+        resolved.write_text(load(tmp_path, *run).to_yaml())
+        assert "data_parallel_size" in resolved.read_text()
+        return load_config(resolved, [*_derived_anew(str(resolved), overrides), *overrides]).parallel
+
+    def sizes(parallel: ParallelConfig) -> tuple[int, int, bool]:
+        return parallel.world_size, parallel.data_parallel_size, parallel.sequence_parallel
+
+    one = "parallel.tensor_model_parallel_size=1"
+    assert sizes(replayed(("parallel.world_size=2",), "parallel.world_size=1")) == (1, 1, False)
+    assert sizes(replayed(tp2, "parallel.world_size=1", one)) == (1, 1, False)
+    assert sizes(replayed(tp2, "parallel={world_size: 2, tensor_model_parallel_size: 1, data_parallel_size: 2}")) == (2, 2, False)
+    assert sizes(replayed(tp2, "parallel.world_size=2")) == (2, 1, True)
+    assert sizes(replayed((*tp2, "parallel.sequence_parallel=false"), "parallel.world_size=2")) == (2, 1, False)  # a choice, not derived
+    assert sizes(replayed(tp2, "parallel.world_size=2", "parallel.sequence_parallel=false")) == (2, 1, False)
+    assert _derived_anew("not read", ["seed=2"]) == []
