@@ -19,7 +19,7 @@ from vapo_mcore.config.schema import Config
 from vapo_mcore.data.prompts import Prompt
 from vapo_mcore.errors import ConfigError
 from vapo_mcore.megatron.parallel import ParallelContext, initialize_parallel
-from vapo_mcore.metrics_file import Row, metric_rows
+from vapo_mcore.metrics_file import Row, whole_rows
 from vapo_mcore.trainer.bad_batch import BadUpdate
 from vapo_mcore.trainer.collecting import SamplingCounts
 from vapo_mcore.trainer.collectives import fail_together
@@ -71,7 +71,7 @@ def replay(config: Config, parallel: ParallelContext, options: ReplayOptions) ->
     seed_everything(config.seed)
     with fail_together():
         dump = load_step(config.run.dir, options.stage, options.step, rank=parallel.rank, world_size=parallel.world_size)
-        rows = metric_rows(Path(config.run.dir) / "metrics.jsonl")
+        rows = whole_rows(Path(config.run.dir) / "metrics.jsonl")
         name = checkpoint_before(config.run.dir, options)
         if parallel.rank == 0 and options.json_path is not None:
             check_json_path(options.json_path)
