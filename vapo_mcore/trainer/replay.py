@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from vapo_mcore.checkpoint.resume import Checkpoint, choose, load_models, load_state, restore_random
+from vapo_mcore.config.architecture import read_architecture
 from vapo_mcore.config.schema import Config
 from vapo_mcore.data.prompts import Prompt
 from vapo_mcore.errors import ConfigError
@@ -70,7 +71,14 @@ def replay(config: Config, parallel: ParallelContext, options: ReplayOptions) ->
     console = Console(enabled=parallel.rank == 0)
     seed_everything(config.seed)
     with fail_together():
-        dump = load_step(config.run.dir, options.stage, options.step, rank=parallel.rank, world_size=parallel.world_size)
+        dump = load_step(
+            config.run.dir,
+            options.stage,
+            options.step,
+            rank=parallel.rank,
+            world_size=parallel.world_size,
+            vocab_size=read_architecture(config.model.path).vocab_size,
+        )
         rows = whole_rows(Path(config.run.dir) / "metrics.jsonl")
         name = checkpoint_before(config.run.dir, options)
         if parallel.rank == 0 and options.json_path is not None:
@@ -211,7 +219,9 @@ def write_json(path: str, comparisons: list[Comparison], exact: bool) -> None:
     """The comparison as JSON; numbers that JSON does not have by their names."""
     content = {
         "exact": exact,
-        "metrics": {entry.name: {"recorded": json_number(entry.recorded), "replayed": json_number(entry.replayed)} for entry in comparisons},
+        "metrics": {
+            entry.name: {"recorded": json_number(entry.recorded), "replayed": json_number(entry.replayed)} for entry in comparisons
+        },
     }
     try:
         Path(path).write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
