@@ -20,6 +20,17 @@ def metric_rows(path: Path) -> list[Row]:
     return [_row(path, number, line) for number, line in enumerate(lines, 1)]
 
 
+def whole_rows(path: Path) -> list[Row]:
+    """The rows of a metrics.jsonl without a last one that is torn, of a run that was killed or goes on. Raises what metric_rows raises."""
+    try:
+        path.stat()
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}; give a run directory that has a metrics.jsonl") from error
+    metrics = GrowingMetrics(path)
+    metrics.refresh()
+    return metrics.rows
+
+
 class GrowingMetrics:
     """The rows of a run that may still be written; ``refresh`` reads what is new.
 

@@ -110,7 +110,7 @@ def test_a_replay_changes_nothing_and_a_dump_holds_no_pickle(folder: Path) -> No
 def test_the_command_replays_in_one_process_what_two_have_made(folder: Path) -> None:
     """Another layout packs and sums in another order."""
     command = [sys.executable, "-m", "vapo_mcore.cli", "replay-step", str(folder / "run"), "3", "parallel.world_size=1"]
-    done = run_bounded([*command, "parallel.data_parallel_size=1", "--json", str(folder / "one.json")], timeout=120)
+    done = run_bounded([*command, "--json", str(folder / "one.json")], timeout=120)
     assert done.returncode == 0, done.stderr[-4000:]
     exact, metrics = compared(folder / "one.json")
     assert exact

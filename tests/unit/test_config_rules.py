@@ -181,6 +181,13 @@ BROKEN = [
         "export.best",
         "is never exported: eval.every_steps = 0 and eval.at_end = false",
     ),
+    (
+        "dumped_steps_are_made",
+        ["run.dump_steps=[6, 7, 9]"],
+        {},
+        "run.dump_steps",
+        "7, 9 can have no effect: the run ends after run.steps = 6; leave out what is beyond",
+    ),
     ("best_is_told_by_a_metric", ["checkpoint.keep_best=2"], {}, "checkpoint.best_metric", "is required with checkpoint.keep_best = 2"),
     (
         "best_is_told_by_a_metric",

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from vapo_mcore.errors import DataError
-from vapo_mcore.metrics_file import GrowingMetrics, metric_rows
+from vapo_mcore.metrics_file import GrowingMetrics, metric_rows, whole_rows
 
 
 def test_rows_in_order_and_damage_by_line(tmp_path: Path) -> None:
@@ -18,6 +18,17 @@ def test_rows_in_order_and_damage_by_line(tmp_path: Path) -> None:
         path.write_bytes(b'{"step": 1}\n{"step": 2}\n' + bad)
         with pytest.raises(DataError, match=expected):
             metric_rows(path)
+
+
+def test_a_torn_last_row_is_left_out_and_other_damage_told(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with pytest.raises(DataError, match="cannot be read: No such file"):
+        whole_rows(path)
+    path.write_bytes(b'{"step": 1}\n{"step": 2}\n{"step": 3, "a"')
+    assert whole_rows(path) == [{"step": 1}, {"step": 2}]
+    path.write_bytes(b'{"step": 1}\n{"step": 2\n{"step": 3}\n')
+    with pytest.raises(DataError, match="line 2: not JSON"):
+        whole_rows(path)
 
 
 def test_a_growing_file_is_read_on_and_its_torn_end_is_waited_for(tmp_path: Path) -> None:

@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any, cast
 
 from vapo_mcore.checkpoint.resume import Checkpoint, choose, load_models, load_state, restore_random
+from vapo_mcore.config.architecture import read_architecture
 from vapo_mcore.config.schema import Config
 from vapo_mcore.data.prompts import Prompt
 from vapo_mcore.errors import ConfigError
 from vapo_mcore.megatron.parallel import ParallelContext, initialize_parallel
-from vapo_mcore.metrics_file import Row, metric_rows
+from vapo_mcore.metrics_file import Row, whole_rows
 from vapo_mcore.trainer.bad_batch import BadUpdate
 from vapo_mcore.trainer.collecting import SamplingCounts
 from vapo_mcore.trainer.collectives import fail_together
@@ -27,10 +28,10 @@ from vapo_mcore.trainer.console import Console
 from vapo_mcore.trainer.experience import Experience
 from vapo_mcore.trainer.main import configure_logging, ending_together, seed_everything
 from vapo_mcore.trainer.models import Models, build_models, refresh_critic
-from vapo_mcore.trainer.replay_checks import ReplayOptions, checkpoint_before, is_exact
+from vapo_mcore.trainer.replay_checks import ReplayOptions, check_json_path, checkpoint_before, is_exact
 from vapo_mcore.trainer.sampling import ResponseSampler, Round
 from vapo_mcore.trainer.step import StepOutcome, Trainer, _Step
-from vapo_mcore.trainer.step_dump import StepDump, load_step
+from vapo_mcore.trainer.step_dump import StepDump, json_number, load_step
 from vapo_mcore.trainer.updates import StoppedUpdate
 from vapo_mcore.trainer.weight_sync import WeightSync
 
@@ -70,9 +71,18 @@ def replay(config: Config, parallel: ParallelContext, options: ReplayOptions) ->
     console = Console(enabled=parallel.rank == 0)
     seed_everything(config.seed)
     with fail_together():
-        dump = load_step(config.run.dir, options.stage, options.step, rank=parallel.rank, world_size=parallel.world_size)
-        rows = metric_rows(Path(config.run.dir) / "metrics.jsonl")
+        dump = load_step(
+            config.run.dir,
+            options.stage,
+            options.step,
+            rank=parallel.rank,
+            world_size=parallel.world_size,
+            vocab_size=read_architecture(config.model.path).vocab_size,
+        )
+        rows = whole_rows(Path(config.run.dir) / "metrics.jsonl")
         name = checkpoint_before(config.run.dir, options)
+        if parallel.rank == 0 and options.json_path is not None:
+            check_json_path(options.json_path)
     checkpoint = None if name is None else choose(config.run.dir, name, console.print)
     models = build_models(config, parallel, console.print)
     if checkpoint is not None:
@@ -89,14 +99,14 @@ def replay(config: Config, parallel: ParallelContext, options: ReplayOptions) ->
     outcome = trainer.replay()
     recorded = _recorded(rows, options)
     comparisons = compare(recorded, outcome.row, exact=exact)
-    with fail_together():
-        if parallel.rank == 0 and options.json_path is not None:
-            _write_json(options.json_path, comparisons, exact)
     for line in table(comparisons, has_record=recorded is not None):
         console.print(line)
     request = trainer.stop_requests.agreed()
     if request is not None:
         console.print(f"the step would have ended the run: {request.reason}")
+    with fail_together():  # last: a replay is not lost with a file
+        if parallel.rank == 0 and options.json_path is not None:
+            write_json(options.json_path, comparisons, exact)
     return comparisons
 
 
@@ -205,12 +215,15 @@ def table(comparisons: list[Comparison], *, has_record: bool) -> list[str]:
     return [*lines, f"the largest relative difference is that of {worst.name}: {worst.recorded:.9g} and {worst.replayed:.9g}"]
 
 
-def _write_json(path: str, comparisons: list[Comparison], exact: bool) -> None:
+def write_json(path: str, comparisons: list[Comparison], exact: bool) -> None:
+    """The comparison as JSON; numbers that JSON does not have by their names."""
     content = {
         "exact": exact,
-        "metrics": {entry.name: {"recorded": entry.recorded, "replayed": entry.replayed} for entry in comparisons},
+        "metrics": {
+            entry.name: {"recorded": json_number(entry.recorded), "replayed": json_number(entry.replayed)} for entry in comparisons
+        },
     }
     try:
-        Path(path).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        Path(path).write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"--json {path!r} cannot be written: {error.strerror}") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 from vapo_mcore.checkpoint import files
 from vapo_mcore.checkpoint.files import Manifest, Stage
 from vapo_mcore.config.schema import Config
-from vapo_mcore.errors import CheckpointError
+from vapo_mcore.errors import CheckpointError, ConfigError
 from vapo_mcore.metrics_file import Row
 
 STEP_INFO = "step.json"
@@ -68,9 +69,24 @@ def checkpoint_before(run_dir: str | Path, options: ReplayOptions) -> str | None
 
 
 def check_replay(config: Config, options: ReplayOptions) -> None:
-    """What can be checked before a model loads: the dump and the checkpoint are there. Raises CheckpointError."""
+    """What can be checked before a model loads: the dump and the checkpoint are there (else CheckpointError), and the comparison can be
+    written (else ConfigError).
+    """
     require_dump(config.run.dir, options.name)
     checkpoint_before(config.run.dir, options)
+    if options.json_path is not None:
+        check_json_path(options.json_path)
+
+
+def check_json_path(path: str) -> None:
+    """Raise ConfigError unless a file can be written there. Nothing is made."""
+    folder = Path(path).absolute().parent
+    if not folder.is_dir():
+        raise ConfigError(f"--json {path!r} cannot be written: there is no folder {str(folder)!r}; make it first")
+    if Path(path).is_dir():
+        raise ConfigError(f"--json {path!r} cannot be written: it is a folder; give a file")
+    if not os.access(path if Path(path).exists() else folder, os.W_OK):
+        raise ConfigError(f"--json {path!r} cannot be written: no permission")
 
 
 def is_exact(config: Config, options: ReplayOptions, manifest: Manifest | None, rows: Sequence[Row]) -> bool:

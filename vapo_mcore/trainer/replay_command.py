@@ -25,6 +25,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", metavar="FILE", help="write the comparison as JSON, too")
 
 
+def _derived_anew(file: str, overrides: Sequence[str]) -> list[str]:
+    """Settings before ``overrides`` for another layout: the resolved configuration also has the settings that follow from a layout, and
+    those that are what its own layout gives are derived from the new one.
+    """
+    if not any(override.partition("=")[0].strip().split(".")[0] == "parallel" for override in overrides):
+        return []
+    from vapo_mcore.config import load_config
+    from vapo_mcore.config.schema import ParallelConfig
+
+    derived = {name for name, field in ParallelConfig.model_fields.items() if field.default_factory is not None}
+    recorded = load_config(file, check_paths=False).parallel
+    own = ParallelConfig(**recorded.model_dump(exclude=derived))
+    return [f"parallel.{name}=null" for name in sorted(derived) if getattr(recorded, name) == getattr(own, name)]
+
+
 def run(options: argparse.Namespace, arguments: list[str], load: Callable[[argparse.Namespace, Sequence[str]], Config]) -> int:
     """Check, start the processes that the run's layout needs unless they are there, and replay; returns the exit code.
 
@@ -38,6 +53,7 @@ def run(options: argparse.Namespace, arguments: list[str], load: Callable[[argpa
     if not holds_run(options.run):
         raise ConfigError(f"{options.run!r} holds no run of vapo-mcore; give the run directory (run.dir) of a run")
     options.file = str(Path(options.run) / "config.yaml")
+    options.overrides = [*_derived_anew(options.file, options.overrides), *options.overrides]
     config = load(options, (f"run.dir={json.dumps(os.path.abspath(options.run))}",))
 
     from vapo_mcore.trainer.replay_checks import ReplayOptions, check_replay

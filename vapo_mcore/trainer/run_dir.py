@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from vapo_mcore.errors import CheckpointError, ConfigError
+from vapo_mcore.trainer.replay_checks import dumps_folder
 from vapo_mcore.trainer.trackers import Trackers
 
 LOCK_NAME = ".lock"
@@ -75,18 +76,24 @@ class RunDirectory:
             raise ConfigError(f"run.dir = {str(path)!r} cannot be written: {error}") from error
 
     @classmethod
-    def resume(cls, path: str | Path, *, metrics_bytes: int, written: Collection[str], config_yaml: str) -> RunDirectory:
-        """Take the directory back to what it was with ``metrics_bytes`` of metrics.jsonl and the ``written`` samples and evaluations.
+    def resume(
+        cls, path: str | Path, *, metrics_bytes: int, written: Collection[str], config_yaml: str, dumps: Collection[str] | None = None
+    ) -> RunDirectory:
+        """Take the directory back to what it was with ``metrics_bytes`` of metrics.jsonl, the ``written`` samples and evaluations and the
+        ``dumps`` of steps (None: of a checkpoint that did not note them, so all are left).
 
-        Later rows, samples, evaluations and exports go. Raises what :func:`check_position` raises.
+        Later rows, samples, evaluations, dumps and exports go. Raises what :func:`check_position` raises.
         """
         path = Path(path)
-        check_position(path, metrics_bytes=metrics_bytes, written=written)
+        check_position(path, metrics_bytes=metrics_bytes, written=written, dumps=dumps)
         try:
             os.truncate(path / "metrics.jsonl", metrics_bytes)
             for file in _written(path):
                 if file.relative_to(path).as_posix() not in written:
                     file.unlink()
+            for dump in _dumps(path):
+                if dumps is not None and dump.name not in dumps:
+                    shutil.rmtree(dump)
             shutil.rmtree(path / "export", ignore_errors=True)
             (path / _FINISHED).unlink(missing_ok=True)
             (path / "config.yaml").write_text(config_yaml, encoding="utf-8")
@@ -107,7 +114,8 @@ class RunDirectory:
         self._metrics.flush()
         os.fsync(self._metrics.fileno())
         written = sorted(file.relative_to(self.path).as_posix() for file in _written(self.path))
-        return {"metrics_bytes": self._last_row if without_last_row else self._metrics.tell(), "written": written}
+        dumps = sorted(dump.name for dump in _dumps(self.path))
+        return {"metrics_bytes": self._last_row if without_last_row else self._metrics.tell(), "written": written, "dumps": dumps}
 
     def mark_finished(self, steps: int) -> None:
         """The run has reached its end after so many RL steps."""
@@ -144,7 +152,7 @@ def _finite_or_none(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def check_position(path: str | Path, *, metrics_bytes: int, written: Collection[str]) -> None:
+def check_position(path: str | Path, *, metrics_bytes: int, written: Collection[str], dumps: Collection[str] | None = None) -> None:
     """Raise CheckpointError unless the directory can be taken back to this position: what was written up to it is still there.
 
     Nothing is changed.
@@ -169,6 +177,12 @@ def check_position(path: str | Path, *, metrics_bytes: int, written: Collection[
 def _written(path: Path) -> list[Path]:
     """Files of single steps."""
     return [file for folder in ("samples", "evaluations") for file in (path / folder).iterdir() if file.is_file()]
+
+
+def _dumps(path: Path) -> list[Path]:
+    """Folders of dumped steps."""
+    folder = dumps_folder(path)
+    return [dump for dump in folder.iterdir() if dump.is_dir()] if folder.is_dir() else []
 
 
 def run_id(path: Path) -> str:

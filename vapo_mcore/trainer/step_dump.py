@@ -98,10 +98,10 @@ def _write_info(folder: Path, dump: StepDump, rank: int) -> None:
     unfinished.rename(folder / STEP_INFO)
 
 
-def load_step(run_dir: str | Path, stage: Stage, step: int, *, rank: int, world_size: int) -> StepDump:
+def load_step(run_dir: str | Path, stage: Stage, step: int, *, rank: int, world_size: int, vocab_size: int) -> StepDump:
     """This rank's part of a dump, which the run may have written with another number of ranks.
 
-    Raises CheckpointError for a dump that is missing, unfinished, damaged or of another format.
+    Raises CheckpointError for a dump that is missing, unfinished, damaged, of another format or for a model with other tokens.
     """
     folder = require_dump(run_dir, checkpoint_name(stage, step))
     try:
@@ -111,7 +111,11 @@ def load_step(run_dir: str | Path, stage: Stage, step: int, *, rank: int, world_
         rows = rows_of(info["rows"])
         # Ranks of a run that had more of them are taken over by those there are.
         holder = torch.tensor(info["holder"], dtype=torch.int64) % world_size
-        parts = [_read_tokens(path, rows) for path in sorted(folder.glob("rank_*.safetensors")) if _rank_of(path) % world_size == rank]
+        parts = [
+            _read_tokens(path, rows, vocab_size)
+            for path in sorted(folder.glob("rank_*.safetensors"))
+            if _rank_of(path) % world_size == rank
+        ]
         counts = SamplingCounts(**info["counts"])
         rollouts = int(info["rollouts"])
     except CheckpointError:
@@ -122,6 +126,8 @@ def load_step(run_dir: str | Path, stage: Stage, step: int, *, rank: int, world_
     held = int((holder == rank).sum())
     if len(local) != held:
         raise CheckpointError(f"{folder}: {held} responses are to be there for rank {rank}, found {len(local)}: a file is missing")
+    if len(holder) != len(rows) or sorted(local.row_ids.tolist()) != (holder == rank).nonzero().flatten().tolist():
+        raise CheckpointError(f"{folder}: the files of the ranks do not hold the rows that {STEP_INFO} says: it is damaged")
     return StepDump(stage, step, rollouts, Round(rows, holder, local, {}), counts)
 
 
@@ -129,11 +135,24 @@ def _rank_of(path: Path) -> int:
     return int(path.stem.removeprefix("rank_"))
 
 
-def _read_tokens(path: Path, rows: Rows) -> RolloutBatch:
+def _read_tokens(path: Path, rows: Rows, vocab_size: int) -> RolloutBatch:
     with safe_open(path, framework="pt") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (a safetensors handle is no dictionary)
     row_ids, cu_seqlens = tensors.pop("row_ids"), tensors.pop("cu_seqlens")
-    return RolloutBatch(rows.select(row_ids), cu_seqlens, tensors, row_ids)
+    if row_ids.numel() and (int(row_ids.min()) < 0 or int(row_ids.max()) >= len(rows)):
+        raise CheckpointError(f"{path}: holds rows {int(row_ids.min())} .. {int(row_ids.max())}, but {STEP_INFO} has {len(rows)}")
+    batch = RolloutBatch(rows.select(row_ids), cu_seqlens, tensors, row_ids)  # which compares lengths
+    tokens, mask = batch["tokens"], batch["response_mask"]
+    outside = (tokens < 0) | (tokens >= vocab_size)
+    if outside.any():
+        raise CheckpointError(
+            f"{path}: token id {int(tokens[outside][0])} is not in the model's vocabulary of {vocab_size}: the dump is damaged, or "
+            "model.path is another model than the run's"
+        )
+    marked, sampled = int(mask.sum()), int(batch.rows.response_length.sum())
+    if marked != sampled:
+        raise CheckpointError(f"{path}: {marked} tokens are marked as sampled, the responses have {sampled}: it is damaged")
+    return batch
 
 
 def row_records(rows: Rows) -> list[dict[str, Any]]:

@@ -96,6 +96,27 @@ def test_a_resumed_run_goes_back_to_its_checkpoint(tmp_path: Path) -> None:
     assert again.run_id == run.run_id != "unknown"
 
 
+def dump(run: RunDirectory, name: str) -> None:
+    (run.path / "dumps" / name).mkdir(parents=True)
+    (run.path / "dumps" / name / "step.json").write_text("{}")
+
+
+def test_a_resume_takes_the_dumps_of_later_steps_away(tmp_path: Path) -> None:
+    """They would be compared with rows of steps made anew; the dump of the checkpoint's own step was written before it and stays."""
+    run = create(tmp_path / "run")
+    assert run.position()["dumps"] == []
+    for name in ("value_pretraining_000002", "step_000004"):
+        dump(run, name)
+    position = json.loads(json.dumps(run.position()))
+    dump(run, "step_000005")
+    run.close()
+    older = {name: value for name, value in position.items() if name != "dumps"}  # of a checkpoint that knew none
+    RunDirectory.resume(run.path, **older, config_yaml="").close()
+    assert len(list((run.path / "dumps").iterdir())) == 3
+    RunDirectory.resume(run.path, **position, config_yaml="").close()
+    assert sorted(path.name for path in (run.path / "dumps").iterdir()) == ["step_000004", "value_pretraining_000002"]
+
+
 def test_rows_that_a_checkpoint_has_seen_must_be_there(tmp_path: Path) -> None:
     run = create(tmp_path / "run")
     run.close()

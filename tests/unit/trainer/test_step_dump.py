@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from tests.unit.trainer.rollouts import make_batch, make_config, make_rows
 from vapo_mcore.checkpoint.files import Manifest, Stage, checkpoints_folder
@@ -19,6 +20,7 @@ from vapo_mcore.trainer.sampling import Round, no_rows
 from vapo_mcore.trainer.step_dump import StepDump, load_step, save_step
 
 ROWS = make_rows([3, 1, 2, 0], [0.1, 1.0, 0.0, 0.7], groups=[0, 0, 1, 1], graded=[True, True, False, True], cut=(2,), steps={0: [(1, 0.3)]})
+VOCAB = 400  # token ids of make_batch are 100 x row + position
 COUNTS = SamplingCounts(rounds=2, prompts_tried=5, dropped_all_right=1)
 
 
@@ -45,7 +47,7 @@ def test_a_dump_comes_back_on_as_many_ranks_as_there_are(tmp_path: Path, world_s
     whole = make_batch(ROWS)
     seen: list[int] = []
     for rank in range(world_size):
-        dump = load_step(tmp_path, "rl", 12, rank=rank, world_size=world_size)
+        dump = load_step(tmp_path, "rl", 12, rank=rank, world_size=world_size, vocab_size=VOCAB)
         assert (dump.stage, dump.step, dump.rollouts, dump.counts) == ("rl", 12, 15, COUNTS)
         for name, column in vars(ROWS).items():
             found = getattr(dump.sampled.rows, name)
@@ -75,6 +77,16 @@ def drop_a_row(folder: Path) -> None:
     (folder / "step.json").write_text(json.dumps(info))
 
 
+def change_tensor(name: str, position: int, value: int) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        path = folder / "rank_0001.safetensors"
+        tensors = load_file(path)
+        tensors[name][position] = value
+        save_file(tensors, path)
+
+    return damage
+
+
 @pytest.mark.parametrize(
     ("damage", "expected"),
     [
@@ -83,6 +95,14 @@ def drop_a_row(folder: Path) -> None:
         (drop_a_row, "the dump cannot be read: KeyError: 'score'"),
         (lambda folder: (folder / "rank_0001.safetensors").unlink(), "4 responses are to be there for rank 0, found 2: a file is missing"),
         (lambda folder: (folder / "rank_0001.safetensors").write_bytes(b"x" * 20), "the dump cannot be read: SafetensorError"),
+        (
+            change_tensor("tokens", 1, 400),
+            "rank_0001.safetensors: token id 400 is not in the model's vocabulary of 400: the dump is damaged",
+        ),
+        (change_tensor("tokens", 1, -1), "token id -1 is not in the model's vocabulary"),
+        (change_tensor("cu_seqlens", 1, 2), "the dump cannot be read: ValueError: cu_seqlens does not agree with"),
+        (change_tensor("response_mask", 0, 1), "2 tokens are marked as sampled, the responses have 1"),
+        (change_tensor("row_ids", 0, -3), r"holds rows -3 .. 3, but step.json has 4"),
         (lambda folder: (folder / "step.json").unlink(), "step_000012 is no dump of a step; there are: none. Steps are dumped with"),
     ],
 )
@@ -90,7 +110,15 @@ def test_a_damaged_dump_is_told(tmp_path: Path, damage: Callable[[Path], object]
     write(tmp_path)
     damage(step_dump.dump_folder(tmp_path, "rl", 12))
     with pytest.raises(CheckpointError, match=expected):
-        load_step(tmp_path, "rl", 12, rank=0, world_size=1)
+        load_step(tmp_path, "rl", 12, rank=0, world_size=1, vocab_size=VOCAB)
+
+
+def test_ranks_that_hold_other_rows_than_is_said_are_told(tmp_path: Path) -> None:
+    write(tmp_path)
+    path = step_dump.dump_folder(tmp_path, "rl", 12) / "step.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"holder": [1, 0, 0, 1]}))
+    with pytest.raises(CheckpointError, match=r"do not hold the rows that step.json says: it is damaged"):
+        load_step(tmp_path, "rl", 12, rank=0, world_size=2, vocab_size=VOCAB)
 
 
 def test_a_dump_that_cannot_be_written_says_why(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Rules on the diagnosis."""
+"""Rules on the diagnosis, and on the steps that are kept to be looked at."""
 
 from __future__ import annotations
 
@@ -15,3 +15,12 @@ def halting_rules_are_watched(s: Subject) -> str | None:
             reasons |= dict.fromkeys(entry.keys, entry.reason)
     faults = [f"{name!r} can never hold: {reasons[key]}" for name in diagnosis.halt_on if (key := f"diagnosis.{name}") in reasons]
     return "; ".join(faults) + "; leave it out" if faults else None
+
+
+@rule("run.dump_steps", "run.steps")
+def dumped_steps_are_made(s: Subject) -> str | None:
+    steps = s.config.run.steps
+    beyond = [str(step) for step in s.config.run.dump_steps if step > steps]
+    if not beyond:
+        return None
+    return f"{', '.join(beyond)} can have no effect: the run ends after run.steps = {steps}; leave out what is beyond, or raise run.steps"
