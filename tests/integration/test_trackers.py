@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import signal
+import socket
 import struct
 import sys
 import threading
@@ -169,6 +170,24 @@ def test_wandb_online_needs_its_key_and_its_server_before_a_model_loads(tmp_path
                 assert key not in str(error.value)
     with pytest.raises(ConfigError, match=r"cannot be reached from here .* use mode: offline"):
         check_trackers(run)
+
+
+def test_an_address_that_is_no_wandb_server_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = configured(tmp_path, f"run.wandb={{project: p, api_key_variable: {KEY}}}").run
+    monkeypatch.setenv(KEY, "k" * 40)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+
+        def greet() -> None:
+            connection, _ = other.accept()
+            with connection:
+                connection.recv(65536)
+                connection.sendall(b"SSH-2.0-OpenSSH_9.6\r\n")
+
+        threading.Thread(target=greet, daemon=True).start()
+        for address in (f"http://127.0.0.1:{other.getsockname()[1]}", "http://localhost:abc", "foo"):
+            monkeypatch.setenv("WANDB_BASE_URL", address)
+            with pytest.raises(ConfigError, match=rf"run\.wandb: {address} cannot be reached from here \(.+\); use mode: offline"):
+                check_trackers(run)
 
 
 def scalars(run: RunDirectory) -> dict[str, list[tuple[int, Any]]]:

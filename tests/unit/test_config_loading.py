@@ -230,6 +230,9 @@ def test_null_resets_what_cannot_be_null(tmp_path: Path) -> None:
         ("data.train.0.verifier=os.system", "data.train.0.verifier: unknown verifier 'os.system': built-in are math, "),
         ("eval.temperature=0.001", "eval.temperature: 0.001 must be 0 (greedy) or at least 0.01"),
         ("algorithm.kl={place: [reward, loss], coef: 0.1}", "algorithm.kl.place: ['reward', 'loss'] must be 'off', 'reward' or 'loss'"),
+        ("run.wandb={project: a/b:c}", "'a/b:c' has / :: W&B takes projects of 1 to 128 characters without / \\ # ? % :"),
+        (f"run.wandb={{project: {'p' * 129}}}", "is of 129 characters: W&B takes projects of 1 to 128"),
+        ("run.wandb={project: ''}", "is of 0 characters: W&B takes projects of 1 to 128"),
     ],
 )
 def test_faulty_settings(override: str, expected: str, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ which was cut to the checkpoint by then; so no step is shown twice, whatever the
 from __future__ import annotations
 
 import base64
+import http.client
 import importlib.util
 import json
 import logging
@@ -220,16 +221,17 @@ def _wandb_fault(settings: WandbConfig) -> str | None:
     server = _wandb_server()
     query = json.dumps({"query": "query Viewer { viewer { id } }"}).encode()
     login = base64.b64encode(f"api:{key}".encode()).decode()
-    request = urllib.request.Request(f"{server}/graphql", query, {"Content-Type": "application/json", "Authorization": f"Basic {login}"})
+    headers = {"Content-Type": "application/json", "Authorization": f"Basic {login}"}
     refused = f"run.wandb: {server} does not take the API key in {settings.api_key_variable}"
     try:
+        request = urllib.request.Request(f"{server}/graphql", query, headers)
         with urllib.request.urlopen(request, timeout=_SERVER_SECONDS) as answer:
             content = json.loads(answer.read())
     except urllib.error.HTTPError as error:
         answered = f"run.wandb: {server} answers with {error.code} {error.reason}; try again later, or use mode: offline"
         return refused if error.code in (401, 403) else answered
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "reason", error)
+    except (OSError, ValueError, http.client.HTTPException) as error:  # also an address that is none, and a server of another kind
+        reason = " ".join(str(getattr(error, "reason", error)).split())
         return f"run.wandb: {server} cannot be reached from here ({reason}); use mode: offline and `wandb sync` later"
-    viewer = (content.get("data") or {}).get("viewer") if isinstance(content, dict) else None
-    return None if viewer else refused
+    data = content.get("data") if isinstance(content, dict) else None
+    return None if isinstance(data, dict) and data.get("viewer") else refused

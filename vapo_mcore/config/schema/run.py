@@ -4,15 +4,24 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from vapo_mcore.config.schema.base import NonNegativeInt, Path, PositiveInt, Section
+
+
+def _possible_project(name: str) -> str:
+    """W&B's own rule, which it applies when a run starts."""
+    found = sorted({character for character in name if character in "/\\#?%:"})
+    if found or not 1 <= len(name) <= 128:
+        fault = f"has {' '.join(found)}" if found else f"is of {len(name)} characters"
+        raise ValueError(f"{name!r} {fault}: W&B takes projects of 1 to 128 characters without / \\ # ? % :")
+    return name
 
 
 class WandbConfig(Section):
     """The run at Weights & Biases, with the id of the run directory; ``--resume`` goes on in the same one (watching.md)."""
 
-    project: Annotated[str, Field(min_length=1)]  # made there if it is new
+    project: Annotated[str, AfterValidator(_possible_project)]  # made there if it is new
     entity: str | None = None  # user or team; null: that of the API key
     name: str | None = None  # null: that of the run directory
     group: str | None = None  # of runs that belong together
