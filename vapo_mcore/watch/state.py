@@ -14,7 +14,7 @@ from vapo_mcore.config import Config, load_config
 from vapo_mcore.diagnosis.monitor import Finding, Monitor
 from vapo_mcore.errors import ConfigError, DataError
 from vapo_mcore.launch.watchdog import has_hung, heartbeat_folder, read_heartbeats
-from vapo_mcore.metrics_file import GrowingMetrics, Row
+from vapo_mcore.metrics_file import STAGES, GrowingMetrics, Row
 from vapo_mcore.trainer.run_dir import finished_steps, holds_run
 from vapo_mcore.trainer.run_lock import lock_holder, lock_path
 
@@ -24,7 +24,6 @@ LAST_STEPS = 50
 """Steps that the median step time is of."""
 
 Status = Literal["running", "stopped", "finished", "hung", "stale"]
-STAGES = ("value_pretraining", "rl")
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from vapo_mcore.watch.state import STAGES, RunState, duration, last_evaluation
+from vapo_mcore.metrics_file import STAGES
+from vapo_mcore.watch.state import RunState, duration, last_evaluation
 
 BARS = "▁▂▃▄▅▆▇█"
 PLAIN_BARS = "_.-=+*%#"
