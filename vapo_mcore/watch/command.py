@@ -7,6 +7,8 @@ import time
 
 from vapo_mcore.errors import ConfigError
 
+_LONGEST_INTERVAL = 86400.0  # a day
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options to a parser."""
@@ -18,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Show the run until it is finished or the reader has seen enough (Ctrl-C); returns 0.
 
-    Raises ConfigError for a folder without a run.
+    Raises ConfigError for a folder without a run, and for an interval that none is.
     """
     from rich.console import Console
     from rich.live import Live
@@ -26,8 +28,8 @@ def run(options: argparse.Namespace) -> int:
     from vapo_mcore.watch.state import RunReader
     from vapo_mcore.watch.view import BARS, PLAIN_BARS, render
 
-    if options.interval <= 0:
-        raise ConfigError(f"--interval {options.interval:g} must be above 0")
+    if not 0 < options.interval <= _LONGEST_INTERVAL:  # NaN is not
+        raise ConfigError(f"--interval {options.interval:g} must be above 0 and at most {_LONGEST_INTERVAL:g} seconds")
     reader = RunReader(options.run)
     console = Console()
     bars = BARS if console.encoding.startswith("utf") else PLAIN_BARS

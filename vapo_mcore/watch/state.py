@@ -108,8 +108,9 @@ class RunReader:
         if not holds_run(self.path):
             raise ConfigError(f"{str(path)!r} holds no run of vapo-mcore; give the run directory (run.dir) of a run")
         self._metrics = GrowingMetrics(self.path / "metrics.jsonl")
-        self._config_text: str | None = None
+        self._config_content: bytes | None = None
         self._config: Config | None = None
+        self._config_fault: str | None = None
         self._monitor: Monitor | None = None
         self._observed: list[Row] = []
         self._findings: list[Finding] = []
@@ -122,10 +123,9 @@ class RunReader:
             self._metrics.refresh()
         except DataError as error:
             faults.append(str(error))
-        try:
-            self._read_config()
-        except (OSError, ConfigError) as error:
-            faults.append(f"config.yaml cannot be read, so that totals and diagnosis are missing: {error}")
+        self._read_config()
+        if self._config_fault is not None:
+            faults.append(f"config.yaml cannot be read, so that totals and diagnosis are missing: {self._config_fault}")
         self._observe()
         config, monitor = self._config, self._monitor
         totals = {}
@@ -146,11 +146,19 @@ class RunReader:
         )
 
     def _read_config(self) -> None:
-        """The configuration, which a resume may have changed."""
-        text = (self.path / "config.yaml").read_text(encoding="utf-8")
-        if text != self._config_text:
-            self._config_text, self._config, self._monitor = text, None, None
-            self._config = load_config(self.path / "config.yaml", check_paths=False)
+        """The configuration, which a resume may have changed, or why there is none."""
+        path = self.path / "config.yaml"
+        try:
+            content = path.read_bytes()
+        except OSError as error:
+            self._config_content, self._config, self._monitor, self._config_fault = None, None, None, str(error)
+            return
+        if content != self._config_content:
+            self._config_content, self._config, self._monitor, self._config_fault = content, None, None, None
+            try:
+                self._config = load_config(path, check_paths=False)
+            except ConfigError as error:
+                self._config_fault = str(error)
 
     def _observe(self) -> None:
         """Show the rules the rows that they have not seen; all of them anew where a resume has changed the past."""

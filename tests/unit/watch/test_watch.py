@@ -124,11 +124,17 @@ def test_stale_hung_and_finished_runs(running: RunDirectory) -> None:
 
 
 def test_settings_that_cannot_be_read_cost_totals_and_diagnosis_alone(running: RunDirectory) -> None:
-    (running.path / "config.yaml").write_text("nothing: here\n")
-    text = frame(running.path)
-    assert "config.yaml cannot be read, so that totals and diagnosis are missing: " in text
-    assert "step 3/?" in text
-    assert "reward/mean" in text
+    config, reader = running.path / "config.yaml", RunReader(running.path)
+    whole = config.read_bytes()
+    for content, reason in ((b"nothing: here\n", "nothing"), (b"a: \xff\n", "UTF-8"), (b"", "required"), (None, "No such file")):
+        config.unlink() if content is None else config.write_bytes(content)
+        for _ in range(3):  # in every frame
+            (fault,) = reader.read().faults
+            assert fault.startswith("config.yaml cannot be read, so that totals and diagnosis are missing: ") and reason in fault
+        text = frame(running.path)
+        assert "config.yaml cannot be read" in text and "step 3/?" in text and "reward/mean" in text
+    config.write_bytes(whole)
+    assert (reader.read().faults, reader.read().totals["rl"]) == ([], 10)
 
 
 def test_a_reader_follows_a_run_that_is_resumed(running: RunDirectory) -> None:
@@ -203,8 +209,9 @@ def test_what_is_no_run_is_an_error(tmp_path: Path, name: str, capsys: pytest.Ca
     (tmp_path / "file").touch()
     assert main(["watch", str(tmp_path / name), "--once"]) == 2
     assert "give the run directory (run.dir) of a run" in capsys.readouterr().err
-    assert main(["watch", str(tmp_path), "--interval", "0"]) == 2
-    assert "--interval 0 must be above 0" in capsys.readouterr().err
+    for interval in ("0", "-1", "nan", "inf", "1e30"):
+        assert main(["watch", str(tmp_path), "--interval", interval]) == 2
+        assert f"--interval {float(interval):g} must be above 0 and at most 86400 seconds" in capsys.readouterr().err
 
 
 def test_watching_loads_no_torch() -> None:
