@@ -26,8 +26,9 @@ def run(options: argparse.Namespace) -> int:
     page = build_page(runs, options.title or ", ".join(run.name for run in runs))
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(page, encoding="utf-8")
+        output.write_text(page, encoding="utf-8", errors="backslashreplace")  # a folder's name need not be text
     except OSError as error:
         raise ConfigError(f"--output {str(output)!r} cannot be written: {error.strerror}") from error
-    print(f"wrote {output} ({output.stat().st_size / 1e6:.2f} MB)")
+    shown = str(output).encode("utf-8", "backslashreplace").decode()
+    print(f"wrote {shown} ({output.stat().st_size / 1e6:.2f} MB)")
     return 0

@@ -9,7 +9,7 @@ from vapo_mcore.config import load_config
 from vapo_mcore.config.yaml_text import shown
 from vapo_mcore.diagnosis.monitor import Finding, Monitor
 from vapo_mcore.errors import ConfigError
-from vapo_mcore.report.read import RunData, rows_of, setting
+from vapo_mcore.report.read import RunData, number_setting, rows_of, text_setting
 from vapo_mcore.report.samples import has_tokens
 from vapo_mcore.report.series import evaluations, flat, mean_of_ends
 
@@ -23,11 +23,11 @@ def summary(run: RunData) -> dict[str, Any]:
     steps = rows_of(run.rows, "rl")
     found = {
         "steps": steps[-1]["step"] if steps else 0,
-        "planned": setting(run.settings, "run", "steps"),
+        "planned": number_setting(run.settings, "run", "steps"),
         "pretraining": len(rows_of(run.rows, "value_pretraining")),
         "finished": run.finished,
-        "model": setting(run.settings, "model", "path"),
-        "estimator": setting(run.settings, "algorithm", "advantage", "estimator"),
+        "model": text_setting(run.settings, "model", "path"),
+        "estimator": text_setting(run.settings, "algorithm", "advantage", "estimator"),
         "ends": {name: mean_of_ends(run.rows, name, ENDS) for name in ("reward/mean", "accuracy/mean", "response/length_mean")},
         "window": min(ENDS, len(steps)),
         "evaluations": {},
@@ -40,7 +40,7 @@ def summary(run: RunData) -> dict[str, Any]:
 def diagnosis(run: RunData) -> dict[str, Any]:
     """``findings``: each rule that held, with the evidence of when it last began to; ``failure``: why the rules could not be applied."""
     if not run.settings:
-        return {"findings": [], "failure": "the run has no config.yaml, which holds the thresholds"}
+        return {"findings": [], "failure": f"{run.settings_fault or 'no settings'}; config.yaml holds the thresholds"}
     try:
         monitor = Monitor(load_config(run.path / "config.yaml", check_paths=False))
     except ConfigError as error:
@@ -93,5 +93,5 @@ def missing(run: RunData, charts: Sequence[tuple[str, Sequence[str]]]) -> list[s
     elif not has_tokens(run.samples):
         found.append("Its samples have no values token by token: they are of an earlier version, or of responses without a verdict.")
     if not run.settings:
-        found.append("No config.yaml: settings and length bins in tokens are unknown.")
+        found.append(f"Settings and length bins in tokens are unknown: {run.settings_fault or 'there are none'}.")
     return found

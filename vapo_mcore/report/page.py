@@ -13,7 +13,7 @@ from typing import Any
 from vapo_mcore import __version__
 from vapo_mcore.config.yaml_text import shown
 from vapo_mcore.report import charts, notes, samples, series
-from vapo_mcore.report.read import RunData, setting
+from vapo_mcore.report.read import RunData, number_setting
 
 SCRIPTS = ("draw.js", "samples.js", "page.js")
 
@@ -64,7 +64,7 @@ def _run_data(run: RunData, curves: dict[str, Any], runs: int) -> dict[str, Any]
         "curves": curves,
         "evaluations": series.evaluation_curves(run.rows),
         "windows": series.windows(run.rows),
-        "longest": setting(run.settings, "rollout", "max_response_length"),
+        "longest": number_setting(run.settings, "rollout", "max_response_length"),
         "phases": {name: series.rounded(seconds) for name, seconds in series.phase_seconds(run.rows).items()},
         "samples": {**samples.chosen_samples(run, runs), "files": [read, there]},
     }

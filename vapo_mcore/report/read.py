@@ -10,12 +10,17 @@ from typing import Any
 
 from vapo_mcore.config.yaml_text import parse_yaml
 from vapo_mcore.errors import ConfigError, DataError, VapoError
-from vapo_mcore.metrics_file import GrowingMetrics, Row
+from vapo_mcore.metrics_file import GrowingMetrics, Row, is_number
 
 Sample = dict[str, Any]
 
 MOST_SAMPLE_FILES = 200
 """Files of samples that are read of a run; of more, so many evenly spaced ones, the first and the last among them."""
+
+_TEXTS = ("prompt_id", "source", "prompt", "response", "finish_reason")
+_TEXTS_OR_NULL = ("error", "answer", "ground_truth")
+_NUMBERS_OR_NULL = ("reward", "score")
+_COUNTS = ("sample_index", "response_length")
 
 
 @dataclass(frozen=True)
@@ -25,11 +30,12 @@ class RunData:
     Attributes:
         name: distinguishes the run from the others on the page.
         rows: of metrics.jsonl, in order.
-        settings: config.yaml as it stands, {} where there is none.
+        settings: config.yaml as it stands, {} where there is none or it cannot be read.
         finished: whether the run has reached its end.
         samples: of the newest stage, oldest first, each with ``step`` and ``stage``.
         sample_files: how many files were read, and how many there are.
         evaluated: samples of evaluations by step, oldest first; only the first and the last evaluation.
+        settings_fault: why there are no settings.
     """
 
     name: str
@@ -40,6 +46,7 @@ class RunData:
     samples: list[Sample]
     sample_files: tuple[int, int]
     evaluated: dict[int, list[Sample]]
+    settings_fault: str | None = None
 
 
 def read_runs(paths: Sequence[str | Path]) -> list[RunData]:
@@ -88,7 +95,8 @@ def _read_run(folder: Path, name: str) -> RunData:
     ends = [evaluations[0], evaluations[-1]] if len(evaluations) > 1 else []
     evaluated = {step: _read_samples(file) for step, file in ends}
     finished = (folder / "finished.json").is_file()
-    return RunData(name, folder, rows, _settings(folder / "config.yaml"), finished, samples, (len(chosen), len(files)), evaluated)
+    settings, fault = _settings(folder / "config.yaml")
+    return RunData(name, folder, rows, settings, finished, samples, (len(chosen), len(files)), evaluated, fault)
 
 
 def _read_samples(path: Path) -> list[Sample]:
@@ -100,13 +108,53 @@ def _read_samples(path: Path) -> list[Sample]:
     found = []
     for number, line in enumerate(lines[:-1], 1):  # what was written whole ends with a line break
         try:
-            sample = json.loads(line)
-        except ValueError as error:  # JSONDecodeError and UnicodeDecodeError
+            sample = json.loads(line, parse_constant=_undefined)
+        except (ValueError, RecursionError) as error:  # JSONDecodeError, UnicodeDecodeError, and lists in lists without end
             raise DataError(f"{path}, line {number}: not JSON ({error})") from error
         if not isinstance(sample, dict) or "prompt_id" not in sample or "correct" not in sample:
             raise DataError(f"{path}, line {number}: expected an object with 'prompt_id' and 'correct'")
+        faults = sample_faults(sample)
+        if faults:
+            raise DataError(f"{path}, line {number}: {'; '.join(faults)}")
         found.append(sample)
     return found
+
+
+def _undefined(_: str) -> None:
+    """What NaN and Infinity, which a run that diverged writes for values and log-probs, are on the page."""
+
+
+def sample_faults(sample: Sample) -> list[str]:
+    """What of a sample is not as the trainer writes it, where the page reads it."""
+    faults = [f"{name!r} is no text" for name in _TEXTS if not isinstance(sample.get(name, ""), str)]
+    faults += [f"{name!r} is neither text nor null" for name in _TEXTS_OR_NULL if not isinstance(sample.get(name), str | None)]
+    faults += [f"{name!r} is neither a number nor null" for name in _NUMBERS_OR_NULL if not _is_number_or_null(sample.get(name))]
+    faults += [f"{name!r} is no whole number" for name in _COUNTS if not _is_count(sample.get(name, 0))]
+    if not isinstance(sample["correct"], bool):
+        faults.append("'correct' is neither true nor false")
+    return faults + _token_faults(sample.get("tokens"))
+
+
+def _token_faults(tokens: Any) -> list[str]:
+    if tokens is None or tokens == {}:
+        return []
+    if not isinstance(tokens, dict) or not all(isinstance(column, list) for column in tokens.values()) or "text" not in tokens:
+        return ["'tokens' is no table of lists with 'text' among them"]
+    faults = []
+    for name, column in tokens.items():
+        if not all(isinstance(item, str) if name == "text" else _is_number_or_null(item) for item in column):
+            faults.append(f"'tokens.{name}' is no list of " + ("texts" if name == "text" else "numbers and nulls"))
+        if len(column) != len(tokens["text"]):
+            faults.append(f"'tokens.{name}' has {len(column)} entries for {len(tokens['text'])} tokens")
+    return faults
+
+
+def _is_number_or_null(value: Any) -> bool:
+    return value is None or is_number(value)
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**31
 
 
 def evenly(items: Sequence[Any], count: int) -> list[Any]:
@@ -126,16 +174,19 @@ def _by_step(folder: Path, prefix: str) -> list[tuple[int, Path]]:
     return sorted(found)
 
 
-def _settings(path: Path) -> dict[str, Any]:
+def _settings(path: Path) -> tuple[dict[str, Any], str | None]:
+    """The settings, or why there are none."""
     try:
         found, faults = parse_yaml(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        return {}
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path} cannot be read: {error}") from error
-    if faults or not isinstance(found, dict):
-        raise DataError(f"{path}: {'; '.join(faults) or 'expected a mapping of settings'}")
-    return found
+        return {}, "the run has no config.yaml"
+    except OSError as error:
+        return {}, f"config.yaml cannot be read: {error.strerror}"
+    except (UnicodeDecodeError, RecursionError) as error:
+        return {}, f"config.yaml cannot be read: {error}"
+    if faults or not isinstance(found, dict) or not found:
+        return {}, f"config.yaml: {'; '.join(faults) or 'expected a mapping of settings'}"
+    return found, None
 
 
 def setting(settings: Mapping[str, Any], *keys: str) -> Any:
@@ -144,6 +195,18 @@ def setting(settings: Mapping[str, Any], *keys: str) -> Any:
     for key in keys:
         value = value.get(key) if isinstance(value, Mapping) else None
     return value
+
+
+def number_setting(settings: Mapping[str, Any], *keys: str) -> int | float | None:
+    """``setting``; None also where it is no number."""
+    value = setting(settings, *keys)
+    return value if is_number(value) else None
+
+
+def text_setting(settings: Mapping[str, Any], *keys: str) -> str | None:
+    """``setting``; None also where it is no text."""
+    value = setting(settings, *keys)
+    return value if isinstance(value, str) else None
 
 
 def rows_of(rows: Iterable[Row], stage: str) -> list[Row]:

@@ -164,6 +164,7 @@ class RunReader:
         """Show the rules the rows that they have not seen; all of them anew where a resume has changed the past."""
         rows = self._metrics.rows
         if self._config is None:
+            self._findings = []
             return
         if self._monitor is None or rows[: len(self._observed)] != self._observed:
             self._monitor, self._observed, self._findings = Monitor(self._config), [], []

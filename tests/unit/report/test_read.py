@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from vapo_mcore.cli import main
 from vapo_mcore.errors import ConfigError, DataError
+from vapo_mcore.report.page import page_data
 from vapo_mcore.report.read import evenly, read_runs
 
 
@@ -73,13 +75,84 @@ def test_what_is_no_run_is_told_all_at_once_with_exit_code_2(tmp_path: Path, cap
     assert told.count("has no row of a step yet") == 2
     for text in (f"{tmp_path} is not a run directory", "there is no such folder"):
         assert text in told
-    broken = write_run(tmp_path / "broken", [{"step": 1}])
-    (broken / "config.yaml").write_text("a: [1\n")
-    assert main(["report", str(broken)]) == 2
-    assert "config.yaml: not valid YAML" in capsys.readouterr().err
     fine = write_run(tmp_path / "fine", [{"step": 1, "stage": "rl", "reward/mean": 1.0}])
     assert main(["report", str(fine), "--output", str(fine / "metrics.jsonl" / "x.html")]) == 2
     assert "cannot be written" in capsys.readouterr().err
     assert not (fine / "report.html").exists()
     assert main(["report", str(fine), "--title", "<mine>"]) == 0
     assert "<title>&lt;mine&gt;</title>" in (fine / "report.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (None, "the run has no config.yaml"),
+        (b"", "config.yaml: expected a mapping of settings"),
+        (b"a: [1\n", "config.yaml: not valid YAML"),
+        (b"a: \xff\n", "config.yaml cannot be read: 'utf-8' codec"),
+        (b"a: " + b"[" * 3_000, "config.yaml"),
+        (b"run: {steps: .nan}\nrollout: {max_response_length: [1, .inf]}\nmodel: {path: .nan}\n", None),
+    ],
+)
+def test_without_settings_there_is_a_page_that_says_so(tmp_path: Path, content: bytes | None, expected: str | None) -> None:
+    folder = write_run(tmp_path / "run", [{"step": 1, "reward/mean": 1.0}])
+    if content is not None:
+        (folder / "config.yaml").write_bytes(content)
+    assert main(["report", str(folder)]) == 0
+    (data,) = page_data(read_runs([folder]), "title")["runs"]
+    if expected is None:
+        assert (data["longest"], data["summary"]["planned"], data["summary"]["model"]) == (None, None, None)
+        assert "config.yaml is not one of this version" in data["diagnosis"]["failure"]
+    else:
+        assert expected in data["diagnosis"]["failure"]
+        assert any(expected in text and "Settings and length bins" in text for text in data["missing"])
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"reward": "1"}, "'reward' is neither a number nor null"),
+        ({"score": 10**400}, "'score' is neither a number nor null"),
+        ({"response_length": None}, "'response_length' is no whole number"),
+        ({"prompt_id": ["p"]}, "'prompt_id' is no text"),
+        ({"correct": "yes"}, "'correct' is neither true nor false"),
+        ({"error": 3, "answer": [1]}, "'error' is neither text nor null; 'answer' is neither text nor null"),
+        ({"tokens": 7}, "'tokens' is no table of lists"),
+        ({"tokens": {"text": "ab"}}, "'tokens' is no table of lists"),
+        ({"tokens": {"value": [1]}}, "'tokens' is no table of lists with 'text' among them"),
+        ({"tokens": {"text": ["a", 1]}}, "'tokens.text' is no list of texts"),
+        ({"tokens": {"text": ["a"], "value": ["b"]}}, "'tokens.value' is no list of numbers and nulls"),
+        ({"tokens": {"text": ["a"], "value": [1, None]}}, "'tokens.value' has 2 entries for 1 tokens"),
+    ],
+)
+@pytest.mark.parametrize("name", ["step_0001", "eval_step_0000"])
+def test_samples_that_no_trainer_writes_are_named_with_their_line(
+    tmp_path: Path, name: str, change: dict[str, Any], expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good = {"prompt_id": "p", "correct": True}
+    samples = {"eval_step_0000": [good], "eval_step_0001": [good]} | {name: [good, good | change]}
+    folder = write_run(tmp_path / "run", [{"step": 1}], samples)
+    assert main(["report", str(folder)]) == 2
+    assert f"{folder}/samples/{name}.jsonl, line 2: {expected}" in capsys.readouterr().err
+
+
+def test_numbers_of_a_run_that_diverged_are_undefined_and_deep_lists_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    nan = float("nan")
+    sample = {"prompt_id": "p", "correct": False, "response": "ab", "reward": nan, "score": float("-inf"), "finish_reason": "stop"}
+    sample["tokens"] = {"text": ["a", "b"], "value": [nan, 0.5]}
+    folder = write_run(tmp_path / "run", [{"step": 1}], {"step_0001": [sample]})
+    assert main(["report", str(folder)]) == 0
+    (record,) = page_data(read_runs([folder]), "title")["runs"][0]["samples"]["records"]
+    assert (record["reward"], record["score"], record["tokens"]["value"]) == (None, None, [None, 0.5])
+    (folder / "samples" / "step_0001.jsonl").write_text("[" * 200_000 + "\n")
+    assert main(["report", str(folder)]) == 2
+    assert "step_0001.jsonl, line 1: not JSON" in capsys.readouterr().err
+
+
+def test_a_folder_whose_name_is_no_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write_run(tmp_path / os.fsdecode(b"r\xffn"), [{"step": 1, "reward/mean": 1.0}])
+    assert main(["report", str(folder)]) == 0
+    assert "<title>r\\udcffn</title>" in (folder / "report.html").read_text(encoding="utf-8")
+    assert "r\\udcffn/report.html" in capsys.readouterr().out
