@@ -11,7 +11,7 @@ from vapo_mcore.diagnosis.monitor import Finding, Monitor
 from vapo_mcore.errors import ConfigError
 from vapo_mcore.report.read import RunData, number_setting, rows_of, text_setting
 from vapo_mcore.report.samples import has_tokens
-from vapo_mcore.report.series import evaluations, flat, mean_of_ends
+from vapo_mcore.report.series import evaluations, flat, mean_of_ends, other_bins
 
 ENDS = 10
 """Steps whose means the summary compares."""
@@ -21,7 +21,7 @@ _OF_EVERY_RUN_ITS_OWN = ("run.dir",)
 def summary(run: RunData) -> dict[str, Any]:
     """Facts of a run for its card."""
     steps = rows_of(run.rows, "rl")
-    found = {
+    found: dict[str, Any] = {
         "steps": steps[-1]["step"] if steps else 0,
         "planned": number_setting(run.settings, "run", "steps"),
         "pretraining": len(rows_of(run.rows, "value_pretraining")),
@@ -84,6 +84,9 @@ def missing(run: RunData, charts: Sequence[tuple[str, Sequence[str]]]) -> list[s
             f"No data for: {', '.join(absent)}. A metric is absent where the run's mode does not have it (no critic, no reference, one "
             "source), or where an earlier version, which did not record it, made the run."
         )
+    differing = sum(map(bool, other_bins(run.rows)))
+    if differing:
+        found.append(f"Distributions of {differing} steps are left out: they have other bins than those of the last step.")
     if not evaluations(run.rows):
         found.append("No evaluation (data.eval and eval.* in the configuration).")
     elif len(run.evaluated) < 2:

@@ -145,14 +145,23 @@ def windows(rows: Sequence[Row]) -> list[dict[str, Any]]:
 
     Each has ``stage``, ``first`` and ``last`` step, ``histograms`` (counts added up over its steps) and ``profiles``: by ``position`` and
     ``length``, means of ``values`` and ``returns`` over all ``tokens`` of its steps, None in a bin without any. What no step of the window
-    recorded is absent.
+    recorded is absent. So are distributions whose bins are not those of the last that was recorded (``other_bins``).
     """
+    left_out = other_bins(rows)
+    rows = [{name: value for name, value in row.items() if name not in names} for row, names in zip(rows, left_out, strict=True)]
     result = []
     for stage, most in WINDOWS.items():
         steps = rows_of(rows, stage)
         edges = np.linspace(0, len(steps), min(most, len(steps)) + 1).round().astype(int)
         result += [_window(stage, steps[a:b]) for a, b in pairwise(edges)]
     return result
+
+
+def other_bins(rows: Sequence[Row]) -> list[set[str]]:
+    """For each row its distributions that have another number of bins than the last of that name (a resume by another version)."""
+    names = (*HISTOGRAMS, *(f"critic/tokens_by_{by}" for by in PROFILES))
+    bins = {name: len(row[name]) for row in rows for name in names if row.get(name)}
+    return [{name for name in names if row.get(name) and len(row[name]) != bins[name]} for row in rows]
 
 
 def _window(stage: str, rows: Sequence[Row]) -> dict[str, Any]:

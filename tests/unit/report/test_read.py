@@ -90,7 +90,7 @@ def test_what_is_no_run_is_told_all_at_once_with_exit_code_2(tmp_path: Path, cap
         (b"", "config.yaml: expected a mapping of settings"),
         (b"a: [1\n", "config.yaml: not valid YAML"),
         (b"a: \xff\n", "config.yaml cannot be read: 'utf-8' codec"),
-        (b"a: " + b"[" * 3_000, "config.yaml"),
+        (b"a: " + b"[" * 1_000, "config.yaml: not valid YAML"),
         (b"run: {steps: .nan}\nrollout: {max_response_length: [1, .inf]}\nmodel: {path: .nan}\n", None),
     ],
 )

@@ -57,6 +57,17 @@ def test_windows_add_counts_and_weigh_means_by_tokens() -> None:
     assert window["profiles"] == {"length": {"tokens": [4, 0, 4], "values": [4, None, 3], "returns": [0.75, None, 0.75]}}
 
 
+def test_distributions_with_other_bins_than_the_last_are_left_out() -> None:
+    def profile(*tokens: int) -> dict[str, Any]:
+        return {f"critic/{what}_by_length": list(tokens) for what in ("values", "returns", "tokens")}
+
+    rows = [rl(1, **{"gae/lambda_histogram": [1, 2]}, **profile(5, 6)), rl(2, **{"gae/lambda_histogram": [1, 2, 3]}, **profile(1, 2, 3))]
+    first, last = series.windows(rows)
+    assert (first["histograms"], first["profiles"]) == ({}, {})
+    assert (last["histograms"], last["profiles"]["length"]["tokens"]) == ({"gae/lambda_histogram": [1, 2, 3]}, [1, 2, 3])
+    assert series.other_bins(rows) == [{"gae/lambda_histogram", "critic/tokens_by_length"}, set()]
+
+
 def test_windows_are_of_one_stage_and_cover_every_step() -> None:
     rows = [pretraining(step) for step in range(1, 11)] + [rl(0)] + [rl(step) for step in range(1, 41)]
     found = series.windows(rows)
