@@ -134,27 +134,25 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         command.add_argument("file", metavar="FILE", help="YAML configuration")
         command.add_argument("overrides", metavar="KEY=VALUE", nargs="*", default=[], help=_OVERRIDES_HELP)
     options, rest = parser.parse_known_args(arguments)
-    unknown = [argument for argument in rest if argument.startswith("-")]
-    if unknown:
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
-    if options.command == "data":
-        options.paths += rest
-        return options
-    if options.command == "report":
-        options.runs += rest
-        return options
-    if options.command in ("convert", "watch"):
-        if rest:
-            parser.error(f"unrecognized arguments: {' '.join(rest)}")
-        return options
+    _take_rest(parser, options, rest)
     if options.command == "train":
         options.resume = options.resume or options.resume_from is not None
         if options.resume and options.clean:
             parser.error("--resume continues a run, --clean deletes it: give one of them")
         if not options.resume and (options.allow_config_change or options.restart_data):
             parser.error("--allow-config-change and --restart-data belong to --resume")
-    options.overrides += rest  # settings after an option, which argparse does not join to those before it
     return options
+
+
+def _take_rest(parser: argparse.ArgumentParser, options: argparse.Namespace, rest: list[str]) -> None:
+    """Join arguments after an option to those before it, which argparse does not do; what no command takes is an error."""
+    takers = {"data": "paths", "report": "runs", "convert": None, "watch": None}
+    taker = takers.get(options.command, "overrides")
+    unknown = [argument for argument in rest if taker is None or argument.startswith("-")]
+    if unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    if taker is not None:
+        setattr(options, taker, getattr(options, taker) + rest)
 
 
 def _config(options: argparse.Namespace) -> int:
