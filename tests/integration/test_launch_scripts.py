@@ -42,8 +42,9 @@ def test_sixteen_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
 
 def test_without_a_container_and_in_stages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
-    settings = ["container=null", "path=/lustre/venv/bin", "setup=[module load cuda]", "max_requeues=0", "nodes=2", "sbatch={qos: high}"]
-    settings += ["environment.GREETING=two words"]
+    settings = ["container=null", "path=/lustre/venv/bin", "setup=[module load cuda]", "max_requeues=0", "nodes=2"]
+    settings += ["sbatch={qos: high, contiguous: false, comment: two words}", "environment.GREETING=two $(words)"]
+    settings += ["cpus_per_task=12", "srun=[--mpi=none]"]
     arguments = ["parallel.world_size=16", "--stages", "doctor,pretrain,train,eval"]
     output = _dry_run(tmp_path, capsys, *arguments, *(text for setting in settings for text in ("--set", setting)))
     assert "container" not in output
@@ -51,8 +52,14 @@ def test_without_a_container_and_in_stages(tmp_path: Path, monkeypatch: pytest.M
     assert scripts[::2] == ["doctor", "pretrain", "train", "eval"]
     for name, script in zip(scripts[::2], scripts[1::2], strict=True):
         assert 'export PATH=/lustre/venv/bin:"$PATH"\nmodule load cuda\n' in script
-        assert "export GREETING='two words'\n" in script
+        assert "export GREETING='two $(words)'\n" in script
         assert "#SBATCH --qos=high\n" in script
+        assert "#SBATCH --comment='two words'\n" in script
+        assert "contiguous" not in script
+        assert "#SBATCH --no-requeue\n" in script
+        assert "--requeue\n" not in script.partition("# Parameters")[2]
+        assert "#SBATCH --cpus-per-task=12\n" in script
+        assert " --cpus-per-task=12 --mpi=none python -m vapo_mcore.launch.node " in script
         assert "#SBATCH --nodes=2\n" in script
         assert f"#SBATCH --job-name=vapo32b.{name}\n" in script
         assert "queue_again" not in script

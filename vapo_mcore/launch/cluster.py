@@ -21,18 +21,30 @@ from vapo_mcore.config.schema.base import NonNegativeInt, PositiveInt, possible_
 from vapo_mcore.config.yaml_text import shown
 from vapo_mcore.errors import ConfigError
 
-_SECRET_NAME = re.compile(r"TOKEN|SECRET|PASSWORD|PASSWD|API_?KEY|ACCESS_KEY|PRIVATE_KEY|CREDENTIAL", re.IGNORECASE)
+# Names of secrets anywhere in a name (but not of tokenizers, and of numbers of tokens), or a whole part of one between underscores.
+_SECRET_NAME = re.compile(
+    r"TOKEN(?!IZ|S(_|$))|SECRET|PASSWORD|PASSWD|PASSPHRASE|API_?KEY|CREDENTIAL|(^|_)(KEY|PASS|PAT|AUTH|BEARER)(_|$)", re.IGNORECASE
+)
+_PASSWORD_IN_ADDRESS = re.compile(r"://[^/\s:@]+:[^/\s@]+@")
 _ASSIGNMENT = re.compile(r"\b([A-Za-z_][A-Za-z0-9_]*)=")
+# nemo-run quotes nothing of what it writes behind srun, so nothing that a shell would change may stand there.
+_SHELL_CHARACTERS = re.compile(r"[\s\"'$`\\;&|<>()*?\[\]{}!~\0]|^#")
 
 
 def _time_limit(text: str) -> str:
-    if not re.fullmatch(r"(\d+-)?\d{1,2}:\d{2}:\d{2}", text):
+    if not re.fullmatch(r"(\d+-)?\d{1,2}:[0-5]\d:[0-5]\d", text) or _seconds(text) == 0:
         raise ValueError(f"{text!r} is not a time limit such as '04:00:00' or '2-00:00:00'")
     return text
 
 
+def _seconds(time_limit: str) -> int:
+    days, _, clock = time_limit.rpartition("-")
+    hours, minutes, seconds = map(int, clock.split(":"))
+    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
+
+
 def _one_word(text: str) -> str:
-    if not text or re.search(r"\s|[\"'$`\\;&|<>]", text):
+    if not text or _SHELL_CHARACTERS.search(text):
         raise ValueError(f"{shown(text)} must be one word without spaces and shell characters")
     return text
 
@@ -41,21 +53,34 @@ def _absolute(text: str) -> str:
     possible_path(text)
     if not text.startswith("/"):
         raise ValueError(f"{shown(text)} must be an absolute path: the nodes have no other working directory in common")
+    if "%" in text:
+        raise ValueError(f"{shown(text)} has a % in it, behind which Slurm writes something else in the names of logs")
     return _one_word(text)
 
 
 def _variable(name: str) -> str:
     if not re.fullmatch(r"[A-Z_][A-Z0-9_]*", name):
+        name, assigned, _ = name.partition("=")  # whose value is not to be shown
+        name += assigned and "=..."
         raise ValueError(f"{shown(name)} is not the name of an environment variable in capitals")
     return name
 
 
 def _not_secret(environment: dict[str, str]) -> dict[str, str]:
-    for name in environment:
+    for name, value in environment.items():
         _variable(name)
-        if _SECRET_NAME.search(name):
+        if "\0" in value:
+            raise ValueError(f"{name} holds a zero byte, which no environment variable can")
+        if _SECRET_NAME.search(name) or _PASSWORD_IN_ADDRESS.search(value):
             raise ValueError(f"{name} looks like a secret, and values given here are written into scripts; list the name under secrets")
     return environment
+
+
+def _of_one_line(options: dict[str, str | int | bool]) -> dict[str, str | int | bool]:
+    for name, value in options.items():
+        if isinstance(value, str) and not value.isprintable():
+            raise ValueError(f"{name}: {shown(value)} must be one line of printable characters: it becomes a line of the script")
+    return options
 
 
 def _mount(text: str) -> str:
@@ -69,6 +94,8 @@ def _setup_line(text: str) -> str:
     for name in _ASSIGNMENT.findall(text):
         if _SECRET_NAME.search(name):
             raise ValueError(f"the line that sets {name} would write a secret into the script; list the name under secrets")
+    if _PASSWORD_IN_ADDRESS.search(text):
+        raise ValueError("the line would write the password in its address into the script; list a variable with it under secrets")
     return text
 
 
@@ -76,6 +103,7 @@ Word = Annotated[str, AfterValidator(_one_word)]
 AbsolutePath = Annotated[str, AfterValidator(_absolute)]
 Variable = Annotated[str, AfterValidator(_variable)]
 Environment = Annotated[dict[str, str], AfterValidator(_not_secret)]
+Options = Annotated[dict[str, str | int | bool], AfterValidator(_of_one_line)]
 Words = Annotated[tuple[Word, ...], Field(strict=False)]
 
 
@@ -97,10 +125,11 @@ class SlurmConfig(Section):
     nodes: PositiveInt | None = None  # null: parallel.world_size / processes_per_node
     processes_per_node: PositiveInt  # started by torchrun on each node: one a GPU
     gpus_per_node: NonNegativeInt | None = None  # --gpus-per-node; null: none asked for, for clusters without GPUs or GRES
-    cpus_per_task: PositiveInt | None = None  # of the one task on a node
+    cpus_per_task: PositiveInt | None = None  # of the one task on a node, for sbatch and srun
     memory: Word | None = None  # --mem, of a node; "0": all of it
     exclusive: bool = False  # --exclusive
-    sbatch: dict[str, str | int | bool] = Field(default_factory=dict)  # further sbatch options by name, with _ for -: qos, reservation, ...
+    # Further sbatch options by name, with _ for -: qos, reservation, ...; true: one without a value, false: not given.
+    sbatch: Options = Field(default_factory=dict)
     srun: Words = ()  # further options of srun
     container: ContainerConfig | None = None
     path: AbsolutePath | None = None  # without a container: bin folder of the environment, put first in PATH
@@ -162,6 +191,12 @@ def _load(kind: type[_Model], path: str | Path | None, overrides: Iterable[str])
     return settings
 
 
+_TAKEN = {"account", "partition", "time", "nodes", "ntasks_per_node", "gpus_per_node", "cpus_per_task", "mem", "exclusive", "signal"}
+_TAKEN |= {"output", "error", "job_name", "open_mode", "requeue", "dependency", "export", "kill_on_invalid_dep"}
+_SENSELESS = {"array", "wrap", "test_only", "parsable", "quiet", "wait", "help", "usage", "version", "no_requeue", "ntasks", "input"}
+_SENSELESS |= {"chdir", "export_file", "ntasks_per_core", "ntasks_per_socket", "ntasks_per_gpu"}
+
+
 def _slurm_faults(settings: SlurmConfig) -> list[Fault]:
     """Rules over several keys."""
     faults = []
@@ -175,11 +210,19 @@ def _slurm_faults(settings: SlurmConfig) -> list[Fault]:
         )
     if settings.container is not None and _mounted(settings.logs, settings.container) is None:
         faults.append(Fault("logs", f"{settings.logs!r} is not inside any of container.mounts at its own path; mount it as HOST:HOST"))
-    taken = {"account", "partition", "time", "nodes", "ntasks_per_node", "gpus_per_node", "cpus_per_task", "mem", "exclusive", "signal"}
-    taken |= {"output", "error", "job_name", "open_mode", "requeue", "dependency", "export"}
+    if settings.warning_seconds >= _seconds(settings.time):
+        faults.append(
+            Fault(
+                "warning_seconds",
+                f"{settings.warning_seconds} is not less than time = {settings.time!r}: each run of the job would be stopped as it starts",
+            )
+        )
+    faults += [Fault("secrets", f"{name} has a value under environment too") for name in settings.secrets if name in settings.environment]
     for name in settings.sbatch:
-        if name in taken:
+        if name in _TAKEN:
             faults.append(Fault(f"sbatch.{name}", "has a setting of its own or is set by launch"))
+        elif name in _SENSELESS:
+            faults.append(Fault(f"sbatch.{name}", "does not go with a job of one torchrun a node that is submitted and watched by launch"))
         elif not re.fullmatch(r"[a-z]+(_[a-z]+)*", name):
             faults.append(Fault(f"sbatch.{name}", "is not the long name of an sbatch option with _ for -"))
     return faults
@@ -207,8 +250,8 @@ def check_layout(config: Config, cluster: SlurmConfig, directory: str) -> int:
             right = right or f"parallel.world_size={nodes * per_node}"
         given = f"nodes x processes_per_node = {nodes} x {per_node}" if cluster.nodes is not None else f"processes_per_node = {per_node}"
         faults.append(f"parallel.world_size = {world} does not fit the cluster's {given}; set {right}")
-    if re.search(r"\s", directory):
-        faults.append(f"the working directory {directory!r} has spaces in its path, which nemo-run does not quote; use another")
+    if _SHELL_CHARACTERS.search(directory):
+        faults.append(f"the working directory {directory!r} has spaces or shell characters, which nemo-run does not quote; use another")
     elif cluster.container is not None and _mounted(directory, cluster.container) is None:
         faults.append(f"the working directory {directory} is not inside any of container.mounts at its own path; mount it as HOST:HOST")
     if faults:

@@ -55,10 +55,10 @@ def _slurm(options: argparse.Namespace, name: str, jobs: list[StageJob], cluster
     from vapo_mcore.launch.checks import check_folder_writable, check_scripts, check_slurm
     from vapo_mcore.launch.cluster import check_layout
 
-    after = [job_id for job_id in options.after.split(",") if job_id]
-    wrong = [job_id for job_id in after if not job_id.isdigit()]
+    after = options.after.split(",") if options.after else []
+    wrong = [job_id for job_id in after if not re.fullmatch(r"[1-9][0-9]*", job_id)]
     if wrong:
-        raise ConfigError(f"--after: {', '.join(wrong)} is not the id of a Slurm job")
+        raise ConfigError(f"--after: {', '.join(map(repr, wrong))} is not the id of a Slurm job")
     nodes = check_layout(jobs[0].config, cluster, str(directory))
     submission = nemo.Submission(name, jobs, cluster, nodes, directory, Path(cluster.logs), after)
     if not options.dry_run:

@@ -127,7 +127,8 @@ def _executor(run: ModuleType, submission: Submission, base: Path, *, first: boo
     if isinstance(cluster, LocalConfig):
         world_size = submission.jobs[0].config.parallel.world_size
         return run.LocalExecutor(ntasks_per_node=world_size, launcher="torchrun", env_vars=dict(cluster.environment))
-    further: dict[str, Any] = {"requeue": True, "export": "ALL", **cluster.sbatch}
+    further: dict[str, Any] = {"requeue" if cluster.max_requeues else "no_requeue": True, "export": "ALL"}
+    further |= {name: value for name, value in cluster.sbatch.items() if value is not False}
     if first and submission.after:
         further["dependency"] = "afterok:" + ":".join(submission.after)
     if not first or submission.after:
@@ -166,14 +167,19 @@ def _srun_arguments(cluster: SlurmConfig, directory: Path) -> list[str]:
 
     A node that ends is no reason to end the others at once: they may be ending with the same exit code.
     """
-    arguments = ["--kill-on-bad-exit=0", f"--wait={_SECONDS_FOR_OTHER_NODES}", *cluster.srun]
+    arguments = ["--kill-on-bad-exit=0", f"--wait={_SECONDS_FOR_OTHER_NODES}"]
+    if cluster.cpus_per_task is not None:  # srun does not take it from sbatch
+        arguments.append(f"--cpus-per-task={cluster.cpus_per_task}")
+    arguments += cluster.srun
     if cluster.container is not None and not cluster.container.mount_home:
         arguments.append("--no-container-mount-home")
     return [*arguments, "python", "-m", "vapo_mcore.launch.node", "--directory", str(directory)]
 
 
 def _setup_lines(cluster: SlurmConfig) -> list[str]:
-    lines = [f'export PATH={cluster.path}:"$PATH"'] if cluster.path is not None else []
+    lines = ["head_node_ip=${head_node_ip%% *}"]  # of a node with several addresses the first
+    if cluster.path is not None:
+        lines.append(f'export PATH={cluster.path}:"$PATH"')
     lines += cluster.setup
     if cluster.max_requeues:
         lines += [

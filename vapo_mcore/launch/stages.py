@@ -38,6 +38,8 @@ def stage_jobs(file: str | Path, overrides: Sequence[str], stages: Iterable[str]
         raise ConfigError("stage pretrain: this recipe has no value pretraining (critic.value_pretraining.steps = 0, or no critic)")
     if "eval" in chosen and not whole.data.eval:
         raise ConfigError("stage eval: data.eval is empty, so there is nothing to evaluate on")
+    if {"train", "eval"} <= set(chosen) and not whole.export.at_end:
+        raise ConfigError("stage eval: export.at_end = false, so the training job leaves no model to evaluate; set export.at_end=true")
     folder = Path(whole.run.dir)
     pretrained = f"{folder}_value_pretraining"  # not inside: a run directory holds one run
     jobs = []

@@ -62,6 +62,22 @@ def test_missing_and_unknown_fields_are_all_told(tmp_path: Path) -> None:
         ("sbatch: {--qos: high}", "sbatch.--qos: is not the long name"),
         ("account: my account", "account: 'my account' must be one word"),
         ("extends: nowhere.yaml", "nowhere.yaml: no such configuration file"),
+        *(
+            (f"environment: {{{name}: value-of-it}}", f"environment: {name} looks like a secret")
+            for name in ("HF_TOKEN", "GITHUB_PAT", "HF_KEY", "MY_PASS", "ACCESSTOKEN", "AWS_SECRET_ACCESS_KEY")
+        ),
+        ("environment: {HTTP_PROXY: 'http://me:value-of-it@proxy:3128'}", "environment: HTTP_PROXY looks like a secret"),
+        ("setup: ['git clone https://me:value-of-it@host/x']", "setup.0: the line would write the password in its address"),
+        ('environment: {A: "a\\0b"}', "environment: A holds a zero byte"),
+        ("environment: {HOME: x}\nsecrets: [HOME]", "secrets: HOME has a value under environment too"),
+        ('sbatch: {comment: "a\\n#SBATCH --account=b"}', "must be one line of printable characters"),
+        ("sbatch: {array: 1-3}", "sbatch.array: does not go with a job of one torchrun a node"),
+        ("srun: ['--x={a,b}']", "srun.0: '--x={a,b}' must be one word without spaces and shell characters"),
+        ("container: {image: 'x(1).sqsh', mounts: ['/tmp']}", "container.image: 'x(1).sqsh' must be one word"),
+        ("logs: /tmp/%j", "logs: '/tmp/%j' has a % in it"),
+        ("time: '00:60:00'", "time: '00:60:00' is not a time limit"),
+        ("time: '00:00:00'", "time: '00:00:00' is not a time limit"),
+        ("warning_seconds: 3600", "warning_seconds: 3600 is not less than time = '01:00:00'"),
     ],
 )
 def test_bad_values(text: str, fault: str, tmp_path: Path) -> None:
@@ -69,6 +85,14 @@ def test_bad_values(text: str, fault: str, tmp_path: Path) -> None:
     faults = _faults(tmp_path, minimal + text + "\n")
     assert len(faults) == 1
     assert fault in faults[0]
+    assert "value-of-it" not in faults[0]
+
+
+def test_names_that_only_look_like_secrets(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.yaml"
+    names = ("TOKENIZERS_PARALLELISM", "MAX_TOKENS", "MONKEY", "XAUTHORITY", "NO_PROXY")
+    path.write_text(MINIMAL + "environment: {" + ", ".join(f"{name}: http://host:80/a@b" for name in names) + "}\n")
+    assert tuple(load_slurm(path).environment) == names
 
 
 def test_value_of_a_secret_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,6 +136,6 @@ def test_the_container_sees_the_working_directory(tmp_path: Path) -> None:
     path.write_text(MINIMAL + "container: {image: x.sqsh, mounts: ['/tmp:/tmp', '/home/me:/me', '/lustre:/lustre:ro']}\n")
     config, cluster = load(tmp_path, "parallel.world_size=2"), load_slurm(path)
     assert check_layout(config, cluster, "/lustre/project") == 1
-    for directory in ("/home/me/project", "/lustre2/project", "/tmp/a b"):
+    for directory in ("/home/me/project", "/lustre2/project", "/tmp/a b", "/tmp/a;b", "/tmp/$(a)", "/tmp/it's"):
         with pytest.raises(ConfigError, match="working directory"):
             check_layout(config, cluster, directory)

@@ -38,11 +38,12 @@ def test_training_alone_pretrains_itself(tmp_path: Path) -> None:
         ("pretrain", "critic.value_pretraining.steps=0", "this recipe has no value pretraining"),
         ("pretrain", "algorithm.advantage.estimator=grpo", "this recipe has no value pretraining"),
         ("eval", "data.eval=[]", "data.eval is empty"),
+        ("train,eval", "export.at_end=false", "export.at_end = false, so the training job leaves no model to evaluate"),
     ],
 )
 def test_stages_that_do_not_fit_the_recipe(stage: str, override: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=message):
-        stage_jobs(write_base(tmp_path), [override], [stage])
+        stage_jobs(write_base(tmp_path), [override], stage.split(","))
 
 
 def test_faults_of_recipe_and_executor_are_told_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
