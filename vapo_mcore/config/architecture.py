@@ -10,12 +10,15 @@ import json
 import math
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vapo_mcore.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from vapo_mcore.config.schema import Config
 
 _FAMILY_BY_MODEL_TYPE = {"llama": "llama", "mistral": "mistral", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3_moe": "qwen3_moe"}
 _SIZES = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
@@ -57,6 +60,11 @@ class ModelArchitecture:
     @property
     def is_moe(self) -> bool:
         return self.num_experts is not None
+
+
+def new_critic(config: Config, policy: ModelArchitecture) -> ModelArchitecture:
+    """Of the critic that starts from the policy's weights (``critic.init: policy``): its trunk under a new head."""
+    return replace(policy, mlp_value_head=config.critic.head == "mlp")
 
 
 def padded_vocab_size(vocab_size: int, tensor_model_parallel_size: int) -> int:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vapo_mcore.config.architecture import ModelArchitecture, read_architecture
+from vapo_mcore.config.architecture import ModelArchitecture, new_critic, read_architecture
 from vapo_mcore.errors import ConfigError
 from vapo_mcore.planning.catalog import find_architecture, known_models
 from vapo_mcore.planning.devices import DEVICES, choose_device
@@ -54,7 +54,7 @@ def run(options: argparse.Namespace) -> int:
 
     planner = Planner()
     plan = planner.plan(subject, cluster, build=True)
-    changes = [] if plan.fits else list(single_changes(plan, planner, loader.subject))
+    changes = [] if plan.fits else list(single_changes(plan, planner, loader.subject, options.rate))
     layouts = cheapest_layouts(plan, planner, loader.subject) if options.search else []
     if options.json:
         print(json.dumps(report.to_json(plan, notes, changes, layouts), indent=2))
@@ -85,7 +85,9 @@ class _Loader:
         policy = self._architecture("model.path", config.model.path)
         critic = None
         if config.uses_critic:
-            critic = policy if config.critic.path is None else self._architecture("critic.path", config.critic.path, policy)
+            critic = new_critic(config, policy)
+            if config.critic.path is not None:
+                critic = self._architecture("critic.path", config.critic.path, critic)
         _check_rules(config, policy, critic, self.options.file)
         return Subject(config, policy, critic, self.options.response_length)
 
@@ -122,7 +124,7 @@ def _check_rules(config: Config, policy: ModelArchitecture, critic: ModelArchite
     from vapo_mcore.config.rules import broken_rules
     from vapo_mcore.planning.state import as_dense
 
-    other = None if critic is policy or critic is None else as_dense(critic)
+    other = None if critic is None or config.critic.path is None else as_dense(critic)
     faults = list(broken_rules(RuleSubject(config, as_dense(policy), other, lambda name: True), set()))
     if faults:
         lines = "\n".join(f"  {fault.where}: {fault.message}" for fault in faults)

@@ -7,6 +7,7 @@ measured on a GPU.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
 from vapo_mcore.errors import ConfigError
@@ -112,7 +113,7 @@ DEVICES: dict[str, Device] = {
 _NUMBERS = tuple(field.name for field in fields(Device) if field.name != "name")
 
 
-def choose_device(name: str, rates: list[str]) -> Device:
+def choose_device(name: str, rates: Sequence[str]) -> Device:
     """The device's table with ``KEY=NUMBER`` settings in place of its own. Raises ConfigError naming the keys."""
     device = DEVICES[name]
     faults, changes = [], {}

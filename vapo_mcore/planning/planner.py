@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from vapo_mcore.config.architecture import ModelArchitecture
 from vapo_mcore.megatron.offload import Stage
-from vapo_mcore.planning.devices import DEVICES, GIB, Device
+from vapo_mcore.planning.devices import GIB, Device, choose_device
 from vapo_mcore.planning.measure import ActivationProbe, ChunkActivations, build_state, pipeline_rank
 from vapo_mcore.planning.memory import (
     DiskBytes,
@@ -215,15 +215,15 @@ class Change:
     plan: Plan
 
 
-def single_changes(plan: Plan, planner: Planner, reload: Reload) -> Iterator[Change]:
-    """The single changes that make everything fit, cheapest in GPU-hours first."""
+def single_changes(plan: Plan, planner: Planner, reload: Reload, rates: Sequence[str] = ()) -> Iterator[Change]:
+    """The single changes that make everything fit, cheapest in GPU-hours first. ``rates``: ``KEY=NUMBER`` that hold for any device."""
     found = []
     for settings in candidate_changes(plan.subject, plan.cluster):
         changed = try_plan(planner, reload, plan.cluster, settings)
         if changed is not None and changed.fits:
             found.append(Change(" ".join(settings), changed))
     if plan.cluster.device.name == "h100":
-        device = replace(DEVICES["h200"], node_memory=plan.cluster.device.node_memory)
+        device = choose_device("h200", rates)
         other = planner.plan(plan.subject, replace(plan.cluster, device=device), build=False)
         if other.fits:
             found.append(Change("--device h200", other))

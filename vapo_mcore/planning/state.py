@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
-from vapo_mcore.config.architecture import ModelArchitecture, padded_vocab_size
+from vapo_mcore.config.architecture import ModelArchitecture, new_critic, padded_vocab_size
 
 if TYPE_CHECKING:
     from vapo_mcore.config.schema import Config, ParallelConfig
@@ -130,10 +130,17 @@ def chunk_parameters(
     if last:
         parameters.append(Parameter("decoder.final_layernorm.weight", arch.hidden_size, item))
         if role == "critic":
-            parameters += [Parameter("output_layer.weight", arch.hidden_size, 4), Parameter("output_layer.bias", 1, 4)]
+            parameters += [Parameter(f"output_layer.{name}", numel, 4) for name, numel in _value_head(arch)]
         elif not (tied and first):
             parameters.append(Parameter("output_layer.weight", table, item, shared_embedding=tied))
     return parameters
+
+
+def _value_head(arch: ModelArchitecture) -> list[tuple[str, int]]:
+    """Names and elements of a critic's head, which every tensor-parallel rank holds whole."""
+    hidden = arch.hidden_size
+    last = [("weight", hidden), ("bias", 1)]
+    return [*last, ("dense.weight", hidden * hidden), ("dense.bias", hidden)] if arch.mlp_value_head else last
 
 
 def flat_buffers(parameters: Sequence[Parameter], ranks: int, bucket_size: int | None) -> list[FlatBuffer]:
@@ -253,7 +260,7 @@ def num_parameters(arch: ModelArchitecture, role: Role = "policy") -> int:
     """Parameters of the whole model, without padding of the vocabulary: tied embeddings once, a critic's head for the vocabulary's."""
     layer = sum(parameter.numel for parameter in layer_parameters(arch, 1, 1))
     table = arch.vocab_size * arch.hidden_size
-    head = arch.hidden_size + 1 if role == "critic" else 0 if arch.tie_word_embeddings else table
+    head = sum(numel for _, numel in _value_head(arch)) if role == "critic" else 0 if arch.tie_word_embeddings else table
     return arch.num_layers * layer + table + arch.hidden_size + head
 
 
@@ -333,7 +340,7 @@ def _trained(
 ) -> list[tuple[Role, ModelArchitecture]]:
     roles: list[tuple[Role, ModelArchitecture]] = [("policy", architecture)]
     if config.uses_critic:
-        roles.append(("critic", critic_architecture or architecture))
+        roles.append(("critic", critic_architecture or new_critic(config, architecture)))
     return roles
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from vapo_mcore.checkpoint.files import model_folder, saved_weights
 from vapo_mcore.checkpoint.models import fill_chunks, require_intact
-from vapo_mcore.config.architecture import ModelArchitecture, read_architecture
+from vapo_mcore.config.architecture import ModelArchitecture, new_critic, read_architecture
 from vapo_mcore.config.schema import Config, OptimizerConfig
 from vapo_mcore.errors import ConfigError
 from vapo_mcore.megatron.engine import MegatronModel
@@ -79,9 +79,7 @@ def _first_critic(config: Config, policy: ModelArchitecture, parallel: ParallelC
     folder = config.model.path if config.critic.init == "policy" else config.critic.path
     assert folder is not None, "the configuration requires critic.path for this critic.init"
     fresh = config.critic.init == "policy"
-    architecture = (
-        replace(policy, mlp_value_head=config.critic.head == "mlp") if fresh else read_architecture(model_folder(folder, "critic"))
-    )
+    architecture = new_critic(config, policy) if fresh else read_architecture(model_folder(folder, "critic"))
     if architecture.vocab_size != policy.vocab_size:
         raise ConfigError(
             f"critic.path: the critic's vocabulary has {architecture.vocab_size} entries, the policy's {policy.vocab_size}; "

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
+from vapo_mcore.config.schema import ParallelConfig
 from vapo_mcore.megatron.host import megatron_scope
 from vapo_mcore.megatron.model import MlpValueHead
+from vapo_mcore.planning.catalog import find_architecture
+from vapo_mcore.planning.state import chunk_parameters
 
 
 def head(dropout: float, stream: int = 0) -> MlpValueHead:
@@ -61,3 +66,11 @@ def test_trap_15_a_zero_head_gives_what_is_below_it_no_gradient_at_first() -> No
     assert hidden.grad is not None and not hidden.grad.any()
     assert made.dense.weight.grad is not None and not made.dense.weight.grad.any()
     assert made.weight.grad is not None and made.weight.grad.any()  # so that it is not zero after the first update
+
+
+def test_plan_counts_its_parameters_in_megatrons_order() -> None:
+    """Of the last pipeline rank's parameters, which go into its float32 buffer."""
+    critic = replace(find_architecture("smollm2-135m"), hidden_size=8, mlp_value_head=True)
+    reckoned = chunk_parameters(critic, "critic", "bfloat16", ParallelConfig(), first=False, last=True)
+    real = [(f"output_layer.{name}", parameter.numel(), 4) for name, parameter in head(0.0).named_parameters()]
+    assert [(p.name, p.numel, p.item_bytes) for p in reckoned if p.name.startswith("output_layer.")] == real

@@ -7,6 +7,7 @@ import pytest
 
 from tests.torchrun import ROOT
 from vapo_mcore.config import Config, load_config
+from vapo_mcore.config.architecture import new_critic
 from vapo_mcore.config.schema import ParallelConfig
 from vapo_mcore.errors import ConfigError
 from vapo_mcore.planning.catalog import find_architecture, known_models
@@ -96,6 +97,21 @@ def test_an_optimizer_on_the_cpu_is_in_host_memory_whether_models_move_or_not() 
     assert offload_host_bytes(_config(policy), arch) == pytest.approx(4 * count + (16 + 12) * count / 8, rel=0.002)
     assert offload_host_bytes(_config(policy, both), arch, models_move=False) == pytest.approx(32 * count / 8, rel=0.002)
     assert offload_host_bytes(_config(), arch, models_move=False) == 0
+
+
+def test_a_head_of_two_layers_by_hand() -> None:
+    """hidden x hidden and hidden elements more, in float32 and on every tensor-parallel rank; in host memory too, path or none."""
+    arch = find_architecture("qwen2.5-0.5b")
+    config = _config("parallel={world_size: 2, tensor_model_parallel_size: 2}", "critic.head=mlp")
+    deep, more = new_critic(config, arch), 896 * 896 + 896
+    assert num_parameters(deep, "critic") - num_parameters(arch, "critic") == more
+    assert num_parameters(deep) == num_parameters(arch)
+    (linear,), (mlp,) = (model_state(one, "critic", "bfloat16", config.parallel, stage=0, overlap=True) for one in (arch, deep))
+    assert 0 <= mlp.params - linear.params - 4 * more < 1024
+    assert mlp.optimizer - linear.optimizer == 8 * more
+    plain, planned = offload_host_bytes(config, arch, arch), offload_host_bytes(config, arch)
+    assert planned == offload_host_bytes(config, arch, deep)
+    assert planned - plain == pytest.approx(12 * more, abs=1024)
 
 
 def test_nodes_are_filled_in_the_order_of_ranks() -> None:
