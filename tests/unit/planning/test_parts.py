@@ -1,5 +1,7 @@
 """Parts of the plan by hand: what is in flight, live storages, vLLM's share, device tables, the step's size, time that cannot be less."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -8,11 +10,11 @@ from vapo_mcore.config import Config, load_config
 from vapo_mcore.errors import ConfigError
 from vapo_mcore.megatron.offload import RESIDENCY
 from vapo_mcore.planning.catalog import find_architecture
-from vapo_mcore.planning.devices import DEVICES, GIB, choose_device
+from vapo_mcore.planning.devices import DEVICES, GIB, Device, choose_device
 from vapo_mcore.planning.live_bytes import LiveBytes
 from vapo_mcore.planning.measure import ChunkActivations, in_flight_bytes
 from vapo_mcore.planning.memory import STAGES, RankModel, rank_memory, vllm_memory
-from vapo_mcore.planning.planner import Cluster, Subject, candidate_changes
+from vapo_mcore.planning.planner import Cluster, Plan, Planner, Subject, candidate_changes, single_changes
 from vapo_mcore.planning.state import StateBytes, num_parameters
 from vapo_mcore.planning.timing import StepTimer
 from vapo_mcore.planning.workload import packed_lengths, workload
@@ -147,3 +149,24 @@ def test_optimizers_on_the_cpu_are_among_the_changes_that_are_tried() -> None:
     assert tried() == [[policy, critic]]
     assert tried(critic) == [[policy]]
     assert tried(policy, critic) == []
+
+
+def test_another_device_is_tried_with_the_numbers_that_were_given() -> None:
+    """What is proposed must fit when it is planned again with the same ``--rate`` arguments."""
+    rates = ["memory=6e10", "node_memory=1e12"]
+    subject = Subject(_config(), find_architecture("qwen2.5-32b"), None)
+    tried: list[Device] = []
+
+    class Recorder(Planner):
+        def plan(self, subject: Subject, cluster: Cluster, *, build: bool) -> Plan:
+            tried.append(cluster.device)
+            return plan
+
+    plan = SimpleNamespace(subject=subject, cluster=Cluster.of(128, 8, choose_device("h100", rates)), fits=False)
+
+    def reload(settings: list[str]) -> Subject:
+        raise ConfigError("not of interest here")
+
+    assert list(single_changes(plan, Recorder(), reload, rates)) == []
+    assert tried == [choose_device("h200", rates)]
+    assert (tried[0].name, tried[0].memory, tried[0].memory_rate) == ("h200", 6e10, DEVICES["h200"].memory_rate)
