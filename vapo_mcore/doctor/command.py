@@ -11,7 +11,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vapo_mcore.doctor.report import Finding, exit_code, merge, table
+from vapo_mcore.doctor.report import Finding, exit_code, merge, require_same, table
 from vapo_mcore.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -45,9 +45,11 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _alone(config: Config | None, seconds: float) -> int:
-    from vapo_mcore.doctor.machine import machine_findings
+    from vapo_mcore.doctor.machine import machine_findings, run_folder
 
     findings = machine_findings(config, 1, seconds)
+    if config is not None:
+        findings.append(run_folder(config))
     asked = f" of the recipe's {config.parallel.world_size}" if config is not None else ""
     findings.append(Finding("ranks", "ok", f"one process{asked}, so no connection was tried: torchrun or launch --stages doctor does that"))
     print(table(merge({socket.gethostname(): findings})), flush=True)
@@ -78,7 +80,7 @@ def _with_ranks(config: Config | None, seconds: float) -> int:
         together = [_world(config), network.clocks(), network.shared_folder(Path(config.run.dir if config is not None else "."))]
         together.append(network.all_reduce(seconds))
         answers = network.gather(together)
-    rows = merge(by_node)
+    rows = merge(require_same(by_node, "versions"))
     for same_check in zip(*answers, strict=True):  # a fault that one rank sees is a fault
         worst = max(same_check, key=lambda finding: ("ok", "warn", "FAIL").index(finding.status))
         rows.append((worst, ""))

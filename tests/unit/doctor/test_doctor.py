@@ -12,7 +12,7 @@ import pytest
 from tests.unit.config_helpers import load, write_base
 from vapo_mcore.cli import main
 from vapo_mcore.doctor import machine
-from vapo_mcore.doctor.report import Finding, exit_code, merge, table
+from vapo_mcore.doctor.report import Finding, exit_code, merge, require_same, table
 
 GIB = 2**30
 
@@ -30,6 +30,17 @@ def test_nodes_that_agree_share_a_row() -> None:
     lines = table(rows).splitlines()
     assert lines[0] == "versions     ok    all 3 nodes  torch 2.13"
     assert lines[2] == "host memory  FAIL  n1           1 GiB free"
+
+
+def test_nodes_with_different_versions_are_a_fault() -> None:
+    new, old = Finding("versions", "ok", "torch 2.13"), Finding("versions", "ok", "torch 2.9")
+    memory = Finding("host memory", "ok", "9 GiB free")
+    same = {"n0": [new, memory], "n1": [new, Finding("host memory", "ok", "8 GiB free")]}
+    assert require_same(same, "versions") == same
+    answer = require_same({"n0": [new, memory], "n1": [old, memory], "n2": [new, memory]}, "versions")
+    assert [findings[0].status for findings in answer.values()] == ["FAIL"] * 3
+    assert [findings[1] for findings in answer.values()] == [memory] * 3
+    assert answer["n1"][0].detail == "torch 2.9: not the same on all nodes"
 
 
 def test_open_files_and_locked_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,5 +112,7 @@ def test_command_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
     assert "one process of the recipe's 4" in output
     assert main(["doctor", base, "model.path=/no/where"]) == 2
     assert "model.path = /no/where" in capsys.readouterr().out
+    assert main(["doctor", base, "run.dir=/proc/vapo"]) == 2
+    assert "run folder     FAIL  run.dir = '/proc/vapo' cannot be written: /proc" in capsys.readouterr().out
     assert main(["doctor", base, "nonsense=1"]) == 2
     assert main(["doctor", base, "--seconds", "0"]) == 2
