@@ -8,7 +8,7 @@ if [ $# -lt 2 ] || [ ! -f "$2" ]; then
     echo "error: usage: slurm/chain.sh RUN_DIR RECIPE.yaml [OPTIONS OF SBATCH] [-- KEY=VALUE ...]" >&2
     exit 2
 fi
-folder=$1 recipe=$2
+folder=${1%/} recipe=$2
 shift 2
 options=()
 while [ $# -gt 0 ]; do

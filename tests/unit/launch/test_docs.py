@@ -18,6 +18,8 @@ COMMANDS = [
     line for page in PAGES for block in re.findall(r"^```\n(.*?)^```", page.read_text(), re.M | re.S) for line in block.splitlines()
 ]
 
+JOB = {"SLURM_JOB_ID": "1", "VAPO_PROCESSES": "1"}
+
 
 @pytest.mark.parametrize("command", [line for line in COMMANDS if line.startswith("vapo-mcore")])
 def test_command_is_understood_and_its_files_exist(command: str) -> None:
@@ -62,13 +64,23 @@ def test_scripts_are_clean() -> None:
     [
         (["vapo.sbatch"], {"SLURM_JOB_ID": "1"}, "error: usage: sbatch"),
         (["vapo.sbatch", "train", "x.yaml"], {}, "error: this script is for sbatch"),
-        (["vapo.sbatch", "train", "x.yaml"], {"SLURM_JOB_ID": "1"}, "error: this node has no GPUs; give VAPO_PROCESSES"),
+        (["vapo.sbatch", "train", "x.yaml"], {"SLURM_JOB_ID": "1"}, "error: processes a node: ''; this node has no GPUs"),
+        (["vapo.sbatch", "plan", "x.yaml"], JOB, "error: usage: sbatch"),
+        (["vapo.sbatch", "train", "x.yaml"], {"SLURM_JOB_ID": "1", "SLURM_GPUS_ON_NODE": "0"}, "error: processes a node: '0'"),
+        (["vapo.sbatch", "train", "x.yaml"], {"SLURM_JOB_ID": "1", "VAPO_PROCESSES": "gpu"}, "error: processes a node: 'gpu'"),
+        (["vapo.sbatch", "train", "x.yaml"], {**JOB, "VAPO_REQUEUES": "no"}, "VAPO_REQUEUES=no is not"),
+        (["vapo.sbatch", "train", "x.yaml"], {**JOB, "VAPO_MOUNTS": "/a"}, "VAPO_MOUNTS is set, and"),
         (
             ["vapo.sbatch", "train", "x.yaml"],
-            {"SLURM_JOB_ID": "1", "VAPO_PROCESSES": "1", "VAPO_PATH": "/no"},
+            {**JOB, "VAPO_IMAGE": "x", "VAPO_PATH": "/venv/bin"},
+            "VAPO_PATH has no effect in the container",
+        ),
+        (
+            ["vapo.sbatch", "train", "x.yaml"],
+            {**JOB, "VAPO_PATH": "/no"},
             "error: VAPO_PATH=/no has no torchrun",
         ),
-        (["vapo.sbatch", "train", "x.yaml"], {"SLURM_JOB_ID": "1", "VAPO_PROCESSES": "1", "VAPO_IMAGE": "x"}, "pyxis is not installed"),
+        (["vapo.sbatch", "train", "x.yaml"], {**JOB, "VAPO_IMAGE": "x"}, "pyxis is not installed"),
         (["chain.sh", "runs/x", "missing.yaml"], {}, "error: usage: slurm/chain.sh"),
     ],
 )
@@ -76,6 +88,55 @@ def test_scripts_explain_what_is_wrong(arguments: list[str], environment: dict[s
     command = ["bash", str(ROOT / "slurm" / arguments[0]), *arguments[1:]]
     result = subprocess.run(command, env={"PATH": "/usr/bin:/bin", **environment}, capture_output=True, text=True, check=False)
     assert (result.returncode, message in result.stderr) == (2, True), result.stderr
+
+
+def _stand_in(folder: Path, name: str, text: str) -> None:
+    path = folder / name
+    path.write_text(f"#!/bin/bash\n{text}\n")
+    path.chmod(0o755)
+
+
+def test_job_of_a_container_in_a_folder_with_spaces(tmp_path: Path) -> None:
+    """What srun is given, word by word, and that exit code 75 queues the job again as often as it may."""
+    log = tmp_path / "log"
+    _stand_in(tmp_path, "srun", f'[ "$1" = --help ] && echo --container-image && exit\nprintf "%s\\n" "$@" > {log}; exit 75')
+    _stand_in(tmp_path, "scontrol", f'[ "$1" = show ] && echo n1 || echo "again $*" >> {log}')
+    environment = {
+        "PATH": f"{tmp_path}:/usr/bin:/bin",
+        "SLURM_JOB_ID": "12",
+        "SLURM_SUBMIT_DIR": "/my data",
+        "SLURM_JOB_NODELIST": "n[1-2]",
+        "SLURM_JOB_NUM_NODES": "2",
+        "VAPO_PROCESSES": "8",
+        "VAPO_IMAGE": "/my images/x.sqsh",
+    }
+    command = ["bash", str(ROOT / "slurm" / "vapo.sbatch"), "train", "my recipe.yaml", "run.dir=my run"]
+    for count, again in (("1", True), ("2", False)):
+        result = subprocess.run(
+            command, env={**environment, "SLURM_RESTART_COUNT": count, "VAPO_REQUEUES": "2"}, capture_output=True, text=True, check=False
+        )
+        words = log.read_text().splitlines()
+        assert (result.returncode, words[-1] == "again requeue 12") == (75, again), result.stderr
+        assert {"--container-image=/my images/x.sqsh", "--container-mounts=/my data:/my data", "--no-container-mount-home"} < set(words)
+        assert words[words.index("--directory") + 1 :][:2] == ["/my data", "torchrun"]
+        assert words[words.index("vapo_mcore.cli") + 1 :][:4] == ["train", "--resume", "my recipe.yaml", "run.dir=my run"]
+        assert "n1:20012" in words
+
+
+def test_a_chain_whose_last_job_is_refused_leaves_none(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    _stand_in(tmp_path, "sbatch", f'echo "$@" >> {log}; count=$(wc -l < {log}); [ $count -lt 3 ] && echo $count || exit 1')
+    _stand_in(tmp_path, "scancel", f'echo "cancelled $*" >> {log}')
+    recipe = tmp_path / "a recipe.yaml"
+    recipe.write_text("")
+    command = ["bash", str(ROOT / "slurm" / "chain.sh"), "runs/x/", str(recipe), "-p", "batch", "--", "seed=3"]
+    result = subprocess.run(command, env={"PATH": f"{tmp_path}:/usr/bin:/bin"}, capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stdout) == (2, "pretrain: job 1\ntrain: job 2\n")
+    first, second, third, cancelled = log.read_text().splitlines()
+    assert " -p batch " in first and first.endswith("seed=3 run.dir=runs/x_value_pretraining run.steps=0 eval.at_start=false")
+    assert "--dependency=afterok:1" in second and "critic.path=runs/x_value_pretraining/critic_pretrained/hf" in second
+    assert "--dependency=afterok:2" in third and "--checkpoint runs/x/export/hf" in third
+    assert cancelled == "cancelled 1 2"
 
 
 def test_image_is_pinned_and_not_roots() -> None:
