@@ -1,7 +1,7 @@
 # vapo-mcore for GPU clusters. Build in the repository: docker build --tag vapo-mcore:0.1.0 .
 # For pyxis/enroot: enroot import --output vapo-mcore.sqsh dockerd://vapo-mcore:0.1.0
-# The devel image, because Transformer Engine compiles its extension.
-FROM nvidia/cuda:12.9.1-cudnn-devel-ubuntu24.04
+# The devel image, because Transformer Engine compiles its extension; CUDA 13.0, because torch's and vLLM's wheels are built with it (driver 580 or newer).
+FROM nvidia/cuda:13.0.3-cudnn-devel-ubuntu24.04
 
 ENV DEBIAN_FRONTEND=noninteractive LC_ALL=C.UTF-8
 RUN apt-get update \
@@ -15,12 +15,15 @@ RUN python3 -m venv $VIRTUAL_ENV && pip install --no-cache-dir --upgrade pip==25
 WORKDIR /opt/src/vapo-mcore
 # torch and vLLM first: they change less often than this package, and Transformer Engine is compiled against torch.
 RUN pip install --no-cache-dir "torch==2.13.0" "vllm==0.32.0"
-RUN NVTE_FRAMEWORK=pytorch MAX_JOBS=8 pip install --no-cache-dir --no-build-isolation "transformer-engine[pytorch]>=2.8"
+# The newest of the versions that Megatron-Core 0.16.1 names.
+RUN NVTE_FRAMEWORK=pytorch MAX_JOBS=8 pip install --no-cache-dir --no-build-isolation "transformer-engine[core_cu13,pytorch]==2.11.0"
 COPY pyproject.toml README.md LICENSE ./
+COPY requirements ./requirements
 COPY vapo_mcore ./vapo_mcore
 COPY examples ./examples
 COPY slurm ./slurm
-RUN pip install --no-cache-dir --no-build-isolation ".[launch,tracking]" \
+RUN pip install --no-cache-dir --no-build-isolation "megatron-core==0.16.1" ".[tracking]" \
+    && pip install --no-cache-dir --no-deps --requirement requirements/launch.txt \
     && python -c "import torch, vllm, megatron.core, transformer_engine.pytorch, nemo_run; import vapo_mcore.cli"
 
 # Clusters run containers as the submitting user; nothing here needs root, and HOME may be read-only there.

@@ -145,7 +145,20 @@ def test_image_is_pinned_and_not_roots() -> None:
     assert re.fullmatch(r"nvidia/cuda:\d+\.\d+\.\d+-cudnn-devel-ubuntu\d+\.\d+", base)
     users = [line.split()[1] for line in lines if line.startswith("USER")]
     assert users == ["vapo"]
+    installed = [word for line in lines if "pip install" in line for word in re.findall(r'"([^"]+)"', line) if "import" not in word]
+    assert len(installed) >= 4
+    assert [word for word in installed if not re.fullmatch(r"[a-z-]+(\[[a-z0-9_,]+\])?==[0-9.]+|\.\[tracking\]", word)] == []
+    page = PAGES[0].read_text()
+    assert [word for word in installed if f'"{word}"' not in page] == []  # the installation without a container is the same
     kept = {line.removeprefix("!") for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
     copied = {word.removeprefix("./") for line in lines if line.startswith("COPY") for word in line.split()[1:-1]}
     assert copied == kept
     assert all((ROOT / name).exists() for name in copied)
+
+
+def test_packages_of_launch_are_those_that_the_tests_run_with() -> None:
+    launch, cpu = (
+        {line for line in (ROOT / "requirements" / name).read_text().splitlines() if "==" in line} for name in ("launch.txt", "cpu.txt")
+    )
+    assert any(line.startswith("nemo_run==") for line in launch)
+    assert launch < cpu
