@@ -128,6 +128,17 @@ def rank_memory(
     return {stage: _stage_memory(config, models, vllm, workload, device, stage_of_rank, stage) for stage in STAGES}
 
 
+def build_bytes(config: Config, models: dict[Role, RankModel], device: Device) -> float:
+    """Most bytes of a rank while its models are built, one after the other: the weights of the one that is built are there twice, as
+    modules hold them and in the flat buffers that they move into, with the gradients beside them."""
+    most = before = _residual(config, device)
+    for model in models.values():
+        most = max(most, before + 2 * model.state.params + model.state.grads)
+        if not offload_enabled(config, device):
+            before += model.state.params + model.state.grads + model.state.optimizer
+    return most
+
+
 def _stage_memory(
     config: Config, models: dict[Role, RankModel], vllm: Vllm, workload: Workload, device: Device, pp_rank: int, stage: Stage
 ) -> StageMemory:

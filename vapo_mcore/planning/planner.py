@@ -16,6 +16,7 @@ from vapo_mcore.planning.memory import (
     RankModel,
     StageMemory,
     Vllm,
+    build_bytes,
     disk_bytes,
     offload_enabled,
     rank_memory,
@@ -114,13 +115,14 @@ class Planner:
         config, device = subject.config, cluster.device
         work = workload(config, subject.mean_response_length)
         vllm = vllm_memory(config, subject.policy, device)
-        ranks, by_stage, parameters = [], [], []
+        ranks, by_stage, parameters, building = [], [], [], []
         fullest: dict[Role, RankModel] = {}
         for stage in range(config.parallel.pipeline_model_parallel_size):
             states = dict(self._states(subject, stage, device, build=build and not subject.is_moe))
             models = {role: self._model(subject, role, by_rank, work, stage, device) for role, (by_rank, _) in states.items()}
             fullest = {role: max((model, fullest.get(role, model)), key=lambda m: m.state.params) for role, model in models.items()}
             ranks.append(rank_memory(config, models, vllm, work, device, stage))
+            building.append(build_bytes(config, models, device))
             by_role = {role: by_rank for role, (by_rank, _) in states.items()}
             by_stage.append(host_bytes_by_data_rank(config, by_role, models_move=offload_enabled(config, device)))
             parameters.append({role: count for role, (_, count) in states.items()})
@@ -133,7 +135,7 @@ class Planner:
         step = timer.estimate(fullest, vllm, cluster.processes_per_node)
         capacity = device.memory if device.is_gpu else (device.node_memory - host.total) / cluster.processes_per_node
         disk = disk_bytes(config, subject.policy, subject.critic)
-        misfits = list(_misfits(config, ranks, vllm, host, capacity, cluster))
+        misfits = list(_misfits(config, ranks, building, vllm, host, capacity, cluster))
         return Plan(subject, cluster, work, ranks, parameters, capacity, vllm, host, disk, step, timer.run(step), misfits)
 
     def _states(
@@ -178,9 +180,20 @@ class Planner:
 
 
 def _misfits(
-    config: Config, ranks: list[dict[Stage, StageMemory]], vllm: Vllm, host: HostMemory, capacity: float, cluster: Cluster
+    config: Config,
+    ranks: list[dict[Stage, StageMemory]],
+    building: list[float],
+    vllm: Vllm,
+    host: HostMemory,
+    capacity: float,
+    cluster: Cluster,
 ) -> Iterator[str]:
     device = cluster.device
+    if max(building) > capacity:
+        yield (
+            f"building the models: {max(building) / GIB:.1f} GiB on a rank of pipeline stage {building.index(max(building))}, "
+            f"{capacity / GIB:.1f} GiB are there (weights twice, as modules and in flat buffers, and gradients)"
+        )
     for stage in ranks[0]:
         number = max(range(len(ranks)), key=lambda rank: ranks[rank][stage].total)
         memory = ranks[number][stage]

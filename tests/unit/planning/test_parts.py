@@ -13,9 +13,9 @@ from vapo_mcore.planning.catalog import find_architecture
 from vapo_mcore.planning.devices import DEVICES, GIB, Device, choose_device
 from vapo_mcore.planning.live_bytes import LiveBytes
 from vapo_mcore.planning.measure import ChunkActivations, in_flight_bytes
-from vapo_mcore.planning.memory import STAGES, RankModel, rank_memory, vllm_memory
+from vapo_mcore.planning.memory import STAGES, RankModel, build_bytes, rank_memory, vllm_memory
 from vapo_mcore.planning.planner import Cluster, Plan, Planner, Subject, candidate_changes, single_changes
-from vapo_mcore.planning.state import StateBytes, num_parameters
+from vapo_mcore.planning.state import Role, StateBytes, num_parameters
 from vapo_mcore.planning.timing import StepTimer
 from vapo_mcore.planning.workload import packed_lengths, workload
 
@@ -94,6 +94,15 @@ def test_stages_hold_what_the_residency_table_says() -> None:
     assert "KV cache" in held["generate"].parts and "KV cache" not in held["sync"].parts
     everything = rank_memory(_config("model.offload=false"), {"policy": _model(100)}, vllm, work, device, 1)
     assert all(everything[stage].parts["policy optimizer"] == 300 for stage in STAGES)
+
+
+def test_weights_are_there_twice_while_a_model_is_built() -> None:
+    models: dict[Role, RankModel] = {"policy": _model(10**9), "critic": _model(2 * 10**9)}
+    config, device = _config("model.offload=true"), DEVICES["h100"]
+    residual = build_bytes(config, {}, device)
+    assert residual == device.context_bytes + 5 * device.nccl_bytes  # of the world, TP, PP, DP and the rollout's TP
+    assert build_bytes(config, models, device) - residual == pytest.approx((2 * 2 + 4) * 10**9)
+    assert build_bytes(_config("model.offload=false"), models, device) - residual == pytest.approx((1 + 2 + 3 + 2 * 2 + 4) * 10**9)
 
 
 def test_time_follows_the_work() -> None:
