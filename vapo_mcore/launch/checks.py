@@ -6,7 +6,7 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from vapo_mcore.errors import ConfigError
@@ -24,6 +24,16 @@ def check_slurm(cluster: SlurmConfig) -> None:
         raise ConfigError(
             f"container.image = {cluster.container.image!r}, but srun has no option --container-image here: the container runtime"
             " (the pyxis plugin with enroot) is not installed; install it, or remove container and set path to an environment"
+        )
+
+
+def check_jobs_are_known(job_ids: Sequence[str]) -> None:
+    """Raise ConfigError naming the jobs that Slurm has no record of: it would start what depends on them at once."""
+    unknown = [job_id for job_id in job_ids if _run(["scontrol", "show", "job", job_id]).returncode != 0]
+    if unknown:
+        raise ConfigError(
+            f"--after: Slurm has no job {', '.join(unknown)} (never submitted, or ended longer ago than it remembers), so nothing would be"
+            " waited for; leave out what has succeeded"
         )
 
 

@@ -52,7 +52,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _slurm(options: argparse.Namespace, name: str, jobs: list[StageJob], cluster: SlurmConfig, directory: Path) -> int:
     from vapo_mcore.launch import nemo
-    from vapo_mcore.launch.checks import check_folder_writable, check_scripts, check_slurm
+    from vapo_mcore.launch.checks import check_folder_writable, check_jobs_are_known, check_scripts, check_slurm
     from vapo_mcore.launch.cluster import check_layout
 
     after = options.after.split(",") if options.after else []
@@ -66,6 +66,7 @@ def _slurm(options: argparse.Namespace, name: str, jobs: list[StageJob], cluster
         _together(
             lambda: _check_run_folders(jobs),
             lambda: check_folder_writable("logs", submission.logs),
+            lambda: check_jobs_are_known(after),
         )
     scripts = nemo.render(submission)
     if options.dry_run:
