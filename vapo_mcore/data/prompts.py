@@ -115,7 +115,9 @@ def _text(problem: Problem, data: DataConfig, tokenizer: Tokenizer, faults: Faul
         return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
     except TemplateError as error:
         faults.add(problem.file, problem.row, None, f"the chat template refuses the messages: {error}")
-        return None
+    except (TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as error:  # what a template's own expressions raise
+        faults.add(problem.file, problem.row, None, f"the chat template fails: {type(error).__name__}: {error}")
+    return None
 
 
 class PromptDataset:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import codecs
 import csv
 import json
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,23 +23,28 @@ Rows = Iterator[tuple[int, Any]]
 
 def read_rows(path: str, faults: Faults) -> Iterator[tuple[int, dict[str, Any]]]:
     """Rows that are objects, with their numbers from 1 (the line in a JSONL file); ``faults.rows`` counts all rows."""
-    file = Path(path)
+    try:
+        for number, row in _all_rows(Path(path), faults):
+            faults.rows[path] += 1
+            if not isinstance(row, dict):
+                faults.add(path, number, None, f"a row must be an object with named fields, got {kind_of(row)}")
+            else:
+                yield number, row
+    except OSError as error:  # no permission, a name that is too long, a file system that is gone
+        faults.add(path, None, None, f"cannot be read: {error.strerror or error}")
+
+
+def _all_rows(file: Path, faults: Faults) -> Rows:
     read = _reader(file, faults)
-    if read is None:
-        return
-    for number, row in read(file, faults):
-        faults.rows[path] += 1
-        if not isinstance(row, dict):
-            faults.add(path, number, None, f"a row must be an object with named fields, got {kind_of(row)}")
-        else:
-            yield number, row
+    return iter(()) if read is None else read(file, faults)
 
 
 def _reader(file: Path, faults: Faults) -> Callable[[Path, Faults], Rows] | None:
     if file.is_dir():
         return _dataset_rows
     if not file.is_file():
-        faults.add(str(file), None, None, f"no such file (relative paths start at {str(Path.cwd())!r})")
+        there = "is no file (a device, a pipe, or a symbolic link that leads nowhere)" if os.path.lexists(file) else None
+        faults.add(str(file), None, None, there or f"no such file (relative paths start at {str(Path.cwd())!r})")
         return None
     read = _READERS.get(file.suffix.lower())
     if read is None:

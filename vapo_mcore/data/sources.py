@@ -9,6 +9,7 @@ import difflib
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from decimal import Decimal
 from itertools import islice
 from typing import Any, Literal
 
@@ -210,10 +211,19 @@ class _RowCheck:
                     return None
                 value = value.rpartition(schema.marker)[2].strip()
             return value if self._is_text(name, value) else None
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        if isinstance(value, bool) or not isinstance(value, int | float | Decimal):
             self._fault(name, f"must be a text or a finite number, got {kind_of(value)}")
             return None
-        return str(value)
+        return self._written(name, value)
+
+    def _written(self, name: str, number: float | Decimal) -> str | None:
+        """The number as text; parquet has ``Decimal``, too."""
+        if isinstance(number, int):  # may be larger than any float
+            return str(number)
+        if not math.isfinite(number):
+            self._fault(name, f"must be a text or a finite number, got {kind_of(number)}")
+            return None
+        return f"{number:f}" if isinstance(number, Decimal) else str(number)
 
     def id(self, name: str) -> str | None:
         value = self._get(name)

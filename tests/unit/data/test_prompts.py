@@ -122,6 +122,12 @@ def test_what_the_template_refuses_is_a_fault_of_the_row(tmp_path: Path) -> None
         dataset(config, tokenizer=refusing)
 
 
+def test_a_template_that_fails_is_a_fault_of_the_row(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "d.jsonl", {"prompt": "1+1", "answer": 2})
+    with pytest.raises(DataError, match=r"row 1: the chat template fails: TypeError: "):
+        dataset(data_config(source(path), chat_template=True), tokenizer=character_tokenizer("{{ messages[0].content + 1 }}"))
+
+
 def test_long_prompts_are_refused_with_their_length_or_dropped_and_counted(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "d.jsonl", *({"prompt": "x" * n, "answer": "1"} for n in (3, 11, 10, 12)))
     with pytest.raises(

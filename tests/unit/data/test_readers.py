@@ -1,6 +1,8 @@
 """Files as people have them: CSV, saved datasets, known schemas; and everything that can be wrong with a file or a row."""
 
+import errno
 import json
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -246,3 +248,27 @@ def test_a_huge_row_is_a_fault_and_not_read(tmp_path: Path, monkeypatch: pytest.
     assert faults == [f", row {row}: has {len(long) + end:,} bytes, more than 1,000: no line ends?" for row, end in ((2, 1), (4, 0))]
     (tmp_path / "d.csv").write_text("prompt,answer\na,1\n" + "x" * 3000 + ",1\n")
     assert read(tmp_path / "d.csv")[1] == [", row 2: line 3: not valid CSV: field larger than field limit (1000); what follows is not read"]
+
+
+def test_numbers_larger_than_floats_and_decimals_are_answers(tmp_path: Path) -> None:
+    (tmp_path / "d.jsonl").write_text('{"prompt": "x", "answer": %s}\n{"prompt": "y", "answer": 1e999}\n' % ("9" * 4000))
+    problems, faults = read(tmp_path / "d.jsonl")
+    assert [problem.ground_truth for problem in problems] == ["9" * 4000]
+    assert faults == [", row 2, field 'answer': must be a text or a finite number, got a number: inf"]
+    table = {"prompt": ["x", "y"], "answer": [Decimal("1.50"), Decimal("-20")]}
+    pyarrow.parquet.write_table(pa.table(table), tmp_path / "d.parquet")
+    problems, faults = read(tmp_path / "d.parquet")
+    assert ([problem.ground_truth for problem in problems], faults) == (["1.50", "-20.00"], [])
+
+
+def test_what_is_no_file_or_cannot_be_opened_is_a_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "loop.jsonl").symlink_to("loop.jsonl")
+    assert read(tmp_path / "loop.jsonl")[1] == [": is no file (a device, a pipe, or a symbolic link that leads nowhere)"]
+    assert read(tmp_path / f"{'x' * 300}.jsonl")[1] == [": cannot be read: File name too long"]
+    path = write_jsonl(tmp_path / "d.jsonl", {"prompt": "x", "answer": 1})
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(Path, "open", refuse)  # root may read everything
+    assert read(path) == ([], [": cannot be read: Permission denied"])
