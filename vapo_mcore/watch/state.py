@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -127,6 +128,8 @@ class RunReader:
         if self._config_fault is not None:
             faults.append(f"config.yaml cannot be read, so that totals and diagnosis are missing: {self._config_fault}")
         self._observe()
+        ranks, unread = rank_states(self.path)
+        faults += unread
         config, monitor = self._config, self._monitor
         totals = {}
         if config is not None:
@@ -137,7 +140,7 @@ class RunReader:
             status=status,
             reason=reason,
             rows=self._metrics.rows,
-            ranks=rank_states(self.path),
+            ranks=ranks,
             totals=totals,
             checkpoints=list_checkpoints(self.path),
             findings=self._findings,
@@ -193,19 +196,26 @@ def run_status(path: Path, now: float) -> tuple[Status, str]:
     return "running", who
 
 
-def rank_states(path: Path) -> list[RankState]:
-    """What the ranks say they do, the one longest in its phase first."""
-    found = []
-    for rank, record in read_heartbeats(path).items():
+def rank_states(path: Path) -> tuple[list[RankState], list[str]]:
+    """What the ranks say they do, the one longest in its phase first; and which of their files cannot be understood, and why."""
+    found, faults = [], []
+    records = read_heartbeats(path)
+    for file in sorted(heartbeat_folder(path).glob("rank_*.json")):
+        number = file.stem.removeprefix("rank_")
+        record = records.get(int(number)) if number.isdecimal() else None
         try:
-            found.append(
-                RankState(
-                    rank, str(record["host"]), str(record["phase"]), str(record["step"]), float(record["since"]), float(record["last"])
-                )
-            )
-        except (KeyError, TypeError, ValueError):
-            continue  # of another version
-    return sorted(found, key=lambda state: state.since)
+            if record is None:
+                raise ValueError("no JSON object of a rank")
+            since, last = float(record["since"]), float(record["last"])
+            if not (math.isfinite(since) and math.isfinite(last)):
+                raise ValueError(f"since {since}, last {last}")
+            found.append(RankState(int(number), str(record["host"]), str(record["phase"]), str(record["step"]), since, last))
+        except KeyError as error:
+            faults.append(f"{file} says nothing of {error}: written by another version?")
+        except (TypeError, ValueError, OverflowError) as error:
+            if file.exists():  # a start clears the folder
+                faults.append(f"{file} cannot be understood: {error}")
+    return sorted(found, key=lambda state: state.since), faults
 
 
 def duration(seconds: float) -> str:

@@ -81,7 +81,7 @@ def _ranks(state: RunState, now: float) -> Table:
         table.add_column(name)
     for rank in state.ranks[:_RANKS]:
         since, last = duration(now - rank.since), f"{duration(now - rank.last)} ago"
-        table.add_row(str(rank.rank), rank.host, rank.step or "-", rank.phase, since, last)
+        table.add_row(str(rank.rank), *(Text(told) for told in (rank.host, rank.step or "-", rank.phase)), since, last)
     if len(state.ranks) > _RANKS:
         table.add_row("...", f"{len(state.ranks) - _RANKS} more")
     return table

@@ -97,6 +97,18 @@ def test_a_torn_last_line_is_not_shown_and_a_damaged_one_is_said(running: RunDir
     assert "step 3/10" in frame(running.path)
 
 
+def test_heartbeats_that_cannot_be_understood_are_shown(running: RunDirectory) -> None:
+    folder = heartbeat_folder(running.path)
+    for rank, content in ((2, "{"), (3, '{"host": "n"}'), (4, '{"host": "[/n]", "phase": "p", "step": "", "since": NaN, "last": 1}')):
+        (folder / f"rank_{rank:04d}.json").write_text(content)
+    heartbeat(running, 5, "[/red]", 1, 1)  # would be markup
+    shown = frame(running.path)
+    assert f"{folder}/rank_0002.json cannot be understood: no JSON object of a rank" in shown
+    assert f"{folder}/rank_0003.json says nothing of 'since': written by another version?" in shown
+    assert f"{folder}/rank_0004.json cannot be understood: since nan, last 1.0" in shown
+    assert "5 node5 rl 4 [/red] 1 s 1 s ago" in lines(shown)
+
+
 def test_a_run_that_has_not_written_anything(tmp_path: Path) -> None:
     run = create(tmp_path)
     with RunLock(run.path, print):
