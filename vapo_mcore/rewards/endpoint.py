@@ -42,7 +42,8 @@ def score(url: str, response: str, ground_truth: str, metadata: Mapping[str, Any
             # An endpoint that does not answer leaves time for another attempt.
             return _score_in(_post(url, body, max(0.05, (deadline - time.monotonic()) / 2)))
         except urllib.error.HTTPError as error:
-            reason = f"status {error.code}"
+            place = error.headers.get("Location") if error.code // 100 == 3 else None
+            reason = f"status {error.code}" + (f", a redirect to {place!r}: give that address" if place else "")
             if error.code not in _WORTH_A_RETRY:
                 raise ConnectionError(f"{url} refused the request: {reason}") from None
         except (OSError, HTTPException) as error:
@@ -54,9 +55,19 @@ def score(url: str, response: str, ground_truth: str, metadata: Mapping[str, Any
     raise ConnectionError(f"{url} gave no verdict in {attempt} attempts, the last: {reason}")
 
 
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """A redirect is an answer like any other status: urllib would follow it with a GET, without the response to grade."""
+
+    def redirect_request(self, *_: Any) -> None:
+        return None
+
+
+_OPENER = urllib.request.build_opener(_NoRedirect)
+
+
 def _post(url: str, body: bytes, seconds: float) -> bytes:
     request = urllib.request.Request(url, data=body, headers={"Content-Type": "application/json", "Accept": "application/json"})
-    with urllib.request.urlopen(request, timeout=seconds) as answer:
+    with _OPENER.open(request, timeout=seconds) as answer:
         content: bytes = answer.read(_MAX_ANSWER_BYTES + 1)
     if len(content) > _MAX_ANSWER_BYTES:
         raise ValueError(f"the endpoint's answer has more than {_MAX_ANSWER_BYTES:,} bytes")

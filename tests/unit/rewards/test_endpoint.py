@@ -29,6 +29,10 @@ class Handler(BaseHTTPRequestHandler):
             self.send_error(503)
         elif kind == "status":
             self.send_error(int(rest))
+        elif kind == "moved":
+            self.send_response(int(rest))
+            self.send_header("Location", "/says")
+            self.end_headers()
         elif kind == "slow":
             time.sleep(float(rest))
             with suppress(ConnectionError):  # the client has given up
@@ -74,6 +78,13 @@ def test_what_passes_is_tried_again(server, monkeypatch):
     with pytest.raises(ConnectionError, match="refused the request: status 404"):
         score(f"{server}/status/404", "x", "x", {})
     assert Handler.calls["/status/404"] == 1
+
+
+@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+def test_a_redirect_is_named_and_not_followed(server, status):
+    """Followed, it would be a GET without the response."""
+    with pytest.raises(ConnectionError, match=rf"refused the request: status {status}, a redirect to '/says': give that address"):
+        score(f"{server}/moved/{status}", "1", "1", {})
 
 
 def test_an_endpoint_that_hangs_is_given_up_before_the_pool_would(server, monkeypatch):
