@@ -17,11 +17,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 
 from vapo_mcore.rewards.extraction import answer_line, marked_answer, marked_answer_or_last_number
 from vapo_mcore.rewards.normalization import as_words, normalize_answer, unwrap_text
-from vapo_mcore.rewards.quantities import as_union, quantities_equal
+from vapo_mcore.rewards.quantities import as_union, number_of, quantities_equal
 from vapo_mcore.rewards.types import UngradableError
 
 MAX_ANSWER_LENGTH = 1000
@@ -106,22 +107,38 @@ def is_equal(answer: str | None, ground_truth: str) -> bool:
     candidate = normalize_answer(answer)
     if candidate == truth:
         return True
+    same_in_bases = _based_equal(candidate, truth)
+    if same_in_bases is not None:
+        return same_in_bases
+    if "mod" not in truth:
+        candidate = _without_modulus(candidate)
     if r"\cup" in truth:
         candidate = as_union(candidate)
     if truth_words is not None:
-        return " ".join(unwrap_text(candidate).split()).casefold() == truth_words
+        return _listed(" ".join(unwrap_text(candidate).split()).casefold()) == _listed(truth_words)
     if truth_number is not None:
-        number = _plain_number(candidate)
+        if _is_percentage(candidate, truth):
+            return True
+        if _is_false_equation(candidate):
+            return False
+        number = _plain_number(number_of(answer) or candidate)
         verdict = None if number is None else _numbers_equal(truth_number, number)
         if verdict is not None:
             return verdict
         truth_expression = _parsed_truth(truth, ground_truth)
+    if _is_percentage(candidate, truth):
+        return True
     by_parts = _tuples_equal(candidate, truth)
     if by_parts is not None:
         return by_parts
     if as_words(candidate) is not None and len(unwrap_text(candidate)) > 1:
         return False
     return _equals_expression(candidate, truth_expression)
+
+
+def _listed(words: str) -> str:
+    """Words with one spelling of the commas between them."""
+    return re.sub(r"\s*,\s*", ",", words)
 
 
 @lru_cache(maxsize=4096)
@@ -160,6 +177,59 @@ def _numbers_equal(a: _Number, b: _Number) -> bool | None:
     if a.is_decimal == b.is_decimal or abs(a.value - b.value) > _CLEARLY_APART:
         return False
     return None
+
+
+_BASED = re.compile(r"(-?)\(?([0-9A-Fa-f]{1,100})\)?_(?:(\d)|\{(?:\\text\{)?(\d{1,2})\}?\})")
+
+
+def _based_equal(candidate: str, truth: str) -> bool | None:
+    """Whether two numbers in stated bases are one; None: not both of this form, or digits that their base does not have.
+
+    math-verify drops the base, so that ``12_8`` would equal ``12_7``.
+    """
+    numbers = []
+    for text in (candidate, truth):
+        match = _BASED.fullmatch(text)
+        try:
+            if match is None:
+                return None
+            numbers.append(int(match[1] + match[2], int(match[3] or match[4])))
+        except ValueError:
+            return None
+    return numbers[0] == numbers[1]
+
+
+_PERCENTAGE = re.compile(r"(.{1,40}?)\s*\\?%")
+
+
+def _is_percentage(candidate: str, truth: str) -> bool:
+    """Whether one is a percentage and the other its number: ``12.5 %`` is 12.5 as well as 0.125.
+
+    math-verify takes whole percentages so, but not those with a decimal point.
+    """
+    ours, theirs = _PERCENTAGE.fullmatch(candidate), _PERCENTAGE.fullmatch(truth)
+    if (ours is None) == (theirs is None):
+        return False
+    share = _plain_number((ours or theirs)[1])  # type: ignore[index]
+    other = _plain_number(truth if ours else candidate)
+    return share is not None and other is not None and other.value in (share.value, share.value / 100)
+
+
+def _is_false_equation(candidate: str) -> bool:
+    """``3 = 4``: math-verify looks at the last number alone."""
+    numbers = [_plain_number(side.strip()) for side in candidate.split("=")] if "=" in candidate else []
+    return any(one and other and _numbers_equal(one, other) is False for one, other in pairwise(numbers))
+
+
+_MODULUS = re.compile(
+    r"(?:[a-z]\s*(?:\\equiv|\u2261|=)\s*)?(.{1,60}?)\s*(?:\\pmod\s*\{?\s*\w+\s*\}?|(?:\\)?\(\s*(?:\\b?mod|mod)\s*\w+\s*\))"
+)
+
+
+def _without_modulus(candidate: str) -> str:
+    """``x \\equiv 12 \\pmod{17}`` as ``12``, where the ground truth states no modulus."""
+    match = _MODULUS.fullmatch(candidate) if "mod" in candidate else None
+    return candidate if match is None else match[1]
 
 
 _BRACKETED = re.compile(r"(?:\\left\s*)?([(\[])([^()\[\]{}=|;]*,[^()\[\]{}=|;]*?)(?:\\right\s*)?([)\]])")

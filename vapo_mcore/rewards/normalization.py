@@ -28,11 +28,29 @@ _SYMBOLS = str.maketrans(
     }
 )  # fmt: skip
 
+_TEXT_COMMAND = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mathit|mbox)\s*\{([^{}]*)\}")
 _ROOT = re.compile(r"\u221a\s*(?:\(([^()]*)\)|\{([^{}]*)\}|(\d+|[a-z]))")
 _GROUPED_DIGITS = re.compile(r"(?<![\d.])\d{1,3}(?:(?:\\[,;! ]|\{,\}|~| )\d{3})+(?![\d/])")
 _SEPARATOR = re.compile(r"\\[,;! ]|\{,\}|~| ")
+_TIMES_A_POWER = re.compile(r"(?<=\d)\s*[xX*]\s*(?=10\s*\^)")
 _SCIENTIFIC = re.compile(r"([-+]?(?:\d+(?:\.\d*)?|\.\d+))[eE]([-+]?\d{1,4})")
 _REPEATING = re.compile(r"([-+]?)(\d{0,15})\.(\d{0,30})\\overline\s*\{(\d{1,30})\}")
+_GOING_ON = re.compile(r"([-+]?)(\d{0,15}\.\d{1,30})(?:\.\.\.|\u2026|\\[ld]?dots)")
+_SHOWN_PERIOD = re.compile(r"(\d*)\.(\d*?)(\d{1,6}?)\3+")
+_SEGMENT = re.compile(r"\\overline\s*\{\s*([A-Z]{2})\s*\}")
+_CELSIUS = re.compile(r"\^\s*(?:\\circ|\{\s*\\circ\s*\})\s*(?:[CF]|\\(?:text|mathrm)\s*\{\s*[CF]\s*\})")
+_NEGATIVE_POWER = re.compile(r"\^\s*-\s*(\d+)")
+_PLAIN_ROOT = re.compile(r"(?<![\\A-Za-z])sqrt\s*\(([^()]*)\)")
+_ABOUT = re.compile(r"(?:(?:approximately|approx\.?|about|around|roughly|exactly)\s+|~\s*)(?=[-+$\\\d.])", re.IGNORECASE)
+_VALUE_FIRST = re.compile(r"([-+]?[^A-Za-z=<>]{1,60}?)\s*=\s*([A-Za-z])")
+_COUNTED = re.compile(r"((?:[-+]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)|\d+/\d+))\s+([A-Za-z]{4,20}(?:[ -][A-Za-z]{2,20}){0,4})")
+_NUMBER_WORDS = re.compile(
+    r"\b(?:hundred|thousand|[mb]illion|trillion|dozen|score|pair|half|halve|third|fourth|quarter|fi?fth|sixth|seventh|eighth|ninth|tenth|"
+    r"hundredth|thousandth|root|sqrt|squared|cubed|power|factorial|times|over|plus|minus|choose|mod|modulo|percent|pi|inf|infinity|"
+    r"sin|cos|tan|log|exp|and|or)s?\b",
+    re.IGNORECASE,
+)
+_PERCENT = re.compile(r"(?<=\d)\s*(?:percent|per cent)", re.IGNORECASE)
 _SPACED_IMAGINARY = re.compile(r"(?<=\d)\s+i\b")
 _DEGREES = r"(\d+(?:\.\d+)?)\s*\^\s*(?:\\circ|\{\s*\\circ\s*\})"
 _TRIGONOMETRIC = re.compile(
@@ -51,10 +69,18 @@ _RATE = re.compile(rf"([-+]?[\d.,]+)\s*{_UNIT}(?:\^\{{?\d\}}?)?\s*/\s*{_PER}(?:\
 def normalize_answer(text: str) -> str:
     """The answer without delimiters, with ASCII and LaTeX in place of Unicode, and with numbers in one spelling."""
     text = _unwrapped(text)
+    if (wrapped := _TEXT_COMMAND.fullmatch(text)) and any(character.isdigit() for character in wrapped[1]):
+        text = wrapped[1].strip()  # words in \\text are compared as words, see as_words
+    text = _PLAIN_ROOT.sub(lambda match: rf"\sqrt{{{match[1]}}}", text)
     text = _ROOT.sub(lambda match: rf"\sqrt{{{match[1] or match[2] or match[3]}}}", text)
     text = text.translate(_SYMBOLS).strip()
-    text = text.replace(r"\varnothing", r"\emptyset")
+    text = text.replace(r"\varnothing", r"\emptyset").replace(r"\langle", "(").replace(r"\rangle", ")")
+    text = _SEGMENT.sub(r"\1", text)
+    text = _ABOUT.sub("", text, count=1) if _ABOUT.match(text) else text
     text = _GROUPED_DIGITS.sub(lambda match: _SEPARATOR.sub("", match[0]), text)
+    text = _TIMES_A_POWER.sub(lambda _: r"\times ", text)
+    text = _NEGATIVE_POWER.sub(r"^{-\1}", text)
+    text = _CELSIUS.sub(lambda _: r"^\circ", text)
     text = _TRIGONOMETRIC.sub(_in_radians, text)  # elsewhere the degree sign is dropped, as a unit
     text = _SPACED_IMAGINARY.sub("i", text)  # math-verify takes the i of "7 i" and that of "7i" for two symbols
     text = _PI.sub(lambda _: r"\pi ", text)
@@ -66,9 +92,23 @@ def normalize_answer(text: str) -> str:
         return rf"{mixed[1]}{mixed[2]}\frac{{{mixed[3]}}}{{{mixed[4]}}}"
     if repeating := _REPEATING.fullmatch(text):
         return _as_fraction(*repeating.groups())
+    if going_on := _GOING_ON.fullmatch(text):
+        shown = _SHOWN_PERIOD.fullmatch(going_on[2])
+        return _as_fraction(going_on[1], *shown.groups()) if shown and len(going_on[2]) > 4 else going_on[1] + going_on[2]
     if rate := _RATE.fullmatch(text):
         return rate[1]
+    if turned := _VALUE_FIRST.fullmatch(text):
+        return f"{turned[2]}={turned[1]}"
+    if text[-1:].isalpha():
+        return _without_noun(text)
     return _usual_brackets(text)
+
+
+def _without_noun(text: str) -> str:
+    """``12 dollars`` to ``12``, ``5 percent`` to ``5\\%``; ``12 million`` and ``2 thirds`` stay: such words change the value."""
+    text = _PERCENT.sub(lambda _: r"\%", text)
+    counted = _COUNTED.fullmatch(text)
+    return text if counted is None or _NUMBER_WORDS.search(counted[2]) else counted[1]
 
 
 def _in_radians(match: re.Match[str]) -> str:
@@ -115,7 +155,6 @@ def _usual_brackets(text: str) -> str:
     return ("(" if match[1] == "]" else "[") + match[2] + (")" if match[3] == "[" else "]")
 
 
-_TEXT_COMMAND = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mathit|mbox)\s*\{([^{}]*)\}")
 _WORDS = re.compile(r"[^\W\d_]+(?:[ '\-][^\W\d_]+)*")
 _SHORT_WORDS = frozenset({"yes", "no", "odd", "all", "one", "two", "six", "ten", "sat", "sun", "mon", "red"})
 

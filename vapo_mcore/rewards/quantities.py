@@ -69,13 +69,25 @@ def quantities_equal(answer: str, truth: str) -> bool | None:
     return abs(ours - theirs) <= (_RELATIVE * abs(theirs) if rounded or also_rounded else 0)
 
 
+def number_of(answer: str) -> str | None:
+    """The number of a number with a known unit, for a ground truth without one; None for anything else."""
+    if _read(answer) is None:
+        return None
+    match = _QUANTITY.fullmatch(_bare(answer))
+    assert match is not None
+    return match["sign"] + (match["number"].replace(",", "") if match["number"] else f"{match['up']}/{match['down']}")
+
+
+def _bare(text: str) -> str:
+    return text.strip().strip("$").strip().removesuffix(".").replace("\u00b2", "^2").replace("\u00b3", "^3")
+
+
 @lru_cache(maxsize=4096)
 def _read(text: str) -> tuple[Fraction, str, bool] | None:
     """Value in the dimension's base unit, dimension, whether it has a decimal point."""
     if len(text) > 100 or not any(character.isalpha() for character in text):
         return None
-    text = text.strip().strip("$").strip().removesuffix(".").replace("\u00b2", "^2").replace("\u00b3", "^3")
-    match = _QUANTITY.fullmatch(text)
+    match = _QUANTITY.fullmatch(_bare(text))
     known = match and (_UNITS.get(match["unit"]) or _UNITS.get(match["unit"].lower()))
     if match is None or known is None or match["down"] == "0" * len(match["down"] or "x"):
         return None

@@ -28,6 +28,11 @@ DISAGREEMENTS = {
     (r"e^{i\pi}", "-1"),  # the same
     ("12:30", "2:5"),  # a time is read as a ratio
     ("1,-2", "-2, 1, 1"),  # a list is read as a set
+    ("-1", r"e^{i\pi}"),
+    ("C", "C) 12"),
+    ("C", r"\textbf{(C)}\ 12"),
+    ("17.75\\%", r"17\frac{3}{4}\%"),
+    (r"-2<x<1\text{ or }x>3", r"(-2,1)\cup(3,\infty)"),
 }
 
 
@@ -127,8 +132,8 @@ def test_a_truth_that_cannot_be_read_is_no_verdict_whatever_the_response(truth, 
 
 
 def test_labelled_pairs():
-    """405 pairs, exactly the listed ones differ (99.0 % right): a new mistake fails here, and so does a stale list and no new mistake."""
-    assert len(PAIRS) == 405
+    """660 pairs, exactly the listed ones differ (98.6 % right): a new mistake fails here, and so does a stale list and no new mistake."""
+    assert len(PAIRS) == 660
     assert min(sum(pair["equal"] for pair in PAIRS), sum(not pair["equal"] for pair in PAIRS)) >= 50
     wrong = {(pair["ground_truth"], pair["answer"]) for pair in PAIRS if is_equal(pair["answer"], pair["ground_truth"]) != pair["equal"]}
     print(f"accuracy {1 - len(wrong) / len(PAIRS):.4f} on {len(PAIRS)} pairs")
@@ -162,8 +167,8 @@ def _raw_verdict(answer: str, truth: str) -> bool:
 
 
 def test_two_stage_parsing_reads_the_same(monkeypatch):
-    """Every third text of the pairs, with prediction in two stages and with full context only, as the library does it."""
-    texts = sorted({normalize_answer(pair[key]) for pair in PAIRS for key in ("ground_truth", "answer")})[::3]
+    """Every fifth text of the pairs, with prediction in two stages and with full context only, as the library does it."""
+    texts = sorted({normalize_answer(pair[key]) for pair in PAIRS for key in ("ground_truth", "answer")})[::5]
 
     def read_all() -> list[str]:
         for cached in (read_expression, parser.parse_latex_cached, parser.extract_latex):
