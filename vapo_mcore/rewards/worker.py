@@ -189,8 +189,7 @@ def grade_chunk(names: Sequence[str], items: Sequence[Item]) -> ChunkResult:
         try:
             _load(name)
         except BaseException as error:  # noqa: BLE001 - whatever a user's module does at import, the parent must hear of it
-            kind = "" if isinstance(error, VapoError) else f"{type(error).__name__}: "
-            result.load_error = f"{described(name)} cannot be loaded: {kind}{error}"
+            result.load_error = f"{described(name)} cannot be loaded: {error if isinstance(error, VapoError) else _told(error)}"
             return result
     began = time.monotonic()
     worker_pid = os.getpid()
@@ -219,16 +218,18 @@ def _grade(name: str, response: str, ground_truth: str, metadata: Mapping[str, A
     try:
         found = load_verifier(name).score(response, ground_truth, metadata)
         given = found if isinstance(found, StepScores) else StepScores(found)
-        score, steps = given.score, tuple(given.steps)
+        score = given.score
         error = _score_fault(name, score)
         if error is None and (fault := given.fault(response)) is not None:
             error = f"verifier {name!r} returned {_shortened(fault)}"
+        if error is None:  # plain ones, whatever classes a user's are of: they go to another process
+            score, steps = float(score), tuple(StepReward(int(step.end), float(step.reward)) for step in given.steps)
     except UngradableError as fault:
         error = str(fault)
     except BaseException as fault:  # noqa: BLE001 - SystemExit too: a verifier that exits has given no verdict
-        error = f"verifier {name!r} failed: {type(fault).__name__}: {_shortened(str(fault))}"
+        error = f"verifier {name!r} failed: {_told(fault)}"
     seconds = time.perf_counter() - start
-    return Graded(0.0, error, seconds, "fault") if error else Graded(float(score), None, seconds, steps=steps)
+    return Graded(0.0, error, seconds, "fault") if error else Graded(score, None, seconds, steps=steps)
 
 
 def _answer(name: str, turns: tuple[str, ...], ground_truth: str, metadata: Mapping[str, Any]) -> Graded:
@@ -244,7 +245,7 @@ def _answer(name: str, turns: tuple[str, ...], ground_truth: str, metadata: Mapp
             fault = found.fault()
             error = None if fault is None else f"{described(name)} returned {_shortened(fault)}"
     except BaseException as fault:  # noqa: BLE001 - as for verifiers
-        error = f"{described(name)} failed: {type(fault).__name__}: {_shortened(str(fault))}"
+        error = f"{described(name)} failed: {_told(fault)}"
     seconds = time.perf_counter() - start
     return Graded(0.0, error, seconds, "fault") if error else Graded(0.0, None, seconds, observation=observation)
 
@@ -268,6 +269,15 @@ def _score_fault(name: str, score: object) -> str | None:
     if not low <= value <= high:
         return f"verifier {name!r} returned {value}, must be between {low:g} and {high:g}"
     return None
+
+
+def _told(error: BaseException) -> str:
+    """Type and message of whatever a user's code raised; its ``__str__`` is a user's code, too."""
+    try:
+        message = _shortened(str(error))
+    except BaseException:  # noqa: BLE001
+        message = "(its message cannot be read)"
+    return f"{type(error).__name__}: {message}"
 
 
 def _shortened(text: str, limit: int = 200) -> str:

@@ -69,7 +69,17 @@ def _recurse():
     return _recurse()
 
 
+class _Untold(Exception):
+    def __str__(self):
+        raise RuntimeError("no message")
+
+
+def _raise_untold():
+    raise _Untold
+
+
 ACTIONS = {
+    "raise untold": _raise_untold,
     "loop": _loop,
     "sleep": lambda: time.sleep(1000),
     "big power": _big_power,

@@ -65,6 +65,7 @@ def test_partial_scores_are_not_correct(pool):
         ("segfault", "ended its process (signal SIGSEGV)"),
         ("abort", "ended its process (signal SIGABRT)"),
         ("allocate", "failed: MemoryError"),
+        ("raise untold", "failed: _Untold: (its message cannot be read)"),
         ("raise", "failed: ZeroDivisionError: division by zero"),
         ("sys.exit", "failed: SystemExit: 4"),
         ("recurse", "failed: RecursionError"),
