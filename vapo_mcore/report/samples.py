@@ -14,9 +14,12 @@ MOST_TOKENS = 2400
 FEWEST_TOKENS = 400
 _CHARACTERS_OF_A_TOKEN = 4
 _COPIED = (
-    "step", "stage", "prompt_id", "sample_index", "source", "ground_truth", "correct", "score", "reward", "error", "finish_reason",
-    "response_length", "answer",
+    "step", "stage", "sample_index", "correct", "score", "reward", "finish_reason",
+    "response_length",
 )  # fmt: skip
+_SHORTENED = ("answer", "error", "ground_truth", "prompt_id", "source")
+"""Texts of a line or two, which may be anything: the tests of a program, whatever a verifier's exception says."""
+_MOST_CHARACTERS = 1000
 
 
 def chosen_samples(run: RunData, runs: int) -> dict[str, Any]:
@@ -72,6 +75,9 @@ def _item(sample: Sample) -> tuple[Any, Any, Any]:
 def shown(sample: Sample, most: int) -> Sample:
     """What the page keeps of a sample; of a long response the beginning and the end, with ``left_out`` = [where, tokens or characters]."""
     record: Sample = {name: sample[name] for name in _COPIED if name in sample}
+    for name in _SHORTENED:
+        if name in sample:
+            record[name] = None if sample[name] is None else _shortened(sample[name], _MOST_CHARACTERS)
     if "response" not in sample:
         return record | {"prompt": None, "response": None, "left_out": None}
     record["prompt"] = _shortened(str(sample.get("prompt", "")), most * _CHARACTERS_OF_A_TOKEN)

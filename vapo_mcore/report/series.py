@@ -187,13 +187,17 @@ def _profile(rows: Sequence[Row], by: str) -> dict[str, Any]:
     return profile
 
 
+_NO_PHASES = ("time/step", "time/eval", "time/run", "time/gpu_hours")
+"""Of the whole step, between steps, and of the run so far."""
+
+
 def phase_seconds(rows: Sequence[Row]) -> dict[str, float]:
     """Mean seconds of a step of the RL stage by phase (of value pretraining where there is no other); ``time/step`` is their sum."""
     steps = rows_of(rows, "rl") or rows_of(rows, "value_pretraining")
     totals: dict[str, float] = {}
     for row in steps:
         for name, value in row.items():
-            if name.startswith("time/") and name not in ("time/step", "time/eval") and value is not None:
+            if name.startswith("time/") and name not in _NO_PHASES and value is not None:
                 totals[name.removeprefix("time/")] = totals.get(name.removeprefix("time/"), 0.0) + value
     return {name: total / len(steps) for name, total in totals.items()}
 

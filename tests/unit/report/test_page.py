@@ -85,6 +85,15 @@ def test_of_a_long_response_both_ends_and_how_much_is_left_out() -> None:
     assert samples.shown(sample(1, 1.0, 3), 10)["left_out"] is None
 
 
+def test_no_text_of_a_sample_makes_the_page_large() -> None:
+    """A ground truth may be the tests of a program, an error whatever a verifier raises."""
+    huge = dict.fromkeys(("ground_truth", "error", "answer", "prompt_id", "source", "prompt", "response"), "x" * 10**6)
+    record = samples.shown(sample(1, 1.0, 3, **huge), 100)
+    assert len(samples_text := json.dumps(record)) < 7000, len(samples_text)
+    assert record["ground_truth"] == "x" * 600 + " [... 999000 characters ...] " + "x" * 400
+    assert samples.shown(sample(1, 1.0, 3, ground_truth=None), 100)["ground_truth"] is None
+
+
 def test_evaluated_responses_whose_text_was_not_kept_come_last_and_say_so() -> None:
     def item(number: int, correct: bool, *, text: bool) -> dict[str, Any]:
         record = sample(0, 0.0, 1, prompt_id=f"set/{number}#0", correct=correct, answer="7")

@@ -82,7 +82,7 @@ def test_windows_are_of_one_stage_and_cover_every_step() -> None:
 def test_seconds_by_phase_are_means_over_steps_of_rl() -> None:
     rows = [
         pretraining(1, time__values=100.0),
-        rl(1, time__step=3.0, time__generate=2.0, time__eval=9.0),
+        rl(1, time__step=3.0, time__generate=2.0, time__eval=9.0, time__run=50.0, time__gpu_hours=0.1),
         rl(2, time__generate=1.0, time__checkpoint=4.0),
     ]
     assert series.phase_seconds(rows) == {"generate": 1.5, "checkpoint": 2.0}

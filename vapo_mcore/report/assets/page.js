@@ -93,7 +93,7 @@ function drawLines(holder, chart) {
   const hidden = log ? found.flatMap((curve) => curve.values).filter((value) => value !== null && value <= 0).length : 0;
   const undefinedSteps = found.filter((curve) => curve.run.curves.undefined[curve.metric]);
   const notes = undefinedSteps.map((curve) => `${curve.name}: undefined in ${curve.run.curves.undefined[curve.metric]} steps`);
-  if (hidden) notes.push(`${hidden} points at or below 0 are not on the logarithmic scale`);
+  if (hidden) notes.push(`${hidden} ${hidden > 1 ? "points" : "point"} at or below 0 not on the logarithmic scale`);
   holder.replaceChildren(plot.root, ...notes.map((note) => el("div", { class: "note" }, note)));
 }
 

@@ -134,7 +134,7 @@ function drawSamples() {
   const quantities = Object.keys(QUANTITIES).map((name) => tab(QUANTITIES[name], name === picked.quantity, () => (picked.quantity = name)));
   const [record] = records;
   const detail = record
-    ? el("div", { class: "card detail" }, el("h3", {}, `Prompt ${record.prompt_id}`), record.prompt === null ? null : el("div", { class: "prompt" }, record.prompt), el("p", { class: "soft" }, `ground truth: ${record.ground_truth ?? "not kept"}`), ...records.flatMap(responseView))
+    ? el("div", { class: "card detail" }, el("h3", {}, `Prompt ${record.prompt_id}`), record.prompt === null ? null : el("div", { class: "prompt" }, record.prompt), el("p", { class: "soft truth" }, `ground truth: ${record.ground_truth ?? "not kept"}`), ...records.flatMap(responseView))
     : el("div", { class: "card none" }, "none");
   const parts = [
     el("h2", {}, "Samples"),
