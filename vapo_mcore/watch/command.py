@@ -35,11 +35,11 @@ def run(options: argparse.Namespace) -> int:
     bars = BARS if console.encoding.startswith("utf") else PLAIN_BARS
     state = reader.read()
     if options.once:
-        console.print(render(state, time.time(), bars))
+        console.print(render(state, time.time(), bars, console.width))
         return 0
-    with Live(render(state, time.time(), bars), console=console, auto_refresh=False, vertical_overflow="crop") as live:
+    with Live(render(state, time.time(), bars, console.width), console=console, auto_refresh=False, vertical_overflow="crop") as live:
         while state.status != "finished":
             time.sleep(options.interval)
             state = reader.read()
-            live.update(render(state, time.time(), bars), refresh=True)
+            live.update(render(state, time.time(), bars, console.width), refresh=True)
     return 0

@@ -16,6 +16,9 @@ BARS = "▁▂▃▄▅▆▇█"
 PLAIN_BARS = "_.-=+*%#"
 """For terminals without the others."""
 _WIDTH = 40  # steps in a sparkline
+_FEWEST = 8  # on a narrow terminal
+_BESIDE = 40  # columns of a metric's name and last value
+_FAULTS = 4
 _RANKS = 8
 _CHECKPOINTS = 3
 _COLOURS = {"running": "green", "finished": "blue", "stopped": "yellow", "hung": "red", "stale": "red"}
@@ -43,14 +46,16 @@ _COUNTERS = (
 )
 
 
-def render(state: RunState, now: float, bars: str = BARS) -> RenderableType:
-    """The frame at wall-clock time ``now``."""
+def render(state: RunState, now: float, bars: str = BARS, width: int = 120) -> RenderableType:
+    """The frame at wall-clock time ``now``; ``width``: columns of the terminal, of which a narrow one shows fewer steps."""
     parts: list[RenderableType] = [_head(state)]
-    parts += [Text(fault, style="red") for fault in state.faults]
+    parts += [Text(fault, style="red") for fault in state.faults[:_FAULTS]]
+    if len(state.faults) > _FAULTS:
+        parts.append(Text(f"... and {len(state.faults) - _FAULTS} more", style="red"))
     if state.ranks and state.status in ("running", "hung", "stale"):
         parts.append(_ranks(state, now))
     steps = state.steps(state.stage)
-    parts.append(_metrics(state.stage, steps, bars) if steps else Text("no step is done yet"))
+    parts.append(_metrics(state.stage, steps, bars, max(_FEWEST, min(_WIDTH, width - _BESIDE))) if steps else Text("no step is done yet"))
     parts += _evaluation(state)
     parts += _checkpoints(state, now)
     parts += _notes(state)
@@ -87,15 +92,15 @@ def _ranks(state: RunState, now: float) -> Table:
     return table
 
 
-def _metrics(stage: str, steps: Sequence[dict[str, object]], bars: str) -> Table:
+def _metrics(stage: str, steps: Sequence[dict[str, object]], bars: str, count: int) -> Table:
     table = Table(box=None, pad_edge=False)
     table.add_column("metric")
-    table.add_column("last", justify="right")
-    table.add_column(f"last {min(len(steps), _WIDTH)} steps" + ("" if stage == "rl" else " of value pretraining"))
+    table.add_column("last", justify="right", no_wrap=True)
+    table.add_column(f"last {min(len(steps), count)} steps" + ("" if stage == "rl" else " of value pretraining"), min_width=_FEWEST)
     for name in _METRICS:
         if name in steps[-1]:
-            values = [_number(row.get(name)) for row in steps[-_WIDTH:]]
-            table.add_row(name, _shown(values[-1]), sparkline(values, bars))
+            values = [_number(row.get(name)) for row in steps[-count:]]
+            table.add_row(name, _shown(values[-1]), Text(sparkline(values, bars), no_wrap=True, overflow="crop"))
     return table
 
 

@@ -109,6 +109,19 @@ def test_heartbeats_that_cannot_be_understood_are_shown(running: RunDirectory) -
     assert "5 node5 rl 4 [/red] 1 s 1 s ago" in lines(shown)
 
 
+def test_a_narrow_terminal_shows_the_newest_steps_and_many_ranks_few_faults(running: RunDirectory) -> None:
+    for step in range(4, 41):
+        running.write_metrics(row(step, reward__mean=float(step == 40), critic__explained_variance=None if step % 2 else 0.5))
+    for rank in range(10, 30):
+        (heartbeat_folder(running.path) / f"rank_{rank:04d}.json").write_text("[]")
+    console = Console(record=True, width=40, file=open(os.devnull, "w"))  # noqa: SIM115
+    console.print(render(RunReader(running.path).read(), NOW, width=40))
+    shown = console.export_text()
+    assert "reward/mean 1 ▁▁▁▁▁▁▁█" in lines(shown)
+    assert all(len(line) <= 40 for line in shown.splitlines())
+    assert (shown.count("cannot be"), "... and 16 more" in shown) == (4, True)
+
+
 def test_a_run_that_has_not_written_anything(tmp_path: Path) -> None:
     run = create(tmp_path)
     with RunLock(run.path, print):
