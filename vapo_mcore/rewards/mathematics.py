@@ -215,10 +215,18 @@ def _is_percentage(candidate: str, truth: str) -> bool:
     return share is not None and other is not None and other.value in (share.value, share.value / 100)
 
 
+_ROUNDED_WITHIN = Fraction(1, 50)
+
+
 def _is_false_equation(candidate: str) -> bool:
-    """``3 = 4``: math-verify looks at the last number alone."""
+    """``3 = 4``: math-verify looks at the last number alone. ``22/7 = 3.14`` is a rounding: with a decimal, 2 % apart is no fault."""
     numbers = [_plain_number(side.strip()) for side in candidate.split("=")] if "=" in candidate else []
-    return any(one and other and _numbers_equal(one, other) is False for one, other in pairwise(numbers))
+    for one, other in pairwise(numbers):
+        if one is not None and other is not None:
+            rounding = _ROUNDED_WITHIN * abs(one.value) if one.is_decimal or other.is_decimal else 0
+            if abs(one.value - other.value) > rounding:
+                return True
+    return False
 
 
 _MODULUS = re.compile(

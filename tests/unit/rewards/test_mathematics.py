@@ -64,6 +64,21 @@ def test_known_verdicts(response, truth, score):
     assert math(response, truth, {}) == score
 
 
+@pytest.mark.parametrize(
+    ("answer", "truth", "equal"),
+    [
+        ("3 = 4", "4", False),
+        ("2 = 3 = 3", "3", False),
+        ("x = 3 = 3.0", "3", True),
+        ("22/7 = 3.14", "3.14", True),
+        (r"\frac{1}{3} = 0.33", "0.33", True),
+        ("3.2 = 3.1", "3.1", False),
+    ],
+)
+def test_a_chain_of_numbers_must_hold_but_for_rounding(answer, truth, equal):
+    assert is_equal(answer, truth) is equal
+
+
 def test_last_number_is_an_option_only():
     assert math("so the sum is 1,234.", "1234", {}) == 0.0
     assert math_last_number("so the sum is 1,234.", "1234", {}) == 1.0
