@@ -266,13 +266,16 @@ function drawPhases(holder) {
     const bars = visible.map(({ run, number }) => {
       const seconds = run.phases[phase] ?? 0;
       const total = Object.values(run.phases).reduce((a, b) => a + b, 0);
-      const bar = el("div", { class: "phase-bar", style: `height:${visible.length > 1 ? 7 : 12}px;width:${(100 * seconds) / top}%;min-width:1px;background:${runColour(number)};border-radius:2px;margin:1px 0` });
+      const bar = el("div", { class: "phase-bar", style: `height:${visible.length > 1 ? 7 : 12}px;width:calc((100% - ${visible.length > 1 ? 64 : 0}px) * ${seconds / top});min-width:1px;background:${runColour(number)};border-radius:2px;margin:1px 0` });
       bar.addEventListener("pointermove", (event) => showTip(event, phase, [[run.name, `${format(seconds, 4)} s, ${format((100 * seconds) / total, 3)} %`, runColour(number)]]));
       bar.addEventListener("pointerleave", hideTip);
       return bar;
     });
-    const seconds = visible.map(({ run }) => format(run.phases[phase] ?? 0, 3)).join(" / ");
-    return el("tr", {}, el("td", {}, phase.replaceAll("_", " ")), el("td", { style: "width:55%" }, ...bars), el("td", {}, `${seconds} s`));
+    const seconds = visible.map(({ run }) => (run.phases[phase] === undefined ? "-" : `${format(run.phases[phase], 3)} s`));
+    const name = el("td", {}, phase.replaceAll("_", " "));
+    if (visible.length === 1) return el("tr", {}, name, el("td", { style: "width:55%" }, ...bars), el("td", {}, ...seconds));
+    const lines = bars.map((bar, k) => el("div", { class: "phase-line" }, bar, seconds[k])); // one under the other: there may be many
+    return el("tr", {}, name, el("td", { style: "width:75%" }, ...lines));
   });
   holder.replaceChildren(el("table", { class: "phases" }, ...rows));
 }
