@@ -30,7 +30,8 @@ def create(folder: Path, *overrides: str) -> RunDirectory:
 
 def held_by(run: RunDirectory, seconds_ago: float) -> None:
     lock_path(run.path).write_text(json.dumps({"host": "node1", "pid": 77, "beat": 3}))
-    os.utime(lock_path(run.path), (NOW - seconds_ago, NOW - seconds_ago))
+    renewed = time.time() - seconds_ago  # not NOW: a reader goes by the clock, and the module may have been loaded minutes ago
+    os.utime(lock_path(run.path), (renewed, renewed))
 
 
 def heartbeat(run: RunDirectory, rank: int, phase: str, since: float, last: float) -> None:
