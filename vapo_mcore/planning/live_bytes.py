@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
+from functools import reduce
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -15,12 +17,13 @@ class LiveBytes(TorchDispatchMode):
     """While entered, every storage that an operator returns counts until it is freed, once however many tensors share it.
 
     Storages of ``ignored`` tensors (parameters, gradient buffers) do not count. What operators allocate inside themselves and free
-    again is not seen. ``track`` counts a tensor that was made before.
+    again is not seen, but for ``casts``: a pointwise operator on a CPU makes whole copies of operands that are not of the common dtype.
+    ``track`` counts a tensor that was made before.
     """
 
-    def __init__(self, device_type: str, ignored: Iterable[Tensor] = ()) -> None:
+    def __init__(self, device_type: str, ignored: Iterable[Tensor] = (), *, casts: bool = False) -> None:
         super().__init__()
-        self.device_type = device_type
+        self.device_type, self.casts = device_type, casts
         self.current = self.peak = 0
         self._known: dict[int, Any] = {}
         self._ignored = {tensor.untyped_storage()._cdata for tensor in ignored}
@@ -50,4 +53,15 @@ class LiveBytes(TorchDispatchMode):
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
                 self.track(leaf)
+        if self.casts and torch.Tag.pointwise in func.tags:
+            self.peak = max(self.peak, self.current + _cast_bytes(args))
         return result
+
+
+def _cast_bytes(args: tuple) -> int:
+    """Of the copies of operands in their common dtype."""
+    operands = [arg for arg in args if isinstance(arg, Tensor) and arg.dim() > 0]
+    if len({operand.dtype for operand in operands}) < 2:
+        return 0
+    common = reduce(torch.promote_types, (operand.dtype for operand in operands))
+    return sum(operand.numel() * common.itemsize for operand in operands if operand.dtype != common)

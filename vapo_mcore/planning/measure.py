@@ -1,8 +1,8 @@
 """What one pipeline rank holds, from the real models on the ``meta`` device: no memory, no weights, any world size.
 
 A fake process group stands for the world. The models are built and wrapped by the code that training uses; one micro-batch runs
-forward and backward through them while the live storages are counted. Pipeline schedules are not run: how many micro-batches are
-in flight follows from Megatron's 1F1B order (:func:`in_flight_bytes`).
+forward and backward through them while the live storages are counted. Pipeline schedules are not run: what is alive when which
+micro-batch runs follows from Megatron's 1F1B order (:func:`training_peak`).
 
 On a GPU other kernels run than here. For such a device the modules whose saved tensors differ are replaced after the build by
 stand-ins that save what Transformer Engine's kernels save: flash attention (q, k, v, output, log-sum-exp) and fused norms (input
@@ -46,14 +46,20 @@ class ChunkActivations:
 
     Attributes:
         saved: kept from the forward pass for the backward pass, logits included.
-        peak: most that is alive in a forward and backward pass.
-        forward_peak: most that is alive in a forward pass without gradients, with the output of the one before.
-        logits: of all three, the output layer's result.
+        forward: most that is alive in the forward pass of training.
+        peak: most that is alive in the backward pass, with what the forward pass kept for it.
+        forward_peak: most that is alive in a forward pass without gradients.
+        received: hidden states from the stage before, 0 for the first one.
+        output: what the chunk returns.
+        logits: of ``saved``, ``forward``, ``peak`` and ``forward_peak`` each, the output layer's result.
     """
 
     saved: int
+    forward: int
     peak: int
     forward_peak: int
+    received: int
+    output: int
     logits: int
 
     def deeper(self, other: ChunkActivations, steps: int) -> ChunkActivations:
@@ -224,6 +230,7 @@ class _ChunkRun:
     ) -> None:
         self.role, self.architecture, self.parallel, self.layout = role, architecture, parallel, layout
         self.chunk, self.module = chunk, chunk.module
+        self.on_cpu = not on_gpu
         self.chunk_elements = CHUNK_ELEMENTS["cuda" if on_gpu else "cpu"]
         self.temperature = config.rollout.temperature
         self.loss: PolicyLoss | CriticLoss
@@ -239,20 +246,20 @@ class _ChunkRun:
     def measure(self) -> ChunkActivations:
         with megatron_scope(META), _CpuAttentionOnMeta():
             release_shared_buffers()
-            with torch.no_grad(), LiveBytes("meta", self.ignored) as live:
+            with torch.no_grad(), LiveBytes("meta", self.ignored, casts=self.on_cpu) as live:
                 output = self._forward(live)
                 num_bytes = output.untyped_storage().nbytes()
                 if self.module.post_process:
                     self._head(output, entropy=True)
-                forward_peak = live.peak + num_bytes  # the schedule holds a micro-batch's output until the next one's is there
+                forward_peak = live.peak
                 del output
             logits = num_bytes if self.module.post_process and self.role == "policy" else 0
             release_shared_buffers()
-            with LiveBytes("meta", self.ignored) as live:
-                saved, peak = self._train(live)
-                if not self.module.pre_process:
-                    peak += self._message_bytes()  # the schedule keeps the gradient that it sent until it has the next one
-        return ChunkActivations(saved, peak, forward_peak, logits)
+            with LiveBytes("meta", self.ignored, casts=self.on_cpu) as live:
+                saved, forward, peak = self._train(live)
+            received = 0 if self.module.pre_process else self._message_bytes()
+            peak += received  # the schedule keeps the gradient that it sent until it has the next one
+        return ChunkActivations(saved, forward, peak, forward_peak, received, num_bytes, logits)
 
     def _message_shape(self) -> tuple[int, int, int]:
         """Hidden states that travel between pipeline stages."""
@@ -290,7 +297,8 @@ class _ChunkRun:
         )
         return {"logprobs": logprobs} if entropies is None else {"logprobs": logprobs, "entropy": entropies}
 
-    def _train(self, live: LiveBytes) -> tuple[int, int]:
+    def _train(self, live: LiveBytes) -> tuple[int, int, int]:
+        """What is kept between the passes, and most that is alive in the one and in the other."""
         from megatron.core.pipeline_parallel.schedules import custom_backward, deallocate_output_tensor
 
         output = self._forward(live)
@@ -300,16 +308,18 @@ class _ChunkRun:
             rows = self.layout.num_local_tokens
             batch = {name: torch.empty(rows, device=META) for name in self.loss.tensors}
             total, _ = self.loss(outputs, {**batch, "mask": torch.empty(rows, dtype=torch.bool, device=META)})
-            saved = live.current
+            saved, forward = live.current, live.peak
+            live.reset_peak()
             del outputs
-            total.backward()
-            return saved, live.peak
+            custom_backward(total, None)  # as the schedule does; Tensor.backward would turn the modes off in which recomputation runs
+            return saved, forward, live.peak
         gradient_shape = output.shape
         deallocate_output_tensor(output, True)
-        saved = live.current
+        saved, forward = live.current, live.peak
+        live.reset_peak()
         gradient = torch.empty(gradient_shape, dtype=output.dtype, device=META)
         custom_backward(output, gradient)
-        return saved, live.peak
+        return saved, forward, live.peak
 
 
 def release_shared_buffers() -> None:
@@ -336,18 +346,48 @@ def _terms_of_loss(config: Config, role: Role) -> tuple[Any, ...]:
     return (*terms, clip.importance_correction.kind != "off", config.rollout.old_logprobs, config.rollout.temperature == 1.0)
 
 
-def in_flight_bytes(saved: Sequence[int], stage: int, stages: int, microbatches: int) -> int:
-    """Saved activations of all micro-batches that wait for their backward pass while one more runs: Megatron's 1F1B order.
+def training_peak(
+    chunks: Sequence[ChunkActivations], stage: int, stages: int, microbatches: int, *, group: int | None = None
+) -> tuple[int, ChunkActivations]:
+    """Most activations that are alive in an update, and the chunk that runs then: Megatron's 1F1B order, pass by pass.
 
-    ``saved``: bytes of each model chunk of the rank (one, or one a virtual stage). A rank runs ``warm-up`` forward passes before
-    its first backward pass, and holds that many from then on.
+    Args:
+        chunks: of the rank: one, or one a virtual stage.
+        stage: of the rank among ``stages``.
+        microbatches: of one update.
+        group: micro-batches that go through one chunk before the next one, with several chunks (default: ``stages``).
     """
-    chunks, total = len(saved), microbatches * len(saved)
-    if chunks == 1:
-        return min(stages - stage - 1, microbatches - 1) * saved[0]
-    warmup = min((stages - stage - 1) * 2 + (chunks - 1) * stages, total - 1)
-    # Groups of ``stages`` micro-batches go through chunk 0, then chunk 1, ...
-    return sum(saved[number // stages % chunks] for number in range(warmup))
+    from megatron.core.pipeline_parallel.schedules import get_schedule_table
+
+    count, group = len(chunks), group or stages
+    forwards = [chunk for _, chunk in get_schedule_table(microbatches, count, group)]
+    warmup = min(stages - stage - 1 if count == 1 else (stages - stage - 1) * 2 + (count - 1) * group, len(forwards))
+    waiting, best = 0, (0, chunks[0])
+
+    def run(chunk: ChunkActivations, alive: int) -> None:
+        nonlocal best
+        best = max(best, (alive, chunk), key=lambda found: found[0])
+
+    for number in range(-warmup, len(forwards)):  # a forward pass, then the backward pass of an earlier one
+        if number + warmup < len(forwards):
+            chunk = chunks[forwards[number + warmup]]
+            run(chunk, waiting + chunk.forward)
+            waiting += chunk.saved
+        if number >= 0:
+            chunk = chunks[count - 1 - forwards[number]]
+            waiting -= chunk.saved
+            run(chunk, waiting + chunk.peak)
+    return best
+
+
+def forward_peak(chunks: Sequence[ChunkActivations]) -> tuple[int, ChunkActivations]:
+    """Most activations that are alive in a pass without gradients, and the chunk that runs then."""
+    if len(chunks) == 1:  # the schedule holds a micro-batch's output until the next one's is there
+        return chunks[0].forward_peak + chunks[0].output, chunks[0]
+    # It lets go of outputs, but not of the last input, and every chunk keeps what it received until it receives again.
+    kept = sum(chunk.received for chunk in chunks)
+    running = max(chunks, key=lambda chunk: chunk.forward_peak)
+    return running.forward_peak + kept, running
 
 
 class _CpuAttentionOnMeta(TorchFunctionMode):

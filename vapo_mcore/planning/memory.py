@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from vapo_mcore.config.architecture import ModelArchitecture
 from vapo_mcore.megatron.offload import RESIDENCY, Stage
 from vapo_mcore.planning.devices import Device
-from vapo_mcore.planning.measure import ChunkActivations, in_flight_bytes
+from vapo_mcore.planning.measure import ChunkActivations, forward_peak, training_peak
 from vapo_mcore.planning.state import ITEM_BYTES, Role, StateBytes, num_parameters
 from vapo_mcore.planning.workload import Workload
 from vapo_mcore.weights.export import DEFAULT_BUCKET_BYTES
@@ -173,16 +173,13 @@ def _add_activations(
         return
     chunks = models[role].chunks
     if stage in ("values", "logprobs"):
-        fullest = max(chunks, key=lambda chunk: chunk.forward_peak)
-        total = fullest.forward_peak
+        total, running = forward_peak(chunks)
     else:
-        waiting = in_flight_bytes(
-            [chunk.saved for chunk in chunks], pp_rank, config.parallel.pipeline_model_parallel_size, workload.microbatches_per_update
-        )
-        fullest = max(chunks, key=lambda chunk: chunk.peak)
-        total = max(waiting + fullest.peak, models[role].reduction)
-    memory.add("logits", fullest.logits)
-    memory.add("activations", (total - fullest.logits) * (1 + device.slack))
+        stages = config.parallel.pipeline_model_parallel_size
+        total, running = training_peak(chunks, pp_rank, stages, workload.microbatches_per_update)
+        total = max(total, models[role].reduction)
+    memory.add("logits", running.logits)
+    memory.add("activations", (total - running.logits) * (1 + device.slack))
 
 
 @dataclass(frozen=True)

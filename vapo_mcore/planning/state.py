@@ -247,10 +247,11 @@ def snapshot_bytes(arch: ModelArchitecture, role: Role, dtype: str, parallel: Pa
 
 
 def reduction_copy_bytes(arch: ModelArchitecture, role: Role, dtype: str, parallel: ParallelConfig, *, stage: int) -> int:
-    """What the reduction of gradients takes on CPU besides them: gloo scatters a copy of each bucket, of which the largest counts here."""
+    """What the reduction of gradients takes on CPU besides them: gloo scatters a copy of each bucket, of which the largest counts here.
+
+    A group of one rank copies too.
+    """
     ranks = parallel.data_parallel_size * parallel.context_parallel_size
-    if ranks == 1:
-        return 0
     chunks = stage_chunks(arch, role, dtype, parallel, stage)
     buckets = [bucket for chunk in chunks for buffer in flat_buffers(chunk, ranks, None) for bucket in buffer.buckets]
     return max(end - start for start, end in buckets) * GRADIENT_BYTES

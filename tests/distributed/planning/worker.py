@@ -30,10 +30,11 @@ from vapo_mcore.planning.measure import (
     ActivationProbe,
     ChunkActivations,
     build_state,
-    in_flight_bytes,
+    forward_peak,
     pipeline_rank,
     release_shared_buffers,
     run_chunks,
+    training_peak,
 )
 from vapo_mcore.planning.state import Role, cpu_offload, model_state, offload_host_bytes, reduction_copy_bytes
 from vapo_mcore.trainer.losses import CriticLoss, PolicyLoss
@@ -41,6 +42,10 @@ from vapo_mcore.trainer.losses import CriticLoss, PolicyLoss
 TINY = replace(find_architecture("qwen2.5-0.5b"), num_layers=4, hidden_size=128, ffn_hidden_size=256, num_attention_heads=4)
 TINY = replace(TINY, num_key_value_heads=2, head_dim=32, vocab_size=1003, tie_word_embeddings=False)
 LAYOUT = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
+INTERLEAVED = {**LAYOUT, "virtual_pipeline_model_parallel_size": 2}
+SMOLLM2 = find_architecture("smollm2-135m")
+SMOLLM2_WIDE = replace(SMOLLM2, num_layers=2, hidden_size=2048, ffn_hidden_size=8192, num_attention_heads=32, num_key_value_heads=32)
+"""SmolLM2-1.7B (its published config.json) with 2 of its 24 layers."""
 CASES: dict[str, tuple[ModelArchitecture, str, str, dict[str, Any], int]] = {
     # name: architecture, dtype, recompute, layout, tokens of a micro-batch
     "tiny": (TINY, "float32", "none", LAYOUT, 512),
@@ -49,12 +54,16 @@ CASES: dict[str, tuple[ModelArchitecture, str, str, dict[str, Any], int]] = {
         replace(TINY, tie_word_embeddings=True),
         "bfloat16",
         "full",
-        {**LAYOUT, "virtual_pipeline_model_parallel_size": 2},
+        INTERLEAVED,
         512,
     ),
     "tiny_data_parallel": (TINY, "bfloat16", "none", {"pipeline_model_parallel_size": 2}, 512),
-    # 9 heads and 3 key-value heads: nothing that tensor parallelism of 2 divides
-    "smollm2": (find_architecture("smollm2-135m"), "bfloat16", "none", {"pipeline_model_parallel_size": 2}, 128),
+    "tiny_full": (TINY, "bfloat16", "full", LAYOUT, 1024),
+    "tiny_interleaved": (TINY, "bfloat16", "none", INTERLEAVED, 1024),
+    # SmolLM2-135M has 9 heads and 3 key-value heads, which tensor parallelism of 2 does not divide; those of the 1.7B it does.
+    "smollm2": (SMOLLM2, "bfloat16", "none", {"pipeline_model_parallel_size": 2}, 128),
+    "smollm2_tp3_pp2": (SMOLLM2, "bfloat16", "none", {"tensor_model_parallel_size": 3, "pipeline_model_parallel_size": 2}, 144),
+    "smollm2_1.7b_two_layers": (SMOLLM2_WIDE, "bfloat16", "none", LAYOUT, 128),
 }
 MICROBATCHES, SEQUENCES = 4, 4
 
@@ -69,7 +78,7 @@ def make_config(name: str) -> Config:
         {
             "run": {"dir": "unused", "steps": 1},
             "model": {"path": "unused", "dtype": dtype, "recompute": recompute},
-            "parallel": {"world_size": 4, **layout},
+            "parallel": {"world_size": 6 if layout.get("tensor_model_parallel_size") == 3 else 4, **layout},
             "batch": {"prompts_per_step": 16, "responses_per_prompt": 4, "mini_batch_size": 32, "max_tokens_per_microbatch": tokens},
             "data": {"train": [{"kind": "reasoning_gym", "task": "chain_sum", "size": 1}], "max_prompt_length": 8},
             "rollout": {"max_response_length": tokens // 4 - 8},
@@ -197,12 +206,11 @@ def predict(config: Config, arch: ModelArchitecture) -> dict[str, Any]:
                 whole = run_chunks(config, role, arch, context, lengths, on_gpu=False)  # type: ignore[arg-type]
             alone = model_state(arch, role, config.model.dtype, parallel, stage=stage, overlap=False, cpu_offload=cpu_offload(config, role))  # type: ignore[arg-type]
             probed = [_probed(probe, config, role, arch, lengths, stage, number) for number in range(virtual)]  # type: ignore[arg-type]
-            waiting = in_flight_bytes([chunk.saved for chunk in whole], stage, stages, MICROBATCHES)
             facts[role] = [{"params": s.params, "grads": s.grads, "optimizer": s.optimizer} for s in built.by_data_rank]
             facts[f"{role}_same"] = [list(built.by_data_rank) == alone, all(map(_alike, probed, whole))]
             reduction = reduction_copy_bytes(arch, role, config.model.dtype, parallel, stage=stage)  # type: ignore[arg-type]
-            facts[f"{role}_train"] = max(waiting + max(chunk.peak for chunk in whole), reduction)
-            facts[f"{role}_forward"] = max(chunk.forward_peak for chunk in whole)
+            facts[f"{role}_train"] = max(training_peak(whole, stage, stages, MICROBATCHES)[0], reduction)
+            facts[f"{role}_forward"] = forward_peak(whole)[0]
         result["stages"].append(facts)
     return result
 
@@ -231,7 +239,7 @@ def main() -> None:
     chosen = {name: CASES[name] for name in sys.argv[1:]}
     for name, (arch, *_) in chosen.items():
         config = make_config(name)
-        ranks: list[Any] = [None] * 4
+        ranks: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(ranks, measure(config, arch, initialize_parallel(config.parallel)))
         measured[name] = ranks
     dist.destroy_process_group()

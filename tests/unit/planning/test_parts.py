@@ -12,7 +12,7 @@ from vapo_mcore.megatron.offload import RESIDENCY
 from vapo_mcore.planning.catalog import find_architecture
 from vapo_mcore.planning.devices import DEVICES, GIB, Device, choose_device
 from vapo_mcore.planning.live_bytes import LiveBytes
-from vapo_mcore.planning.measure import ChunkActivations, in_flight_bytes
+from vapo_mcore.planning.measure import ChunkActivations, forward_peak, training_peak
 from vapo_mcore.planning.memory import STAGES, RankModel, build_bytes, rank_memory, vllm_memory
 from vapo_mcore.planning.planner import Cluster, Plan, Planner, Subject, candidate_changes, single_changes
 from vapo_mcore.planning.state import Role, StateBytes, num_parameters
@@ -24,12 +24,47 @@ def _config(*overrides: str) -> Config:
     return load_config(ROOT / "examples/configs/qwen2.5_32b_vapo.yaml", overrides, check_paths=False)
 
 
+def _chunk(saved: int, *, forward: int = 0, peak: int = 0, received: int = 0, output: int = 0, logits: int = 0) -> ChunkActivations:
+    return ChunkActivations(saved, forward, peak, saved // 2, received, output, logits)
+
+
 def test_micro_batches_in_flight() -> None:
     """1F1B: stage s of p holds p - s - 1 besides the one that runs, and never more than there are."""
-    assert [in_flight_bytes([10], stage, 4, 8) for stage in range(4)] == [30, 20, 10, 0]
-    assert in_flight_bytes([10], 0, 4, 2) == 10
-    # Interleaved, 2 stages of 2 chunks: 2 (p - s - 1) + (chunks - 1) p forward passes first: chunk 0 twice, chunk 1 twice, chunk 0, ...
-    assert [in_flight_bytes([10, 1], stage, 2, 4) for stage in range(2)] == [10 + 10 + 1 + 1, 10 + 10]
+    chunk = _chunk(10, forward=11, peak=15)
+    assert [training_peak([chunk], stage, 4, 8)[0] for stage in range(4)] == [30 + 15, 20 + 15, 10 + 15, 15]
+    assert training_peak([chunk], 0, 4, 2)[0] == 10 + 15
+    assert training_peak([_chunk(10, forward=19, peak=15)], 3, 4, 8)[0] == 19
+
+
+def test_micro_batches_in_flight_of_an_interleaved_schedule() -> None:
+    """2 stages of 2 chunks a and b, 4 micro-batches: 2 (p - s - 1) + (chunks - 1) p forward passes come first.
+
+    Stage 0: a a b b, then a -b, a -b, b -a, b -a, and -b -b -a -a. Stage 1: a a, then b -b, b -b, a -a, a -a, b -b, b -b, -a -a.
+    """
+    big, small = _chunk(10, forward=10, peak=10), _chunk(1, forward=1, peak=1)
+    # a a b b a, with the first b still there; after -b, a: 4 a and 1 b
+    assert training_peak([big, small], 0, 2, 4)[0] == 4 * 10 + 1
+    assert training_peak([small, big], 0, 2, 4)[0] == 3 * 1 + 2 * 10  # a a b b a
+    assert training_peak([big, small], 1, 2, 4)[0] == 3 * 10  # a a, later -a -a with a third: a a a -a ...
+    # What only a backward pass needs counts when that one runs: b's second one, beside a a a a.
+    costly = _chunk(1, forward=1, peak=1001)
+    assert training_peak([big, costly], 0, 2, 4) == (4 * 10 + 1001, costly)
+
+
+def test_forward_passes_hold_the_last_output_or_all_inputs() -> None:
+    first, last = _chunk(10, output=3, received=0), _chunk(40, output=7, received=2, logits=7)
+    assert forward_peak([last]) == (20 + 7, last)
+    assert forward_peak([first, last]) == (20 + 2, last)
+
+
+def test_a_cpu_casts_operands_of_pointwise_operators() -> None:
+    total, part = torch.empty(100, device="meta"), torch.empty(100, device="meta", dtype=torch.bfloat16)
+    for casts, expected in ((False, 0), (True, 400)):
+        with LiveBytes("meta", [total, part], casts=casts) as live:
+            total.add_(part)
+            total.add_(total)
+            part.mul_(2.0)
+        assert (live.peak, live.current) == (expected, 0)
 
 
 def test_live_bytes_count_storages_once_until_they_are_freed() -> None:
@@ -74,7 +109,10 @@ def test_vllm_shares_by_hand() -> None:
 
 
 def _model(scale: int) -> RankModel:
-    return RankModel(StateBytes(1 * scale, 2 * scale, 3 * scale), (ChunkActivations(saved=7, peak=11, forward_peak=5, logits=2),))
+    return RankModel(
+        StateBytes(1 * scale, 2 * scale, 3 * scale),
+        (ChunkActivations(saved=7, forward=8, peak=11, forward_peak=4, received=1, output=1, logits=2),),
+    )
 
 
 def test_stages_hold_what_the_residency_table_says() -> None:
