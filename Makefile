@@ -53,13 +53,13 @@ test-slow: $(INSTALLED)
 test-slurm: $(INSTALLED)
 	$(BIN)/python -m pytest tests/slurm
 
-# The layout matrix with a newer Megatron-Core: its wheel asks for Python 3.12 but, unpacked and first on the path, runs under 3.11.
+# Layouts, offload, the CPU optimizer and resumed runs with a newer Megatron-Core: its wheel asks for Python 3.12 but, unpacked and first on the path, runs under 3.11.
 NEXT := $(VENV)/megatron_core_next
 test-mcore-next: $(INSTALLED)
 	test -d $(NEXT)/megatron || { $(PIP) download --no-deps --only-binary=:all: --python-version 3.12 --dest $(NEXT) megatron-core==0.19.2 \
 	  && $(BIN)/python -m zipfile -e $(NEXT)/megatron_core-*.whl $(NEXT); }
 	PYTHONPATH=$(abspath $(NEXT)) $(BIN)/python -m pytest tests/distributed/test_layouts.py tests/distributed/test_offload.py \
-	  tests/distributed/test_cpu_optimizer.py -k "not checkpoints"
+	  tests/distributed/test_cpu_optimizer.py tests/integration/test_resume_in_process.py -k "not checkpoints"
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 import torch
 
+from vapo_mcore.checkpoint import dist_checkpointing
 from vapo_mcore.checkpoint.files import OPTIMIZER, WEIGHTS, Manifest, faults_of, saved_weights
 from vapo_mcore.checkpoint.strategies import EXTRA_STATE, SafeCommonLoad, SafeLoad, SnapshotSave
 from vapo_mcore.errors import CheckpointError
@@ -84,21 +85,18 @@ class ModelSaver:
             self.pool.release(owner)
 
     def _save(self, owner: str, state: Any, folder: Path, form: str = "") -> FolderSave:
-        from megatron.core import dist_checkpointing
-        from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
-
         known = (owner, form) in self._strategies
         if not known:
             base = SnapshotSave(self.pool, owner)
             # Replicas share the writing: each data-parallel rank takes a part of the weights.
             group = self.parallel.data_context_parallel_group
-            self._strategies[owner, form] = base, FullyParallelSaveStrategyWrapper(base, group, do_cache_distribution=True)
+            self._strategies[owner, form] = (
+                base,
+                dist_checkpointing.FullyParallelSaveStrategyWrapper(base, group, do_cache_distribution=True),
+            )
         base, shared = self._strategies[owner, form]
         content = {"content": f"{owner}/{form}" if form else owner}
-        request = dist_checkpointing.save(
-            state, str(folder), shared, async_sharded_save=True, validate_access_integrity=not known, content_metadata=content
-        )
-        return FolderSave(base, request)
+        return FolderSave(base, dist_checkpointing.begin_save(state, folder, shared, validate=not known, content=content))
 
 
 def weights_state(chunks: Sequence[Any]) -> dict[str, Any]:
@@ -204,14 +202,13 @@ def _correct_positions(optimizer: Any) -> None:
 
 def _load(state: dict[str, Any], folder: str | Path) -> dict[str, Any]:
     """What ``dist_checkpointing.load`` finds for ``state``; nothing may be missing, nothing surplus."""
-    from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.mapping import CheckpointingException
 
     # Megatron's collectives are over before a rank reads its own part, so a fault in that is told on all ranks.
     with fail_together():
         try:
             # Megatron's second result is what is stored and not asked for, its third what is asked for and not stored.
-            loaded, surplus, missing = dist_checkpointing.load(state, str(folder), SafeLoad(), SafeCommonLoad(), strict="return_all")
+            loaded, surplus, missing = dist_checkpointing.load(state, Path(folder), SafeLoad(), SafeCommonLoad())
         except (CheckpointingException, ValueError) as error:  # ValueError: keys that do not match, found while it puts tensors together
             raise CheckpointError(f"{folder} does not fit the model: {error}") from error
     faults = [

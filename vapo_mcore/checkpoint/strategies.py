@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from vapo_mcore import heartbeat
+from vapo_mcore.checkpoint.dist_checkpointing import AsyncSaveShardedStrategy, LoadShardedStrategy, TorchCommonLoadStrategy
 from vapo_mcore.errors import CheckpointError
 from vapo_mcore.megatron.host import HAS_CUDA, import_megatron
 from vapo_mcore.megatron.offload import HostPool
@@ -30,8 +31,6 @@ import_megatron()
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace, nested_values  # noqa: E402
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, is_main_replica  # noqa: E402
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest  # noqa: E402
-from megatron.core.dist_checkpointing.strategies.base import AsyncSaveShardedStrategy, LoadShardedStrategy  # noqa: E402
-from megatron.core.dist_checkpointing.strategies.common import TorchCommonLoadStrategy  # noqa: E402
 
 _ALIGNMENT = 64
 EXTRA_STATE = "_extra_state"
@@ -138,7 +137,7 @@ class SnapshotSave(AsyncSaveShardedStrategy):
         self.num_bytes = 0
         self.written: dict[str, tuple[int, str]] = {}
 
-    def async_save(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> AsyncRequest:
+    def async_save(self, sharded_state_dict: Any, checkpoint_dir: str | Path, _async_strategy: str = "") -> AsyncRequest:
         folder = Path(checkpoint_dir)
         objects: list[tuple[str, Any, tuple[int, ...], tuple[int, ...]]] = []
         shards: list[ShardedTensor] = []

@@ -1,0 +1,93 @@
+"""``megatron.core.dist_checkpointing`` as its versions have it: 0.16 takes strategies for all that is written and read, 0.19 does not.
+
+From 0.19.2 on ``load`` reads what is common to all ranks by itself, from metadata that it unpickles, and ``save`` puts it among the
+sharded objects. There, both are made here of the functions that Megatron's own consist of, so that folders are the same with each
+version, are read by each, and nothing in them is executed.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from vapo_mcore.errors import CheckpointError
+from vapo_mcore.megatron.host import import_megatron
+
+import_megatron()
+from megatron.core import dist_checkpointing  # noqa: E402
+from megatron.core.dist_checkpointing.core import maybe_load_config  # noqa: E402
+from megatron.core.dist_checkpointing.dict_utils import merge  # noqa: E402
+from megatron.core.dist_checkpointing.mapping import apply_factory_merges  # noqa: E402
+from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess, save_preprocess  # noqa: E402
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest  # noqa: E402
+from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper  # noqa: E402
+from megatron.core.dist_checkpointing.utils import extract_sharded_base  # noqa: E402
+from megatron.core.dist_checkpointing.validation import (  # noqa: E402
+    StrictHandling,
+    determine_global_metadata,
+    validate_integrity_and_strict_load,
+)
+
+HAS_STRATEGIES = find_spec("megatron.core.dist_checkpointing.strategies.base") is not None
+
+if TYPE_CHECKING or HAS_STRATEGIES:
+    from megatron.core.dist_checkpointing.strategies.base import AsyncSaveShardedStrategy, LoadShardedStrategy
+    from megatron.core.dist_checkpointing.strategies.common import TorchCommonLoadStrategy
+else:
+
+    class AsyncSaveShardedStrategy:
+        def __init__(self, backend: str, version: int) -> None:
+            self.backend, self.version = backend, version
+
+    class LoadShardedStrategy:
+        pass
+
+    class TorchCommonLoadStrategy:
+        pass
+
+
+def begin_save(
+    state: dict[str, Any], folder: Path, strategy: FullyParallelSaveStrategyWrapper, *, validate: bool, content: Any
+) -> AsyncRequest:
+    """The request of ``strategy`` for ``state``; what is common to all ranks is written to ``common.pt``. A collective.
+
+    ``validate``: whether all ranks together save each part of each tensor once is found out, as for the first save of a structure.
+    """
+    if HAS_STRATEGIES:
+        return dist_checkpointing.save(
+            state, str(folder), strategy, async_sharded_save=True, validate_access_integrity=validate, content_metadata=content
+        )
+    sharded, common = save_preprocess({**state, "content_metadata": content}, validate, None)
+    if dist.get_rank() == 0:
+        torch.save(common, folder / "common.pt")
+    return strategy.async_save(sharded, folder)
+
+
+def load(
+    state: dict[str, Any], folder: Path, sharded: LoadShardedStrategy, common: TorchCommonLoadStrategy
+) -> tuple[dict[str, Any], set[str], set[str]]:
+    """(what is found for ``state``, keys that are stored and not asked for, keys that are asked for and not stored). A collective.
+
+    Raises Megatron's CheckpointingException or ValueError for what does not fit, CheckpointError for what is no checkpoint.
+    """
+    if HAS_STRATEGIES:
+        return dist_checkpointing.load(state, str(folder), sharded, common, strict="return_all")
+    config = maybe_load_config(str(folder))
+    if config is None:
+        raise CheckpointError(f"{folder} is not a distributed checkpoint")
+    sharded.check_backend_compatibility(config.sharded_backend)
+    sharded.check_version_compatibility(config.sharded_backend_version)
+    result = common.load_common(folder)
+    wanted, own, factories = load_preprocess(state)
+    merge(result, own)
+    wanted, _ = extract_sharded_base(wanted)
+    stored = sharded.load_sharded_metadata(folder)
+    wanted, surplus, missing = validate_integrity_and_strict_load(
+        wanted, StrictHandling.RETURN_ALL, True, *determine_global_metadata(wanted), stored
+    )
+    merge(result, sharded.load(wanted, folder))
+    return apply_factory_merges(result, factories), surplus, missing
