@@ -78,6 +78,26 @@ class BestExport:
             self.step, self.score = state["step"], state["score"]
 
 
+def restore_best(run_dir: str | Path) -> Path | None:
+    """Finish a replacement that was killed between its two renames: the complete new export takes the place, else the old one comes back.
+
+    On the first rank, at the start of a run and before an export. Returns the folder that was put back, None where nothing was to do.
+    Raises CheckpointError.
+    """
+    destination = best_folder(run_dir)
+    if destination.exists():
+        return None
+    new = [folder for folder in Path(run_dir).glob("best_hf.step_*") if _LEFT_BEHIND.fullmatch(folder.name) and step_of(folder) is not None]
+    old = destination.with_name(_REPLACED)
+    found = max(new, key=lambda folder: step_of(folder) or 0) if new else old if step_of(old) is not None else None
+    if found is not None:
+        try:
+            found.rename(destination)
+        except OSError as error:
+            raise CheckpointError(f"cannot put {found} back as {destination}: {error.strerror or error}") from error
+    return found
+
+
 def new_folder_of(run_dir: str | Path, step: int) -> Path:
     """Where the export of a step is written before it takes its place. What an export that was killed left is removed."""
     for stale in Path(run_dir).glob("best_hf.*"):

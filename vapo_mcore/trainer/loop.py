@@ -14,7 +14,7 @@ from vapo_mcore.config.schema import Config
 from vapo_mcore.errors import CheckpointError, RolloutError, RunStopped, StepAbandoned, StepBroken
 from vapo_mcore.evaluation.report import console_lines, describe, write_report
 from vapo_mcore.megatron.host import HAS_CUDA
-from vapo_mcore.trainer.best_export import BestExport, best_folder, new_folder_of, put_in_place, step_of
+from vapo_mcore.trainer.best_export import BestExport, best_folder, new_folder_of, put_in_place, restore_best, step_of
 from vapo_mcore.trainer.collectives import fail_together
 from vapo_mcore.trainer.console import Console, format_step
 from vapo_mcore.trainer.evaluation import Evaluation, Evaluator, evaluation_settings
@@ -84,13 +84,12 @@ class Run:
             self.clock.load_state_dict(state["clock"])
         if "best" in state:  # checkpoints of earlier versions have none
             self.best.load_state_dict(state["best"])
-        exported = step_of(best_folder(self.config.run.dir))
-        if exported is not None and (self.stage != "rl" or exported > self.step):
-            self.console.print(f"note: {best_folder(self.config.run.dir)} holds the policy after step {exported} of before this resume")
         self.resumed = True
 
     def execute(self) -> None:
         """The whole run, or what is left of a resumed one; raises what ends it early."""
+        with fail_together():
+            self._look_at_best_export()
         self.trainer.sync_weights()
         if self.evaluator is not None and self.config.eval.at_start and not self.resumed:
             metrics = self._evaluate(0)
@@ -108,6 +107,17 @@ class Run:
         if self.run_dir is not None:
             self.run_dir.mark_finished(self.config.run.steps)
         self._summarise()
+
+    def _look_at_best_export(self) -> None:
+        """On the first rank: put an interrupted replacement right, and tell of an export that is newer than the resumed state."""
+        if self.run_dir is None:
+            return
+        best = best_folder(self.config.run.dir)
+        if restored := restore_best(self.config.run.dir):
+            self.console.print(f"note: {restored} is {best} again: the run was killed while an export took its place")
+        exported = step_of(best) if self.resumed else None
+        if exported is not None and (self.stage != "rl" or exported > self.step):
+            self.console.print(f"note: {best} holds the policy after step {exported} of before this resume")
 
     def _pretrain_values(self) -> None:
         end = self.pretraining

@@ -2,13 +2,15 @@
 
 import json
 import math
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from vapo_mcore.config.schema import BestExportConfig
 from vapo_mcore.errors import CheckpointError
-from vapo_mcore.trainer.best_export import BestExport, best_folder, new_folder_of, put_in_place, step_of
+from vapo_mcore.trainer.best_export import BestExport, best_folder, new_folder_of, put_in_place, restore_best, step_of
 
 M = "eval/x/avg@1"
 
@@ -78,6 +80,53 @@ def test_an_export_that_cannot_be_put_in_place_leaves_the_last_one(tmp_path: Pat
     with pytest.raises(CheckpointError, match=r"cannot write .*best_hf"):
         put_in_place(tmp_path / "best_hf.step_000009", tmp_path, {})
     assert best_folder(tmp_path).is_dir()
+
+
+def written(run_dir: Path, step: int) -> Path:
+    new = new_folder_of(run_dir, step)
+    new.mkdir()
+    (new / "weights").write_text(str(step))
+    return new
+
+
+@pytest.mark.parametrize(("killed_at", "step"), [("first rename", 4), ("second rename", 7), ("removal", 7)])
+def test_a_replacement_that_was_killed_is_put_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, killed_at: str, step: int) -> None:
+    """At each place where a kill can fall there is a whole export, and the next start finds it."""
+    put_in_place(written(tmp_path, 4), tmp_path, {"step": 4})
+    new = written(tmp_path, 7)
+    left = {"first rename": 0, "second rename": 1, "removal": 2}[killed_at]
+    rename, done = Path.rename, []
+
+    def die(path: Path, target: Path) -> Path:
+        if path.name.startswith("best_hf"):
+            if len(done) == left:
+                raise KeyboardInterrupt
+            done.append(path)
+        return rename(path, target)
+
+    def never(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", die)
+        patch.setattr(shutil, "rmtree", never)
+        with pytest.raises(KeyboardInterrupt):
+            put_in_place(new, tmp_path, {"step": 7})
+    assert (restore_best(tmp_path) is not None) == (killed_at == "second rename")
+    assert step_of(best_folder(tmp_path)) == step
+    assert (best_folder(tmp_path) / "weights").read_text() == str(step)
+    assert restore_best(tmp_path) is None
+    new_folder_of(tmp_path, 9)
+    assert [path.name for path in tmp_path.iterdir()] == ["best_hf"]
+
+
+def test_the_old_export_comes_back_where_the_new_one_is_not_whole(tmp_path: Path) -> None:
+    for name, info in (("best_hf.replaced", '{"step": 4}'), ("best_hf.step_000007", None)):
+        (tmp_path / name).mkdir()
+        if info is not None:
+            (tmp_path / name / "best.json").write_text(info)
+    assert restore_best(tmp_path) == tmp_path / "best_hf.replaced"
+    assert step_of(best_folder(tmp_path)) == 4
 
 
 def test_folders_of_the_user_beside_it_are_left_alone(tmp_path: Path) -> None:
