@@ -248,6 +248,8 @@ class _RowCheck:
             self._fault(name, "is empty")
             return False
         fault = unicode_fault(value)
+        if fault is None and "\0" in value:  # no text has one; a damaged file does, or one of another encoding
+            fault = f"has a NUL character at position {value.index(chr(0))}"
         if fault is not None:
             self._fault(name, fault)
         return fault is None

@@ -261,6 +261,14 @@ def test_numbers_larger_than_floats_and_decimals_are_answers(tmp_path: Path) -> 
     assert ([problem.ground_truth for problem in problems], faults) == (["1.50", "-20.00"], [])
 
 
+def test_nul_characters_are_a_fault_of_their_row(tmp_path: Path) -> None:
+    (tmp_path / "d.csv").write_bytes(b"prompt,answer\na\0b,1\nc,2\n")
+    problems, faults = read(tmp_path / "d.csv")
+    assert ([problem.prompt for problem in problems], faults) == (["c"], [", row 1, field 'prompt': has a NUL character at position 1"])
+    (tmp_path / "d.jsonl").write_text('{"prompt": "a", "answer": "\\u0000"}\n')
+    assert read(tmp_path / "d.jsonl")[1] == [", row 1, field 'answer': has a NUL character at position 0"]
+
+
 def test_what_is_no_file_or_cannot_be_opened_is_a_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "loop.jsonl").symlink_to("loop.jsonl")
     assert read(tmp_path / "loop.jsonl")[1] == [": is no file (a device, a pipe, or a symbolic link that leads nowhere)"]
