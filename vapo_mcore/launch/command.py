@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -87,6 +88,7 @@ def _local(options: argparse.Namespace, name: str, jobs: list[StageJob], cluster
     if options.after:
         raise ConfigError("--after names Slurm jobs and has no meaning with --executor local")
     logs = Path(cluster.logs) if cluster.logs else Path(f"{jobs[-1].config.run.dir.rstrip('/')}.logs").absolute()
+    _check_local_paths(jobs, logs)
     if options.dry_run:
         for job in jobs:
             world = job.config.parallel.world_size
@@ -96,6 +98,16 @@ def _local(options: argparse.Namespace, name: str, jobs: list[StageJob], cluster
         return 0
     _together(lambda: _check_run_folders(jobs), lambda: check_folder_writable("logs", logs))
     return nemo.run_here(nemo.Submission(name, jobs, cluster, 1, directory, logs))
+
+
+def _check_local_paths(jobs: list[StageJob], logs: Path) -> None:
+    """nemo-run quotes the words of a command as for a shell, and starts it on this machine without one."""
+    words = dict.fromkeys(word for job in jobs for word in job.arguments(logs) if shlex.quote(word) != word)
+    if words:
+        raise ConfigError(
+            f"--executor local: {', '.join(map(repr, words))}: nemo-run passes on no path with spaces, shell characters or letters "
+            "outside ASCII here; give other ones (--set logs=/...; run.dir for stage eval), or use vapo-mcore train"
+        )
 
 
 def _load_cluster(options: argparse.Namespace) -> Cluster:

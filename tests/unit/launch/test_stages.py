@@ -55,6 +55,18 @@ def test_faults_of_recipe_and_executor_are_told_together(tmp_path: Path, capsys:
     assert "partition: is required" in error
 
 
+@pytest.mark.parametrize(("folder", "stage"), [("my runs/x", "train"), ("höhe", "train"), ("my runs/x", "eval")])
+def test_paths_that_do_not_reach_a_process_of_this_machine(
+    folder: str, stage: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, safe = f"run.dir={tmp_path}/{folder}", ["--set", f"logs={tmp_path}/logs"]
+    command = ["launch", str(write_base(tmp_path)), "--executor", "local", "--dry-run", "--stages", stage, run]
+    assert main([*command, *(safe if stage == "eval" else [])]) == 2
+    assert f"--executor local: '{tmp_path}/{folder}" in capsys.readouterr().err
+    if stage == "train":
+        assert main([*command, *safe]) == 0
+
+
 def test_options_are_read_without_packages_from_elsewhere() -> None:
     read = "from vapo_mcore.cli import _parse; _parse(['launch', 'x.yaml', '--executor', 'local'])"
     code = f"import sys; {read}; print('pydantic' in sys.modules)"
