@@ -186,6 +186,13 @@ BROKEN = [
         "run.dump_steps",
         "7, 9 can have no effect: the run ends after run.steps = 6; leave out what is beyond",
     ),
+    (
+        "some_step_is_dumped",
+        ["run.dump_every_steps=7"],
+        {},
+        "run.dump_every_steps",
+        "7 can have no effect: no step up to run.steps = 6 is a multiple of it",
+    ),
     ("best_is_told_by_a_metric", ["checkpoint.keep_best=2"], {}, "checkpoint.best_metric", "is required with checkpoint.keep_best = 2"),
     (
         "best_is_told_by_a_metric",

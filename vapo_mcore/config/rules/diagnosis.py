@@ -24,3 +24,11 @@ def dumped_steps_are_made(s: Subject) -> str | None:
     if not beyond:
         return None
     return f"{', '.join(beyond)} can have no effect: the run ends after run.steps = {steps}; leave out what is beyond, or raise run.steps"
+
+
+@rule("run.dump_every_steps", "run.steps")
+def some_step_is_dumped(s: Subject) -> str | None:
+    every, steps = s.config.run.dump_every_steps, s.config.run.steps
+    if every <= steps:
+        return None
+    return f"{every} can have no effect: no step up to run.steps = {steps} is a multiple of it; give a smaller number, or 0 for no dumps"
