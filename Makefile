@@ -1,6 +1,7 @@
 # make setup       environment in .venv (Python 3.11, CPU)
 # make quickstart  setup, then train the tiny model with VAPO
 # make test        all tests but the slow ones; test-fast: unit tests; test-slow: the slow ones; test-mcore-next: a newer Megatron-Core
+# make test-docs   every command of the pages, as written or with small sizes, in a copy of the tree
 # make test-chaos  25 runs killed at random times and resumed (three of them are in make test)
 # make test-slurm  jobs on a real Slurm of fake nodes (needs root; installs Debian's slurm-wlm and munge if they are missing)
 # make lint        ruff, mypy, shellcheck
@@ -18,7 +19,7 @@ INSTALLED := $(VENV)/.installed
 TINY := models/tiny/.made
 BENCHMARKS := $(filter-out benchmarks/gpu_%,$(wildcard benchmarks/*.py))
 
-.PHONY: setup quickstart test test-fast test-slow test-chaos test-slurm test-mcore-next lint format bench clean
+.PHONY: setup quickstart test test-fast test-slow test-docs test-chaos test-slurm test-mcore-next lint format bench clean
 
 setup: $(INSTALLED)
 
@@ -39,10 +40,13 @@ quickstart: $(INSTALLED) $(TINY)
 	$(BIN)/vapo-mcore train examples/configs/quickstart.yaml --clean
 
 test: test-fast
-	$(BIN)/python -m pytest tests --ignore tests/unit -m "not slow"
+	$(BIN)/python -m pytest tests --ignore tests/unit --ignore tests/docs -m "not slow"
 
 test-fast: $(INSTALLED)
 	$(BIN)/python -m pytest tests/unit -m "not slow" --numprocesses 2 --dist loadfile
+
+test-docs: $(INSTALLED)
+	$(BIN)/python -m pytest tests/docs --durations 10
 
 test-chaos: $(INSTALLED)
 	$(BIN)/python -m pytest tests/chaos

@@ -23,10 +23,12 @@ def run_torchrun(script: str | Path, nproc: int, *args: str, timeout: float = 18
     return run_bounded(command, timeout=timeout)
 
 
-def run_bounded(command: list[str], *, timeout: float, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
-    """Run ``command`` in a process group of its own, which is killed as a whole when the time is over."""
+def run_bounded(
+    command: list[str], *, timeout: float, cwd: Path = ROOT, environment: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run ``command`` in a process group of its own, which is killed as a whole when the time is over. ``environment`` replaces ours."""
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    environment = environment or {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     process = subprocess.Popen(
         command,
         cwd=cwd,

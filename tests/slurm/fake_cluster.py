@@ -33,11 +33,12 @@ def install() -> None:
 
 
 class FakeCluster:
-    """``nodes`` fake nodes of partition ``batch``; ``with`` starts and ends them. Nodes are named after their ports, so that several
-    clusters on a machine do not meet."""
+    """``nodes`` fake nodes of partition ``batch``, each said to have ``gpus``; ``with`` starts and ends them. Nodes are named after their
+    ports, so that several clusters on a machine do not meet."""
 
-    def __init__(self, folder: Path, nodes: int = 2) -> None:
+    def __init__(self, folder: Path, nodes: int = 2, gpus: int = 0) -> None:
         self.folder = folder
+        self._gpus = gpus
         self._port, *node_ports = _free_ports(1 + nodes)
         self._ports = {f"n{port}": port for port in node_ports}
         self.nodes = list(self._ports)
@@ -125,12 +126,18 @@ class FakeCluster:
         if with_cgroups:
             text = "CgroupPlugin=cgroup/v1\nCgroupMountpoint=/sys/fs/cgroup\nConstrainCores=no\nConstrainRAMSpace=no\n"
             (self.folder / "cgroup.conf").write_text(text)
+        gres = f" Gres=gpu:{self._gpus}" if self._gpus else ""
+        if self._gpus:
+            for number in range(self._gpus):
+                (self.folder / f"gpu{number}").touch()
+            (self.folder / "gres.conf").write_text(f"Name=gpu File={self.folder}/gpu[0-{self._gpus - 1}]\n")
         nodes = "".join(
-            f"NodeName={node} NodeHostname={_host()} NodeAddr=127.0.0.1 Port={self._ports[node]} CPUs=8 RealMemory=8000\n"
+            f"NodeName={node} NodeHostname={_host()} NodeAddr=127.0.0.1 Port={self._ports[node]} CPUs=8 RealMemory=8000{gres}\n"
             for node in self.nodes
         )
         self.configuration.write_text(
             _CONFIGURATION.format(folder=self.folder, host=_host(), port=self._port, tracking="cgroup" if with_cgroups else "linuxproc")
+            + ("GresTypes=gpu\n" if self._gpus else "")
             + nodes
             + "PartitionName=batch Nodes=ALL Default=YES MaxTime=INFINITE State=UP\n"
         )

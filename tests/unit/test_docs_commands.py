@@ -1,70 +1,36 @@
-"""The commands in the documentation: the real parsers take them as written, what they name is there, and tests run each of them."""
+"""The commands in the documentation: the real parsers take them as written, what they name is there, and tests/docs runs each of them."""
 
 import ast
 import re
-import shlex
 import tomllib
 from functools import cache
-from pathlib import Path
 
 import pytest
 
+from tests.docs.pages import (
+    OTHERS,
+    PAGES,
+    PROGRAMS,
+    SHELL,
+    command_blocks,
+    commands_in,
+    identity,
+    inline_commands_in,
+    is_synopsis,
+    options,
+    spelt_out,
+    words_of,
+)
+from tests.docs.table import COMMANDS, Command
 from tests.torchrun import ROOT
 from vapo_mcore.cli import _parse
 from vapo_mcore.config import load_config
 
-PAGES = [
-    *sorted((ROOT / "docs").glob("*.md")),
-    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "examples/README.md", "slurm/README.md")),
-]
-PROGRAMS = ("vapo-mcore", "python", "make", "torchrun", "sbatch", "pip", "slurm/chain.sh")
-NOT_OURS = ("docker", "enroot", "export", "git", "cd", "source", ".", "srun", "scontrol")
-"""Commands of other programs, which only those can check."""
-PLACEHOLDERS = {"FILE": "quickstart.yaml", "CONFIG": "quickstart.yaml", "RECIPE.yaml": "quickstart.yaml", "CLUSTER.yaml": "cluster.yaml"}
-PLACEHOLDERS |= {"FOLDER": "folder", "RUN": "run", "STEP": "1", "KEY=VALUE": "seed=1", "key.path=value": "seed=1", "slurm|local": "local"}
-
-RUN_BY = {
-    "config": ("tests/unit/test_cli.py", '"config"'),
-    "data": ("tests/unit/data/test_check.py", '"data", "check"'),
-    "train": ("tests/integration/test_train_cli.py", '"train"'),
-    "watch": ("tests/unit/watch/test_watch.py", '"watch"'),
-    "replay-step": ("tests/integration/test_replay_step.py", '"replay-step"'),
-    "report": ("tests/integration/test_report.py", '"report"'),
-    "eval": ("tests/integration/test_eval.py", '"eval"'),
-    "plan": ("tests/distributed/test_planning.py", '"plan"'),
-    "launch": ("tests/integration/test_launch_local.py", '"launch"'),
-    "doctor": ("tests/unit/doctor/test_doctor.py", '"doctor"'),
-    "convert": ("tests/unit/weights/test_convert.py", '"hf-to-megatron"'),
-    "tools/ablation.py": ("tests/unit/tools/test_ablation.py", "ablation"),
-    "tools/convert_checkpoint.py": ("tests/distributed/weights/test_weights.py", '"convert_checkpoint.py"'),
-    "tools/diagnose.py": ("tests/unit/tools/test_diagnose.py", "diagnose"),
-    "tools/fetch_smollm2.py": ("tests/unit/tools/test_fetch_smollm2.py", "fetch_smollm2"),
-    "tools/make_tiny_model.py": ("tests/integration/test_make_tiny_model.py", "make_tiny_model"),
-    "tools/plot_run.py": ("tests/unit/tools/test_plot_run.py", "plot_run"),
-}
-"""Which test runs a command, and by what it can be seen there."""
-
-
-def commands_in(page: Path) -> list[str]:
-    """Command lines of the fenced blocks that are no code of another language, joined at backslashes, without remarks."""
-    blocks = re.findall(r"^```(?:|sh|bash|console)\n(.*?)^```", page.read_text(encoding="utf-8"), re.M | re.S)
-    lines = [line.removeprefix("$ ").strip() for block in blocks for line in block.replace("\\\n", " ").splitlines()]
-    found = [re.sub(r"\s+#.*", "", line) for line in lines]
-    return [line for line in found if any(re.match(rf"(?:[A-Z_]+=\S+ )*{re.escape(name)} ", line) for name in PROGRAMS)]
-
-
-COMMANDS = [(page, command) for page in PAGES for command in commands_in(page)]
-
-
-def spelt_out(command: str) -> list[list[str]]:
-    """The words of a command, or of each that a synopsis stands for: with its options in brackets, of alternatives each one."""
-    command = re.sub(r"(?<=\s)\[([^\]]*)\]", lambda option: "" if "..." in option[1] or option[1].isupper() else option[1], command)
-    head, *others = command.replace(" ...", "").split(" | ")
-    words = shlex.split(head)
-    while words and re.match(r"[A-Z_]+=", words[0]):  # the environment of the command
-        words = words[1:]
-    variants = [words, *([*words[:-1], *shlex.split(other)] for other in others)]
-    return [[PLACEHOLDERS.get(word, word) for word in variant] for variant in variants]
+NOT_OURS = ("git", "cd", "source", "srun", "scontrol")
+"""Commands of other programs that a block may hold."""
+FENCED = [(page, command) for page in PAGES for command in commands_in(page)]
+INLINE = [(page, command) for page in PAGES for command in inline_commands_in(page)]
+TABLE = {command.written for command in COMMANDS}
 
 
 def check_arguments(arguments: list[str]) -> None:
@@ -80,7 +46,6 @@ def check_arguments(arguments: list[str]) -> None:
     file = getattr(options, "file", None)
     if file is not None and file.startswith("examples/"):
         load_config(ROOT / file, options.overrides, check_paths=False)
-    assert options.command in RUN_BY
 
 
 @cache
@@ -105,7 +70,6 @@ def check_script(words: list[str]) -> None:
         return check_arguments(["convert", *arguments])
     given = {word.partition("=")[0] for word in arguments if word.startswith("--")}
     assert given <= options_of(script), given - options_of(script)
-    assert not script.startswith("tools/") or script in RUN_BY
     return None
 
 
@@ -130,35 +94,73 @@ def check(words: list[str]) -> None:
         assert extras <= tomllib.loads(text_of("pyproject.toml"))["project"]["optional-dependencies"].keys()
 
 
-@pytest.mark.parametrize("command", sorted({command for _, command in COMMANDS}))
+@pytest.mark.parametrize("command", sorted({command for _, command in FENCED}))
 def test_a_command_is_as_the_documentation_says(command: str) -> None:
     for words in spelt_out(command):
         check(words)
 
 
-@pytest.mark.parametrize("command", RUN_BY)
-def test_a_test_runs_each_command(command: str) -> None:
-    where, sign = RUN_BY[command]
-    assert sign in text_of(where), f"{where} does not run {command}"
+def shown_by_another(command: str) -> bool:
+    """Whether tests/docs runs all that a synopsis, or a command that is merely named, stands for: the same with at least its options."""
+    run = [(identity(words_of(other.script)), options(words_of(other.script))) for other in COMMANDS if not other.cannot]
+    return all(
+        any(what[: len(identity(words))] == identity(words) and options(words) <= given for what, given in run)
+        for words in spelt_out(command)
+    )
 
 
-def test_the_commands_are_found() -> None:
-    """Every subcommand is documented somewhere, and so are the tools."""
-    words = [words for _, command in COMMANDS for words in spelt_out(command)]
-    assert {w[1] for w in words if w[0] == "vapo-mcore"} == {name for name in RUN_BY if not name.startswith("tools/")}
-    assert len(COMMANDS) > 50
+@pytest.mark.parametrize(("page", "command"), FENCED, ids=lambda value: getattr(value, "name", None))
+def test_tests_docs_runs_it(page: object, command: str) -> None:
+    assert command in TABLE or (is_synopsis(command) and shown_by_another(command)), "tests/docs/table.py does not have it"
+
+
+@pytest.mark.parametrize(("page", "command"), INLINE, ids=lambda value: getattr(value, "name", None))
+def test_tests_docs_runs_what_the_text_names(page: object, command: str) -> None:
+    assert command in TABLE or shown_by_another(command), "tests/docs/table.py does not have it"
+
+
+def test_the_table_has_nothing_else() -> None:
+    written = [command.written for command in COMMANDS]
+    assert len(written) == len(TABLE)
+    assert TABLE - {command for _, command in FENCED + INLINE} == set()
+    assert [command.written.split()[0] for command in COMMANDS if command.cannot] == ["docker", "enroot"]
+    spans = {span for page in PAGES for span in re.findall(r"`([^`\n]+)`", page.read_text(encoding="utf-8"))}
+    assert set(OTHERS) <= spans
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"swap": {"train": "eval"}, "why": "x"},
+        {"swap": {"--resume": ""}, "why": "x"},
+        {"swap": {"nothing": "else"}, "why": "x"},
+        {"add": "seed=1"},
+        {"add": "|| true", "why": "x"},
+    ],
+)
+def test_a_replacement_that_changes_the_command_is_refused(change: dict) -> None:
+    Command("vapo-mcore train x.yaml --resume", {"x.yaml": "y.yaml"}, add="seed=1", why="x")
+    with pytest.raises(AssertionError):
+        Command("vapo-mcore train x.yaml --resume", **change)
+
+
+def test_every_subcommand_and_tool_is_documented() -> None:
+    words = [words for _, command in FENCED + INLINE for words in spelt_out(command)]
+    subcommands = re.findall(r'add_parser\(\s*"([\w-]+)"', text_of("vapo_mcore/cli.py"))
+    assert {w[1] for w in words if w[0] == "vapo-mcore"} == set(subcommands)
+    assert len(FENCED) > 60
     tools = {f"tools/{path.name}" for path in (ROOT / "tools").glob("*.py")} - {"tools/toolkit.py", "tools/addition_task.py"}
-    assert tools == {name for name in RUN_BY if name.startswith("tools/")}
+    by_make = {"tools/make_tiny_model.py"}
+    assert tools - by_make == {w[1] for w in words if w[0] == "python" and w[1].startswith("tools/")}
+    assert all(f"{name} --output models/tiny" in text_of("Makefile") for name in by_make)
 
 
 def test_blocks_hold_no_other_commands() -> None:
-    """A line that begins like a command of a program of ours is checked; this one keeps a new program from being overlooked."""
+    """A line that begins like a command of a program of ours is run; this one keeps a new program from being overlooked."""
     pattern = re.compile(r"^(?:\$ )?([a-z][\w./-]*) .*(?: --\w|\.ya?ml\b)")
-    unknown = set()
-    for page in PAGES:
-        for block in re.findall(r"^```(?:|sh|bash|console)\n(.*?)^```", page.read_text(encoding="utf-8"), re.M | re.S):
-            unknown |= {(page.name, found[1]) for line in block.splitlines() if (found := pattern.match(line))}
-    assert {entry for entry in unknown if entry[1] not in (*PROGRAMS, *NOT_OURS)} == set()
+    lines = {(page.name, line) for page in PAGES for block in command_blocks(page) for line in block}
+    unknown = {(name, found[1]) for name, line in lines if (found := pattern.match(line))}
+    assert {entry for entry in unknown if entry[1] not in (*PROGRAMS, *SHELL, *NOT_OURS)} == set()
 
 
 @pytest.mark.parametrize(

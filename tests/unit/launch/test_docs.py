@@ -1,4 +1,4 @@
-"""Commands of the cluster pages exist as written; the scripts are clean; the image is pinned and not root's."""
+"""The cluster pages: recipes fit their nodes, keys are documented; the scripts are clean; the image is pinned and not root's."""
 
 import re
 import subprocess
@@ -7,49 +7,27 @@ from pathlib import Path
 
 import pytest
 
+from tests.docs.pages import commands_in
 from tests.torchrun import ROOT
 from vapo_mcore.cli import _parse
 from vapo_mcore.config import load_config
 from vapo_mcore.launch.cluster import SlurmConfig, check_layout, load_slurm
 
-PAGES = (ROOT / "docs" / "cluster.md", ROOT / "slurm" / "README.md")
+PAGE = ROOT / "docs" / "cluster.md"
 SCRIPTS = sorted(path for path in (ROOT / "slurm").iterdir() if path.suffix in (".sbatch", ".sh"))
-COMMANDS = [
-    line for page in PAGES for block in re.findall(r"^```\n(.*?)^```", page.read_text(), re.M | re.S) for line in block.splitlines()
-]
 
 JOB = {"SLURM_JOB_ID": "1", "VAPO_PROCESSES": "1"}
 
 
-@pytest.mark.parametrize("command", [line for line in COMMANDS if line.startswith("vapo-mcore")])
-def test_command_is_understood_and_its_files_exist(command: str) -> None:
-    arguments = command.split()[1:]
-    options = _parse(arguments)
-    assert options.command == arguments[0]
-    assert [word for word in arguments if word.endswith(".yaml") and not (ROOT / word).is_file()] == []
-    if options.command == "launch" and options.executor == "slurm":
-        config = load_config(ROOT / options.file, options.overrides, check_paths=False)
-        assert check_layout(config, load_slurm(ROOT / options.cluster, options.set), "/lustre/me/vapo") == 16
-
-
-@pytest.mark.parametrize("command", [line for line in COMMANDS if "slurm/" in line or "torchrun" in line])
-def test_job_command_is_understood(command: str) -> None:
-    script = re.search(r"\S*slurm/(?:vapo.sbatch|chain.sh)", command)
-    if script is None:
-        _parse(command.partition(" -m vapo_mcore.cli ")[2].split())
-        return
-    assert (ROOT / script[0]).is_file()
-    if script[0].endswith(".sbatch"):
-        _parse(command.partition(script[0])[2].split())
-
-
-def test_there_are_commands() -> None:
-    assert sum(line.startswith("vapo-mcore") for line in COMMANDS) >= 6
-    assert sum("slurm/" in line for line in COMMANDS) >= 4
+@pytest.mark.parametrize("command", [command for command in commands_in(PAGE) if "--executor slurm" in command])
+def test_launch_takes_the_nodes_that_the_page_says(command: str) -> None:
+    options = _parse(command.split()[1:])
+    config = load_config(ROOT / options.file, options.overrides, check_paths=False)
+    assert check_layout(config, load_slurm(ROOT / options.cluster, options.set), "/lustre/me/vapo") == 16
 
 
 def test_every_key_of_a_cluster_file_is_documented() -> None:
-    text = PAGES[0].read_text()
+    text = PAGE.read_text()
     assert [name for name in SlurmConfig.model_fields if f"`{name}`" not in text and f"`{name}:" not in text] == []
 
 

@@ -1,0 +1,98 @@
+"""Every command of the pages is run, in one copy of the tree, in the order of the table (``table.py``), as a reader would go through them.
+
+Some alone: ``DOCS_TREE=/tmp/tree .venv/bin/python -m pytest tests/docs -k watch`` keeps the copy and goes on with what was made in it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from tests.docs.table import COMMANDS, Command
+from tests.slurm.fake_cluster import FakeCluster
+from tests.torchrun import ROOT, run_bounded
+
+
+def _name(command: Command) -> str:
+    return re.sub(r"[^\w.=-]+", "_", command.written)[-90:]
+
+
+@pytest.mark.parametrize("command", [command for command in COMMANDS if command.runs], ids=_name)
+def test_command(command: Command, tree: Path, request: pytest.FixtureRequest) -> None:
+    if command.needs and not (tree / command.needs).exists():
+        pytest.skip(f"{command.needs} could not be fetched")
+    for name, text in command.given.items():
+        (tree / name).parent.mkdir(parents=True, exist_ok=True)
+        (tree / name).write_text(text, encoding="utf-8")
+    cluster: FakeCluster | None = request.getfixturevalue("cluster") if command.slurm else None
+    started = time.time()
+    output = _run(command, tree, cluster)
+    if cluster is not None:
+        _jobs_end_well(cluster, output, command, tree)
+    assert [pattern for pattern in command.says if not re.search(pattern, output)] == [], output
+    for pattern in command.leaves:
+        assert any(path.stat().st_mtime >= started - 2 for path in tree.glob(pattern)), f"{pattern} was not written\n{output}"
+    if command.look is not None:
+        command.look(tree, output)
+
+
+def _run(command: Command, tree: Path, cluster: FakeCluster | None) -> str:
+    """Output of the command, of which each copy must end as the page says."""
+    script = command.script.replace("PORT", str(_free_port()))
+    with ThreadPoolExecutor(command.times) as pool:
+        running = [
+            pool.submit(run_bounded, ["bash", "-c", script], timeout=command.seconds, cwd=tree, environment=_environment(tree, cluster))
+            for _ in range(command.times)
+        ]
+        results = [process.result() for process in running]
+    output = "".join(result.stdout + result.stderr for result in results)
+    if command.offline and any(result.returncode for result in results) and re.search(command.offline, output):
+        pytest.skip(f"there is no package index here: {output.strip().splitlines()[-1]}")
+    assert all(result.returncode in command.codes for result in results), f"{script}\n{[r.returncode for r in results]}\n{output[-12000:]}"
+    return results[0].stdout if command.look is not None and not command.says else output
+
+
+def _environment(tree: Path, cluster: FakeCluster | None) -> dict[str, str]:
+    """A reader's, after ``. .venv/bin/activate``; the package is the copy's."""
+    ours = {name: value for name, value in os.environ.items() if name not in ("OMP_NUM_THREADS", "PYTHONPATH", "PWD")}
+    ours |= {"PATH": f"{tree}/.venv/bin:{ours['PATH']}", "PYTHONPATH": str(tree)}
+    if cluster is not None:
+        ours |= {"SLURM_CONF": str(cluster.configuration), "VAPO_PROCESSES": "1", "OMP_NUM_THREADS": "1"}
+    return ours
+
+
+def _jobs_end_well(cluster: FakeCluster, output: str, command: Command, tree: Path) -> None:
+    """The jobs that were submitted are done, without an error; those that are held are in the queue, and are cancelled."""
+    jobs = re.findall(r"job (\d+)", output)
+    assert jobs, output
+    if command.held:
+        states = [cluster.job(job)["JobState"] for job in jobs]
+        cluster.run("scancel", *jobs)
+        assert set(states) == {"PENDING"}, states
+        return
+    cluster.wait_for(
+        "the jobs", lambda: all(cluster.job(job)["JobState"] not in ("PENDING", "RUNNING", "COMPLETING") for job in jobs), command.seconds
+    )
+    written = "".join(path.read_text(encoding="utf-8") for job in jobs for path in tree.glob(f"*-{job}.out"))
+    assert [cluster.job(job)["JobState"] for job in jobs] == ["COMPLETED"] * len(jobs), written
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.mark.parametrize("command", [command for command in COMMANDS if command.by_ci], ids=_name)
+def test_ci_runs_it(command: Command) -> None:
+    """Itself, or as what another of its commands needs."""
+    called = re.findall(r"(?m)^make ([\w-]+)$", (ROOT / ".ci" / "run").read_text(encoding="utf-8"))
+    rules = dict(re.findall(r"(?m)^([\w-]+):(.*)$", (ROOT / "Makefile").read_text(encoding="utf-8")))
+    called += [target for name in called for target in rules[name].split()]
+    assert command.written.removeprefix("make ") in called
