@@ -45,9 +45,10 @@ def test_command(command: Command, tree: Path, request: pytest.FixtureRequest) -
 def _run(command: Command, tree: Path, cluster: FakeCluster | None) -> str:
     """Output of the command, of which each copy must end as the page says."""
     script = command.script.replace("PORT", str(_free_port()))
+    bounded = ["timeout", "--kill-after=60", str(command.seconds), "bash", "-c", script]  # at SIGTERM launchers end their processes, too
     with ThreadPoolExecutor(command.times) as pool:
         running = [
-            pool.submit(run_bounded, ["bash", "-c", script], timeout=command.seconds, cwd=tree, environment=_environment(tree, cluster))
+            pool.submit(run_bounded, bounded, timeout=command.seconds + 90, cwd=tree, environment=_environment(tree, cluster))
             for _ in range(command.times)
         ]
         results = [process.result() for process in running]
