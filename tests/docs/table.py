@@ -338,13 +338,6 @@ COMMANDS = [
         says=("Would install .*vapo-mcore",),
     ),
     Command(
-        "pip install --no-deps nemo-run==0.11.1",
-        add="--dry-run --ignore-installed",
-        why="the environment stays",
-        offline=UNREACHABLE,
-        says=("Would install nemo.run-0.11.1",),
-    ),
-    Command(
         "python3 -m venv /lustre/me/vapo/.venv",
         {"/lustre/me/vapo/.venv": "shared/.venv"},
         why="there is no /lustre",
@@ -366,20 +359,29 @@ COMMANDS = [
         says=("Would install .*torch-2.13.0", "Would install .*vllm-0.32.0"),
     ),
     Command(
-        '. /lustre/me/vapo/.venv/bin/activate\nNVTE_FRAMEWORK=pytorch pip install --no-build-isolation "transformer-engine[pytorch]>=2.8"',
+        ". /lustre/me/vapo/.venv/bin/activate\n"
+        'NVTE_FRAMEWORK=pytorch pip install --no-build-isolation "transformer-engine[core_cu13,pytorch]==2.11.0"',
         {"/lustre/me/vapo/.venv/bin/activate": "shared/.venv/bin/activate"},
         add=NO_DEPS,
         why="it compiles for a GPU",
         offline=UNREACHABLE,
-        says=("Would install transformer.engine-2",),
+        says=("Would install transformer.engine-2.11.0",),
     ),
     Command(
-        '. /lustre/me/vapo/.venv/bin/activate\npip install --editable ".[launch,tracking]"',
+        '. /lustre/me/vapo/.venv/bin/activate\npip install "megatron-core==0.16.1" --editable ".[tracking]"',
         {"/lustre/me/vapo/.venv/bin/activate": ".venv/bin/activate"},
         add="--dry-run",
         why="on top of the environment that is there, which stays as it is",
         offline=UNREACHABLE,
         says=("Would install .*vapo-mcore",),
+    ),
+    Command(
+        ". /lustre/me/vapo/.venv/bin/activate\npip install --no-deps --requirement requirements/launch.txt",
+        {"/lustre/me/vapo/.venv/bin/activate": ".venv/bin/activate"},
+        add="--dry-run --ignore-installed",
+        why="on top of the environment that is there, which stays as it is",
+        offline=UNREACHABLE,
+        says=("Would install .*nemo.run-0.11.1",),
     ),
     # Slurm: slurm/README.md and docs/cluster.md.
     Command(
