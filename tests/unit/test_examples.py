@@ -31,6 +31,12 @@ def test_preset_is_valid_on_the_quickstart(preset: str, tmp_path: Path) -> None:
     _on_quickstart(preset, tmp_path)
 
 
+def test_no_yaml_of_the_examples_is_left_out() -> None:
+    """Recipes and presets are checked here and planned in tests/distributed; clusters in tests/unit/launch."""
+    found = {path for suffix in ("yaml", "yml") for path in (ROOT / "examples").rglob(f"*.{suffix}")}
+    assert found == {*RECIPES, *PRESETS, *(CONFIGS / "clusters").glob("*.yaml")}
+
+
 def test_presets_only_hold_the_algorithm(tmp_path: Path) -> None:
     base = load_config(CONFIGS / "quickstart.yaml", check_paths=False)
     for preset in PRESETS:
