@@ -21,7 +21,7 @@ from itertools import pairwise
 from typing import Any
 
 from vapo_mcore.rewards.extraction import answer_line, marked_answer, marked_answer_or_last_number
-from vapo_mcore.rewards.normalization import as_words, normalize_answer, unwrap_text
+from vapo_mcore.rewards.normalization import as_words, normalize_answer, units_differ, unwrap_text
 from vapo_mcore.rewards.quantities import as_union, number_of, quantities_equal
 from vapo_mcore.rewards.types import UngradableError
 
@@ -104,6 +104,8 @@ def is_equal(answer: str | None, ground_truth: str) -> bool:
     same_quantity = quantities_equal(answer, ground_truth)
     if same_quantity is not None:
         return same_quantity
+    if units_differ(answer, ground_truth):
+        return False
     candidate = normalize_answer(answer)
     if candidate == truth:
         return True
@@ -179,7 +181,8 @@ def _numbers_equal(a: _Number, b: _Number) -> bool | None:
     return None
 
 
-_BASED = re.compile(r"(-?)\(?([0-9A-Fa-f]{1,100})\)?_(?:(\d)|\{(?:\\text\{)?(\d{1,2})\}?\})")
+# A letter alone is a term of a sequence, such as Fibonacci's F_{17}, and no digit.
+_BASED = re.compile(r"(-?)\(?([0-9]|[0-9A-Fa-f]{2,100})\)?_(?:(\d)|\{(?:\\text\{)?(\d{1,2})\}?\})")
 
 
 def _based_equal(candidate: str, truth: str) -> bool | None:

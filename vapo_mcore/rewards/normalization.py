@@ -45,9 +45,12 @@ _ABOUT = re.compile(r"(?:(?:approximately|approx\.?|about|around|roughly|exactly
 _VALUE_FIRST = re.compile(r"([-+]?[^A-Za-z=<>]{1,60}?)\s*=\s*([A-Za-z])")
 _COUNTED = re.compile(r"((?:[-+]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)|\d+/\d+))\s+([A-Za-z]{4,20}(?:[ -][A-Za-z]{2,20}){0,4})")
 _NUMBER_WORDS = re.compile(
-    r"\b(?:hundred|thousand|[mb]illion|trillion|dozen|score|pair|half|halve|third|fourth|quarter|fi?fth|sixth|seventh|eighth|ninth|tenth|"
-    r"hundredth|thousandth|root|sqrt|squared|cubed|power|factorial|times|over|plus|minus|choose|mod|modulo|percent|pi|inf|infinity|"
-    r"sin|cos|tan|log|exp|and|or)s?\b",
+    r"\b(?:tens?|hundred|thousand|[a-z]*illion|lakh|crore|dozen|gross|score|pair|hal[fv]e?|third|fourth|quarter|fi?fth|sixth|seventh|eighth|"
+    r"ninth|tenth|eleventh|twel[vf]th|[a-z]+teenth|[a-z]+tieth|hundredth|thousandth|[a-z]*illionth|zero|one|two|three|four|five|six|seven|"
+    r"eight|nine|[a-z]+teen|twenty|thirty|root|sqrt|radical|squared|cubed|power|raised|factorial|times|over|divided|multiplied|added|"
+    r"subtracted|doubled|tripled|halved|twice|than|below|above|plus|minus|negative|choose|permute|mod|modulo|percent|"
+    r"permille|basis|base|binary|octal|decimal|hexadecimal|recurring|repeating|pi|inf|infinity|alpha|beta|gamma|delta|epsilon|theta|"
+    r"lambda|sigma|omega|sin|cos|tan|log|exp|and|or|not|wrong|incorrect)s?\b",
     re.IGNORECASE,
 )
 _PERCENT = re.compile(r"(?<=\d)\s*(?:percent|per cent)", re.IGNORECASE)
@@ -109,6 +112,21 @@ def _without_noun(text: str) -> str:
     text = _PERCENT.sub(lambda _: r"\%", text)
     counted = _COUNTED.fullmatch(text)
     return text if counted is None or _NUMBER_WORDS.search(counted[2]) else counted[1]
+
+
+def units_differ(answer: str, truth: str) -> bool:
+    """Whether both say what their number counts, or the scale of a temperature, and not the same: ``5 cents`` and ``5 dollars``."""
+    ours, theirs = _counted_words(answer), _counted_words(truth)
+    return bool(ours and theirs) and not (ours <= theirs or theirs <= ours)
+
+
+def _counted_words(text: str) -> frozenset[str]:
+    """Their stems (``boxes`` and ``box`` have one), or the scale's letter; none where nothing is said."""
+    text = _unwrapped(text).translate(_SYMBOLS).strip()
+    if scale := _CELSIUS.search(text):
+        return frozenset(scale[0].rstrip(" }")[-1])
+    counted = _COUNTED.fullmatch(text) if text[-1:].isalpha() else None
+    return frozenset() if counted is None else frozenset(word.rstrip("eisy") for word in re.split(r"[ -]", counted[2].casefold()))
 
 
 def _in_radians(match: re.Match[str]) -> str:

@@ -81,7 +81,7 @@ class BestExport:
 def restore_best(run_dir: str | Path) -> Path | None:
     """Finish a replacement that was killed between its two renames: the complete new export takes the place, else the old one comes back.
 
-    On the first rank, at the start of a run and before an export. Returns the folder that was put back, None where nothing was to do.
+    On the first rank, at the start of a run. Returns the folder that was put back, None where nothing was to do.
     Raises CheckpointError.
     """
     destination = best_folder(run_dir)

@@ -79,6 +79,59 @@ def test_a_chain_of_numbers_must_hold_but_for_rounding(answer, truth, equal):
     assert is_equal(answer, truth) is equal
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        "base seven",
+        "tens",
+        "nineteenths",
+        "lakh",
+        "quadrillion",
+        "divided by two",
+        "tripled",
+        "below zero",
+        "basis points",
+        "binary",
+        "subtracted from twenty",
+        "more than six",
+        "does not work",
+        "theta",
+        "point five",
+    ],
+)
+def test_words_after_a_number_that_change_its_value_are_no_noun(words):
+    assert not is_equal(f"12 {words}", "12")
+
+
+@pytest.mark.parametrize(
+    ("answer", "truth", "equal"),
+    [
+        ("5 cents", "5 dollars", False),
+        ("5 weeks", "5 months", False),
+        ("10 degrees", "10 radians", False),
+        ("5 percent", "5 dollars", False),
+        ("5 miles per hour", "5 miles per minute", False),
+        (r"37^\circ F", r"37^\circ C", False),
+        (r"37^\circ C", r"37^{\circ}\text{C}", True),
+        ("5 green boxes", "5 boxes", True),
+        ("1 apple", "1 apples", True),
+        ("5 boxes", "5", True),
+        ("5 more apples", "5", True),
+        ("12 points", "12", True),
+    ],
+)
+def test_what_both_sides_count_must_be_the_same(answer, truth, equal):
+    assert is_equal(answer, truth) is equal
+
+
+@pytest.mark.parametrize(("letter", "one", "other"), [("F", 16, 17), ("F", 20, 30), ("a", 11, 12), ("C", 13, 14), ("B", 12, 14)])
+def test_terms_of_a_sequence_are_no_digits_of_a_base(letter, one, other):
+    term = f"{letter}_{{{one}}}"
+    assert is_equal(term, term)
+    assert not is_equal(term, f"{letter}_{{{other}}}")
+    assert is_equal("FF_{16}", "255_{10}")
+
+
 def test_last_number_is_an_option_only():
     assert math("so the sum is 1,234.", "1234", {}) == 0.0
     assert math_last_number("so the sum is 1,234.", "1234", {}) == 1.0
