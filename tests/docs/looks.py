@@ -13,7 +13,7 @@ from tests.training_setup import read_metrics
 
 
 def _rows(run: Path, stage: str = "rl") -> list[dict[str, Any]]:
-    return [row for row in read_metrics(run) if row["stage"] == stage]
+    return [row for row in read_metrics(run) if row["stage"] == stage and row["step"] > 0]  # 0: the evaluation before the first
 
 
 def _accuracies(run: Path) -> list[float]:

@@ -293,7 +293,7 @@ COMMANDS = [
         "vapo-mcore data check train.jsonl --eval aime24.jsonl --tokenizer models/smollm2-135m --max-prompt-length 2048",
         needs=SMOLLM2,
         given={"train.jsonl": ROWS, "aime24.jsonl": EVAL_ROWS},
-        says=("train.jsonl", "aime24.jsonl", "token", "overlap|2 of"),
+        says=("train.jsonl", "aime24.jsonl", "prompt tokens", "overlap: 2 of the 5"),
     ),
     # docs/ablation.md
     Command(
@@ -397,7 +397,12 @@ COMMANDS = [
     Command(
         "export VAPO_IMAGE=/lustre/images/vapo-mcore.sqsh VAPO_MOUNTS=/lustre:/lustre\n"
         "sbatch --account=A --partition=P --nodes=2 slurm/vapo.sbatch train RECIPE.yaml parallel.world_size=16",
-        SLURM_WORDS | {"VAPO_IMAGE=/lustre/images/vapo-mcore.sqsh": "VAPO_IMAGE=", "parallel.world_size=16": "parallel.world_size=2"},
+        SLURM_WORDS
+        | {
+            "VAPO_IMAGE=/lustre/images/vapo-mcore.sqsh": "VAPO_IMAGE=",
+            "VAPO_MOUNTS=/lustre:/lustre": "VAPO_MOUNTS=",
+            "parallel.world_size=16": "parallel.world_size=2",
+        },
         add="run.dir=runs/two_nodes",
         why=f"{FAKE_NODES}; without a container, since its Slurm has no pyxis",
         given=SMALL_RECIPE,
