@@ -23,9 +23,11 @@ from vapo_mcore.errors import ConfigError
 
 # Names of secrets anywhere in a name (but not of tokenizers, and of numbers of tokens), or a whole part of one between underscores.
 _SECRET_NAME = re.compile(
-    r"TOKEN(?!IZ|S(_|$))|SECRET|PASSWORD|PASSWD|PASSPHRASE|API_?KEY|CREDENTIAL|(^|_)(KEY|PASS|PAT|AUTH|BEARER)(_|$)", re.IGNORECASE
+    r"TOKEN(?!IZ|S(_|$))|SECRET|PASSWORD|PASSWD|PASSPHRASE|API_?KEY|CREDENTIAL|AUTHORIZATION|_PWD(_|$)"
+    r"|(^|_)(KEYS?|PASS|PAT|AUTH|BEARER)(_|$)",
+    re.IGNORECASE,
 )
-_PASSWORD_IN_ADDRESS = re.compile(r"://[^/\s:@]+:[^/\s@]+@")
+_PASSWORD_IN_ADDRESS = re.compile(r"://[^/\s:@]*:[^/\s@]+@")
 _ASSIGNMENT = re.compile(r"\b([A-Za-z_][A-Za-z0-9_]*)=")
 # nemo-run quotes nothing of what it writes behind srun, so nothing that a shell would change may stand there.
 _SHELL_CHARACTERS = re.compile(r"[\s\"'$`\\;&|<>()*?\[\]{}!~\0]|^#")

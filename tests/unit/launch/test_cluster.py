@@ -64,9 +64,10 @@ def test_missing_and_unknown_fields_are_all_told(tmp_path: Path) -> None:
         ("extends: nowhere.yaml", "nowhere.yaml: no such configuration file"),
         *(
             (f"environment: {{{name}: value-of-it}}", f"environment: {name} looks like a secret")
-            for name in ("HF_TOKEN", "GITHUB_PAT", "HF_KEY", "MY_PASS", "ACCESSTOKEN", "AWS_SECRET_ACCESS_KEY")
+            for name in ("HF_TOKEN", "GITHUB_PAT", "HF_KEY", "MY_PASS", "ACCESSTOKEN", "AWS_SECRET_ACCESS_KEY", "MYSQL_PWD", "SIGNING_KEYS")
         ),
         ("environment: {HTTP_PROXY: 'http://me:value-of-it@proxy:3128'}", "environment: HTTP_PROXY looks like a secret"),
+        ("environment: {CACHE: 'redis://:value-of-it@host:6379'}", "environment: CACHE looks like a secret"),
         ("setup: ['git clone https://me:value-of-it@host/x']", "setup.0: the line would write the password in its address"),
         ('environment: {A: "a\\0b"}', "environment: A holds a zero byte"),
         ("environment: {HOME: x}\nsecrets: [HOME]", "secrets: HOME has a value under environment too"),
@@ -90,7 +91,7 @@ def test_bad_values(text: str, fault: str, tmp_path: Path) -> None:
 
 def test_names_that_only_look_like_secrets(tmp_path: Path) -> None:
     path = tmp_path / "cluster.yaml"
-    names = ("TOKENIZERS_PARALLELISM", "MAX_TOKENS", "MONKEY", "XAUTHORITY", "NO_PROXY")
+    names = ("TOKENIZERS_PARALLELISM", "MAX_TOKENS", "MONKEY", "PWD", "XAUTHORITY", "NO_PROXY")
     path.write_text(MINIMAL + "environment: {" + ", ".join(f"{name}: http://host:80/a@b" for name in names) + "}\n")
     assert tuple(load_slurm(path).environment) == names
 
