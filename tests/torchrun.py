@@ -13,7 +13,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+from tests.forks import ROOT, inherited
 
 
 def run_torchrun(script: str | Path, nproc: int, *args: str, timeout: float = 180) -> subprocess.CompletedProcess[str]:
@@ -27,12 +27,10 @@ def run_bounded(
     command: list[str], *, timeout: float, cwd: Path = ROOT, environment: dict[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
     """Run ``command`` in a process group of its own, which is killed as a whole when the time is over. ``environment`` replaces ours."""
-    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    environment = environment or {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     process = subprocess.Popen(
         command,
         cwd=cwd,
-        env=environment,
+        env=environment or inherited(),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -48,7 +48,7 @@ def _settings(folder: Path) -> dict[str, Any]:
         "run": {"dir": str(folder / "run"), "steps": 2, "samples_per_step": 3, "tensorboard": False},
         "model": {"path": str(folder / "model"), "dtype": "float32"},
         "parallel": {"world_size": 2},
-        "batch": {"prompts_per_step": 4, "responses_per_prompt": 4, "mini_batch_size": 8, "max_tokens_per_microbatch": 96},
+        "batch": {"prompts_per_step": 4, "responses_per_prompt": 4, "mini_batch_size": 8, "max_tokens_per_microbatch": 192},
         "data": {
             "train": [{"kind": "file", "path": str(folder / "train.jsonl"), "verifier": verifier}],
             "eval": [{"kind": "file", "path": str(folder / "heldout.jsonl"), "verifier": verifier}],

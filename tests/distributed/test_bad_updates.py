@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.torchrun import run_torchrun
+from tests.forks import run_ranks
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE / "layouts"))
@@ -20,7 +20,7 @@ import problem  # noqa: E402
 def facts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
     folder = tmp_path_factory.mktemp("bad_updates") / "qwen2"
     problem.make_model("qwen2", folder)
-    result = run_torchrun(HERE / "faults_worker.py", 4, str(folder), timeout=180)
+    result = run_ranks(HERE / "faults_worker.py", 4, str(folder), timeout=180)
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-6000:]
     lines = [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
     return {line["layout"]: line["ranks"] for line in lines}

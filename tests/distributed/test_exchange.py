@@ -2,13 +2,13 @@
 
 import re
 
-from tests.torchrun import ROOT, run_torchrun
+from tests.forks import ROOT, run_ranks
 
 WORKER = "tests/distributed/exchange_worker.py"
 
 
 def test_exchange_and_gather_on_four_ranks() -> None:
-    result = run_torchrun(WORKER, 4)
+    result = run_ranks(WORKER, 4)
     assert result.returncode == 0, result.stdout + result.stderr
     cases = re.findall(r"^def (\w+)\(\) -> None:", (ROOT / WORKER).read_text(), re.MULTILINE)
     assert re.findall(r"^case (\w+) ok$", result.stdout, re.MULTILINE) == cases

@@ -12,21 +12,19 @@ import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent / "layouts"))
 import problem
+import small_models
 import torch
 import torch.distributed as dist
 import worker as layouts
 from torch import Tensor
 
-from vapo_mcore.config.architecture import read_architecture
 from vapo_mcore.data.microbatch import MicroBatch
 from vapo_mcore.megatron.engine import MegatronModel, StepResult
-from vapo_mcore.megatron.parallel import ParallelContext, initialize_distributed, initialize_parallel
-from vapo_mcore.weights.loader import load_hf_into
+from vapo_mcore.megatron.parallel import ParallelContext, initialize_distributed
 
 FOLDER = Path(sys.argv[1])
 WARMUP = 4
@@ -41,14 +39,7 @@ class SpoiltLoss(layouts.PolicyTestLoss):
 
 
 def build(role: str, parallel: ParallelContext, warmup_updates: int = 0) -> MegatronModel:
-    architecture = read_architecture(FOLDER)
-
-    def load(chunks: list[Any]) -> None:
-        load_hf_into(chunks, FOLDER, architecture, parallel, role=role, head_init="small" if role == "critic" else None)  # type: ignore[arg-type]
-
-    model: Any = SimpleNamespace(dtype="float32", attention="auto", recompute="none")
-    optimizer = layouts.OPTIMIZER
-    return MegatronModel(role, architecture, model, parallel, load_weights=load, optimizer=optimizer, warmup_updates=warmup_updates)  # type: ignore[arg-type]
+    return small_models.build(role, FOLDER, "float32", parallel, layouts.OPTIMIZER, warmup_updates=warmup_updates)
 
 
 def weights(*models: MegatronModel) -> list[Tensor]:
@@ -118,9 +109,7 @@ def orders_of_epochs(parallel: ParallelContext, batches: list[MicroBatch]) -> di
 def main() -> None:
     torch.set_num_threads(1)
     initialize_distributed(5)
-    layout: dict[str, Any] = {"world_size": 2, "tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1}
-    layout |= {"virtual_pipeline_model_parallel_size": None, "context_parallel_size": 1, "expert_model_parallel_size": 1}
-    parallel = initialize_parallel(SimpleNamespace(**layout, sequence_parallel=None, timeout_minutes=5))  # type: ignore[arg-type]
+    parallel = small_models.context()
     old = [torch.full((sum(shape),), -4.0) for shape in problem.SHAPES]
     _, batches = layouts.microbatches(layouts.Case("qwen2"), parallel, layouts.token_tensors("token", old))
     facts = {case.__name__: case(parallel, batches) for case in (warm_up, one_rank_is_not_finite, orders_of_epochs)}

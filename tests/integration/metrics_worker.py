@@ -25,7 +25,7 @@ from vapo_mcore.trainer.main import train
 
 FOLDER = Path(sys.argv[1])
 CP2, PP2, TP2 = (f"parallel.{name}_parallel_size=2" for name in ("context", "pipeline_model", "tensor_model"))
-SMALL_PACKS, LARGE_PACKS = "batch.max_tokens_per_microbatch=48", "batch.max_tokens_per_microbatch=400"
+SMALL_PACKS, PACKS, LARGE_PACKS = (f"batch.max_tokens_per_microbatch={tokens}" for tokens in (48, 96, 400))
 
 EVERYTHING = (
     "run.steps=1",
@@ -49,10 +49,10 @@ CORRECTED = "algorithm.policy_loss.importance_correction={kind: token_truncate, 
 ROLLOUT_LOGPROBS = ("rollout.old_logprobs=rollout", "algorithm.kl={place: off, kind: null, coef: null}")
 
 CASES: dict[str, tuple[str, ...]] = {
-    "dp2": (CORRECTED,),
+    "dp2": (CORRECTED, PACKS),
     "cp2_large": (CORRECTED, CP2, LARGE_PACKS),
     "pp2_small": (CORRECTED, PP2, SMALL_PACKS),
-    "rollout_dp2": ROLLOUT_LOGPROBS,
+    "rollout_dp2": (*ROLLOUT_LOGPROBS, PACKS),
     "rollout_tp2_small": (*ROLLOUT_LOGPROBS, TP2, SMALL_PACKS),
 }
 

@@ -15,8 +15,9 @@ from typing import Any
 
 import pytest
 
+from tests.forks import run_command, run_ranks
 from tests.integration.grading import divisible_by_three
-from tests.torchrun import ROOT, run_bounded, run_torchrun
+from tests.torchrun import ROOT, run_bounded
 from tests.training_setup import read_metrics, read_samples, write_setup
 from vapo_mcore.cli import main
 from vapo_mcore.evaluation.statistics import pass_at_k
@@ -33,7 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     texts = ["1+1=", "2+2=", "3+3=", "1+1=", "5+5=", "6+6=", "7+7="]
     rows = [{"prompt": text, "answer": str(number), "level": "odd" if number % 2 else "even"} for number, text in enumerate(texts)]
     (folder / "heldout.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    result = run_torchrun(WORKER, 2, str(folder), timeout=600)
+    result = run_ranks(WORKER, 2, str(folder), timeout=600)
     assert result.returncode == 0, result.stdout[-6000:] + result.stderr[-6000:]
     assert result.stdout.count(" ok\n") == 5
     return folder
@@ -126,7 +127,7 @@ def test_faults_are_told_before_anything_starts(
 
 def test_another_evaluation_in_the_output_folder_is_told_before_a_model_is_loaded(folder: Path) -> None:
     arguments = [str(folder / "base.yaml"), "--checkpoint", str(folder / "model"), "--output", str(folder / "whole"), "seed=8"]
-    result = run_bounded([*CLI, *arguments, "parallel.world_size=1"], timeout=120)
+    result = run_command("eval", *arguments, "parallel.world_size=1")
     assert (result.returncode, result.stderr.count("\n")) == (2, 1), result.stderr
     assert "seed was 5, now it is 8" in result.stderr
 

@@ -1,18 +1,17 @@
 """A task, a reward, an advantage estimator and a loss term from one file outside the package, and the diagnosis, through whole runs."""
 
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.torchrun import run_bounded
+from tests.forks import run_script
 from tests.training_setup import read_metrics, read_samples, write_setup
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     folder = write_setup(tmp_path_factory.mktemp("extensions"))
-    result = run_bounded([sys.executable, str(Path(__file__).with_name("one_process_worker.py")), str(folder)], timeout=300)
+    result = run_script(Path(__file__).with_name("one_process_worker.py"), str(folder), timeout=300)
     assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-4000:]
     return folder
 

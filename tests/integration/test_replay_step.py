@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from tests.torchrun import run_bounded, run_torchrun
+from tests.forks import run_command, run_ranks
 from tests.training_setup import read_metrics, write_setup
 from vapo_mcore.weights.convert import megatron_to_hf
 
@@ -20,7 +19,7 @@ from vapo_mcore.weights.convert import megatron_to_hf
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = write_setup(tmp_path_factory.mktemp("replay"))
-    done = run_torchrun("tests/integration/replay_worker.py", 2, str(folder), timeout=300)
+    done = run_ranks("tests/integration/replay_worker.py", 2, str(folder), timeout=300)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     (folder / "output.txt").write_text(done.stdout)
     return folder
@@ -112,8 +111,8 @@ def test_the_command_replays_in_one_process_what_two_have_made(folder: Path) -> 
     metrics_file = folder / "run" / "metrics.jsonl"
     whole = metrics_file.read_bytes()
     metrics_file.write_bytes(whole + b'{"step": 4, "sta')
-    command = [sys.executable, "-m", "vapo_mcore.cli", "replay-step", str(folder / "run"), "3", "parallel.world_size=1"]
-    done = run_bounded([*command, "--json", str(folder / "one.json")], timeout=120)
+    command, one = ("replay-step", str(folder / "run")), str(folder / "one.json")
+    done = run_command(*command, "3", "parallel.world_size=1", "--json", one)
     metrics_file.write_bytes(whole)
     assert done.returncode == 0, done.stderr[-4000:]
     exact, metrics = compared(folder / "one.json")
@@ -126,6 +125,6 @@ def test_the_command_replays_in_one_process_what_two_have_made(folder: Path) -> 
         (["3", "--checkpoint", "step_000003"], "--checkpoint step_000003 is not before step 3 (rl): it holds its outcome"),
         (["0"], "STEP = 0: steps count from 1"),
     ):
-        refused = run_bounded([*command[:5], *arguments], timeout=60)
+        refused = run_command(*command, *arguments)
         assert refused.returncode == 2
         assert expected in refused.stderr

@@ -15,8 +15,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.forks import run_ranks
 from tests.rollout_models import load_model, reward_model_class, write_reward_model
-from tests.torchrun import run_torchrun
 from tests.training_setup import CHARACTERS, assert_same_means, read_metrics, read_samples, write_setup
 from vapo_mcore.trainer.metric_table import METRICS
 
@@ -40,7 +40,7 @@ RUNS_WITH_LOGPROBS = [
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = write_setup(tmp_path_factory.mktemp("training"))
     write_reward_model(folder / "model", folder / "reward_model")
-    result = run_torchrun(WORKER, 2, str(folder), timeout=900)
+    result = run_ranks(WORKER, 2, str(folder), timeout=900)
     assert result.returncode == 0, result.stdout[-8000:] + result.stderr[-8000:]
     written = re.search(r"^CASES: .*?\[$(.*?)^\]$", WORKER.read_text(), re.MULTILINE | re.DOTALL)
     assert written is not None

@@ -28,6 +28,7 @@ from vapo_mcore.weights.checksums import tensor_checksum
 FOLDER = Path(sys.argv[1])
 TP2 = "parallel.tensor_model_parallel_size=2"
 NO_PRETRAINING = "critic.value_pretraining.steps=0"
+SMALL_PACKS = "batch.max_tokens_per_microbatch=96"  # several a mini-batch on each rank
 
 
 def run(name: str, *overrides: str) -> None:
@@ -59,12 +60,12 @@ def policy_watched(seen: list[tuple[bool, bool]]) -> Iterator[None]:
 def vapo_dp2() -> None:
     seen: list[tuple[bool, bool]] = []
     with policy_watched(seen):
-        run("vapo_dp2", "rollout.verify_weights=true")
+        run("vapo_dp2", "rollout.verify_weights=true", SMALL_PACKS)
     assert seen == [(False, True), (False, True)], seen
 
 
 def vapo_tp2() -> None:
-    run("vapo_tp2", TP2)
+    run("vapo_tp2", TP2, SMALL_PACKS)
 
 
 @contextmanager
@@ -89,7 +90,7 @@ def batches_kept(prefix: str) -> Iterator[None]:
 def one_update_by_hand() -> None:
     """One mini-batch, one update."""
     with batches_kept("batch"):
-        run("one_update", "run.steps=1", "batch.mini_batch_size=16", "critic.head_init=zero", NO_PRETRAINING)
+        run("one_update", SMALL_PACKS, "run.steps=1", "batch.mini_batch_size=16", "critic.head_init=zero", NO_PRETRAINING)
 
 
 def all_wrong() -> None:

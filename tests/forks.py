@@ -1,0 +1,268 @@
+"""Processes forked from one that has imported everything: a start takes milliseconds, where imports take 5 s of a core.
+
+``run_ranks`` runs a worker script as the ranks of a run, with torchrun's environment; ``run_script`` in one process; ``Forks`` starts any
+program of this repository.
+What torchrun and the command line do themselves is not seen here: tests of it start them (tests/torchrun.py).
+
+Two servers fork: ranks of even and of odd number have other seeds of Python's hash, as processes that were started apart have, so that
+an order taken from a set is not the same on all ranks by chance. ``python tests/forks.py`` is a server: it reads one JSON request a line,
+answers with {"pid": n}, and writes the process's exit code (or -signal) to the request's file "status" when it has ended.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import gc
+import json
+import os
+import runpy
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+SECONDS_TO_END = 30
+"""That the other ranks have after SIGTERM when one has failed; torchrun's own."""
+
+
+@dataclass(frozen=True)
+class Forked:
+    """A process that a server has forked; the leader of a process group of its own."""
+
+    pid: int
+    status_file: Path
+
+    @property
+    def status(self) -> int | None:
+        """Exit code, -signal, or None as long as it runs."""
+        return int(self.status_file.read_text()) if self.status_file.exists() else None
+
+    def wait(self, timeout: float) -> int:
+        """The status; AssertionError if it runs still after ``timeout`` seconds."""
+        deadline = time.monotonic() + timeout
+        while (status := self.status) is None:
+            assert time.monotonic() < deadline, f"process {self.pid} did not end within {timeout} s"
+            time.sleep(0.02)
+        return status
+
+    def signal_all(self, number: int) -> None:
+        """To the process and those it has started."""
+        with contextlib.suppress(ProcessLookupError):  # all have ended
+            os.killpg(self.pid, number)
+
+
+class Forks:
+    """A server and the processes that it has forked."""
+
+    def __init__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="vapo_mcore_forks_")
+        self._count = 0
+        self._lock = threading.Lock()
+        self._server = subprocess.Popen(
+            [sys.executable, str(Path(__file__).resolve())],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+            env=inherited(),
+            start_new_session=True,
+        )
+
+    def start(self, command: Sequence[str], stdout: Path, stderr: Path, environment: Mapping[str, object]) -> Forked:
+        """Begin ``command``, a script with its arguments or "-m", module and arguments; what it prints is appended to the files."""
+        with self._lock:
+            return self._start(list(command), stdout, stderr, inherited() | {name: str(value) for name, value in environment.items()})
+
+    def _start(self, command: list[str], stdout: Path, stderr: Path, environment: dict[str, str]) -> Forked:
+        assert self._server.stdin is not None and self._server.stdout is not None
+        self._count += 1
+        status = Path(self._folder.name) / str(self._count)
+        files = {"stdout": str(stdout), "stderr": str(stderr), "status": str(status)}
+        self._server.stdin.write(json.dumps({"command": command, "environment": environment, **files}) + "\n")
+        self._server.stdin.flush()
+        answer = self._server.stdout.readline()
+        assert answer, "the process that forks has ended"
+        return Forked(int(json.loads(answer)["pid"]), status)
+
+    def close(self) -> None:
+        """The server ends, and with it what it has forked."""
+        assert self._server.stdin is not None
+        self._server.stdin.close()
+        try:
+            self._server.wait(timeout=60)
+        finally:
+            if self._server.poll() is None:
+                os.killpg(self._server.pid, signal.SIGKILL)
+        self._folder.cleanup()
+
+
+def inherited() -> dict[str, str]:
+    """What processes of the tests find in their environment."""
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+
+
+@functools.cache
+def servers() -> tuple[Forks, Forks]:
+    """Those of this test process, for all its tests."""
+    both = Forks(), Forks()
+    for server in both:
+        atexit.register(server.close)
+    return both
+
+
+def run_ranks(script: str | Path, nproc: int, *args: str, timeout: float = 180) -> subprocess.CompletedProcess[str]:
+    """``script`` (relative to the repository or absolute) as ``nproc`` ranks; stdout and stderr of all, and 0 or what a rank failed with.
+
+    When a rank fails the others are ended. After ``timeout`` seconds all are killed and the test fails with the output up to there.
+    """
+    from torch.distributed import TCPStore
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # here, as torchrun's is in its agent
+    world = {"WORLD_SIZE": nproc, "LOCAL_WORLD_SIZE": nproc, "GROUP_WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port}
+    world |= {"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": 0, "TORCHELASTIC_MAX_RESTARTS": 0}
+    return _run([str(ROOT / script), *args], [{**world, "RANK": rank, "LOCAL_RANK": rank} for rank in range(nproc)], timeout)
+
+
+def run_script(script: str | Path, *args: str, timeout: float = 180) -> subprocess.CompletedProcess[str]:
+    """``script`` in one process that knows of no ranks, as :func:`run_ranks`."""
+    return _run([str(ROOT / script), *args], [{}], timeout)
+
+
+def run_command(*args: str, timeout: float = 180) -> subprocess.CompletedProcess[str]:
+    """``vapo-mcore`` with arguments in one process, as :func:`run_ranks`."""
+    return _run(["-m", "vapo_mcore.cli", *args], [{}], timeout)
+
+
+def _run(command: list[str], environments: list[dict[str, object]], timeout: float) -> subprocess.CompletedProcess[str]:
+    """A process with each environment, even ones from one server and odd ones from the other."""
+    with tempfile.TemporaryDirectory(prefix="vapo_mcore_output_") as folder:
+        files = Path(folder) / "stdout", Path(folder) / "stderr"
+        processes: list[Forked] = []
+        status = None
+        try:
+            for number, environment in enumerate(environments):
+                processes.append(servers()[number % 2].start(command, *files, environment))
+            status = _wait(processes, timeout)
+        finally:
+            for process in processes:
+                process.signal_all(signal.SIGKILL)
+        for process in processes:
+            process.wait(60)
+        stdout, stderr = (path.read_text(encoding="utf-8", errors="replace") for path in files)
+    if status is None:
+        raise AssertionError(f"{command} in {len(processes)} processes did not end within {timeout} s\n{stdout[-8000:]}\n{stderr[-8000:]}")
+    return subprocess.CompletedProcess(command, status, stdout, stderr)
+
+
+def _wait(processes: list[Forked], timeout: float) -> int | None:
+    """0, or what the first to fail ended with; None if they run still. Those that live SECONDS_TO_END after a failure are left."""
+    deadline, first = time.monotonic() + timeout, 0
+    while time.monotonic() < deadline:
+        statuses = [process.status for process in processes]
+        if first == 0 and any(statuses):
+            first = next(status for status in statuses if status)
+            deadline = time.monotonic() + SECONDS_TO_END
+            for process in processes:
+                process.signal_all(signal.SIGTERM)
+        if None not in statuses:
+            return first
+        time.sleep(0.02)
+    return first or None
+
+
+def _serve() -> list[str]:
+    """The server's life; returns in each forked process, with its command."""
+    children: dict[int, str] = {}
+    pending = ""
+    while True:
+        readable, _, _ = select.select([0], [], [], 0.02 if children else None)
+        while children and (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            unfinished = Path(children[ended[0]] + ".unfinished")
+            unfinished.write_text(str(os.waitstatus_to_exitcode(ended[1])))
+            unfinished.rename(children.pop(ended[0]))
+        if not readable:
+            continue
+        if not (text := os.read(0, 65536).decode()):
+            for child in children:
+                os.killpg(child, signal.SIGKILL)
+            os._exit(0)
+        *lines, pending = (pending + text).split("\n")
+        for line in lines:
+            request = json.loads(line)
+            assert len(os.listdir("/proc/self/task")) == 1, "threads do not live on in what is forked"
+            pid = os.fork()
+            if pid == 0:
+                return _become(request)
+            with contextlib.suppress(PermissionError, ProcessLookupError):  # the child was faster
+                os.setpgid(pid, pid)
+            children[pid] = request["status"]
+            print(json.dumps({"pid": pid}), flush=True)
+
+
+def _become(request: dict[str, Any]) -> list[str]:
+    os.setpgid(0, 0)
+    output = [os.open(request[name], os.O_WRONLY | os.O_CREAT | os.O_APPEND) for name in ("stdout", "stderr")]
+    for descriptor, target in ((os.open(os.devnull, os.O_RDONLY), 0), (output[0], 1), (output[1], 2)):
+        os.dup2(descriptor, target)
+        os.close(descriptor)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    return list(request["command"])
+
+
+def _import_everything() -> None:
+    os.environ["HF_HUB_OFFLINE"] = "1"  # transformers reads it once
+    from vapo_mcore.megatron.host import import_megatron
+
+    import_megatron()
+    import torch
+    from transformers import AutoModelForCausalLM, Qwen2ForCausalLM  # noqa: F401
+
+    import vapo_mcore.megatron.engine
+    import vapo_mcore.trainer.main  # noqa: F401
+
+    torch.set_num_threads(1)
+
+
+def _run_to_its_end(command: list[str]) -> None:
+    """The program, then what Python does at the end of a process but for taking apart all that was imported, which would copy it first."""
+    code = 0
+    try:
+        if command[0] == "-m":
+            sys.argv, sys.path[0] = command[1:], str(ROOT)
+            runpy.run_module(command[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv, sys.path[0] = command, str(Path(command[0]).parent)
+            runpy.run_path(command[0], run_name="__main__")
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+    except BaseException:  # noqa: BLE001 (whatever it is, it is shown and the exit code says so)
+        traceback.print_exc()
+        code = 1
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    _import_everything()
+    gc.freeze()  # else a collection in a forked process would copy all pages
+    _run_to_its_end(_serve())
