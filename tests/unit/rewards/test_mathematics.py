@@ -79,26 +79,11 @@ def test_a_chain_of_numbers_must_hold_but_for_rounding(answer, truth, equal):
     assert is_equal(answer, truth) is equal
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        "base seven",
-        "tens",
-        "nineteenths",
-        "lakh",
-        "quadrillion",
-        "divided by two",
-        "tripled",
-        "below zero",
-        "basis points",
-        "binary",
-        "subtracted from twenty",
-        "more than six",
-        "does not work",
-        "theta",
-        "point five",
-    ],
-)
+CHANGING_WORDS = """base seven, tens, nineteenths, lakh, quadrillion, divided by two, tripled, below zero, basis points, binary,
+    subtracted from twenty, more than six, does not work, theta, point five"""
+
+
+@pytest.mark.parametrize("words", [words.strip() for words in CHANGING_WORDS.split(",")])
 def test_words_after_a_number_that_change_its_value_are_no_noun(words):
     assert not is_equal(f"12 {words}", "12")
 
