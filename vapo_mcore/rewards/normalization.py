@@ -116,12 +116,15 @@ def _without_noun(text: str) -> str:
 
 def units_differ(answer: str, truth: str) -> bool:
     """Whether both say what their number counts, or the scale of a temperature, and not the same: ``5 cents`` and ``5 dollars``."""
-    ours, theirs = _counted_words(answer), _counted_words(truth)
-    return bool(ours and theirs) and not (ours <= theirs or theirs <= ours)
+    ours = _counted_words(answer)
+    theirs = _counted_words(truth) if ours else ours
+    return bool(theirs) and not (ours <= theirs or theirs <= ours)
 
 
 def _counted_words(text: str) -> frozenset[str]:
     """Their stems (``boxes`` and ``box`` have one), or the scale's letter; none where nothing is said."""
+    if not any(character.isalpha() for character in text):
+        return frozenset()
     text = _unwrapped(text).translate(_SYMBOLS).strip()
     if scale := _CELSIUS.search(text):
         return frozenset(scale[0].rstrip(" }")[-1])
