@@ -114,7 +114,12 @@ def put_in_place(new: Path, run_dir: str | Path, info: Mapping[str, Any]) -> Non
         write_json(new / INFO, dict(info))
         if destination.exists():
             destination.rename(old)
-        new.rename(destination)
+        try:
+            new.rename(destination)
+        except OSError:
+            if old.exists():
+                old.rename(destination)  # the old export stays the best
+            raise
         shutil.rmtree(old, ignore_errors=True)
     except OSError as error:
         raise CheckpointError(f"cannot write {destination}: {error.strerror or error}") from error

@@ -120,6 +120,23 @@ def test_a_replacement_that_was_killed_is_put_right(tmp_path: Path, monkeypatch:
     assert [path.name for path in tmp_path.iterdir()] == ["best_hf"]
 
 
+def test_a_replacement_that_fails_in_the_middle_leaves_the_last_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put_in_place(written(tmp_path, 4), tmp_path, {"step": 4})
+    new, rename = written(tmp_path, 7), Path.rename
+
+    def fail(path: Path, target: Path) -> Path:
+        if path == new:
+            raise OSError(5, "Input/output error")
+        return rename(path, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", fail)
+        with pytest.raises(CheckpointError, match="Input/output error"):
+            put_in_place(new, tmp_path, {"step": 7})
+    assert step_of(best_folder(tmp_path)) == 4
+    assert (best_folder(tmp_path) / "weights").read_text() == "4"
+
+
 def test_the_old_export_comes_back_where_the_new_one_is_not_whole(tmp_path: Path) -> None:
     for name, info in (("best_hf.replaced", '{"step": 4}'), ("best_hf.step_000007", None)):
         (tmp_path / name).mkdir()
