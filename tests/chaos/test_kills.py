@@ -6,13 +6,10 @@ time is chance: a failure names the number of the kill, and the folder of the ru
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from tests.torchrun import ROOT
+from tests.forks import Forked, servers
 from tests.training_setup import read_metrics, write_setup
 
 KILLS, IN_MAKE_TEST = 25, 3
@@ -40,62 +37,35 @@ SETTINGS = [
 
 
 class Runs:
-    """The process that forks the runs."""
+    """The runs of a folder, each a process that is forked, one at a time."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-        self.process = subprocess.Popen(
-            [sys.executable, str(ROOT / "tests/chaos/forked_runs.py")],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=ROOT,
-            env=environment,
-            start_new_session=True,
-        )
+        self._last: Forked | None = None
 
     def start(self, name: str, *options: str) -> int:
         """Begin a run; its process id."""
-        assert self.process.stdin is not None
-        command = [
-            str(self.folder / f"{name}.log"),
-            "train",
-            str(self.folder / "base.yaml"),
-            *SETTINGS,
-            f"run.dir={self.folder / name}",
-            *options,
-        ]
-        self.process.stdin.write(json.dumps(command) + "\n")
-        self.process.stdin.flush()
-        return int(self._answer()["pid"])
+        log = self.folder / f"{name}.log"
+        settings = [*SETTINGS, f"run.dir={self.folder / name}", *options]
+        self._last = servers()[0].start(["-m", "vapo_mcore.cli", "train", str(self.folder / "base.yaml"), *settings], log, log, {})
+        return self._last.pid
 
     def ended(self) -> int:
         """Wait for the run; its exit code, or -signal."""
-        return int(self._answer()["status"])
-
-    def _answer(self) -> dict[str, Any]:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        assert line, "the process that forks the runs has ended"
-        return dict(json.loads(line))
+        assert self._last is not None
+        return self._last.wait(300)
 
     def close(self) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        try:
-            self.process.wait(timeout=60)
-        finally:
-            if self.process.poll() is None:
-                os.killpg(self.process.pid, signal.SIGKILL)
+        """What is left of the last run ends."""
+        if self._last is not None:
+            self._last.signal_all(signal.SIGKILL)
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
-    folder = write_setup(tmp_path_factory.mktemp("chaos"), model="qwen2_tied")
-    forker = Runs(folder)
-    yield forker
-    forker.close()
+    runs = Runs(write_setup(tmp_path_factory.mktemp("chaos"), model="qwen2_tied"))
+    yield runs
+    runs.close()
 
 
 @pytest.fixture(scope="module")

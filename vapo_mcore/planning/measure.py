@@ -346,22 +346,19 @@ def _terms_of_loss(config: Config, role: Role) -> tuple[Any, ...]:
     return (*terms, clip.importance_correction.kind != "off", config.rollout.old_logprobs, config.rollout.temperature == 1.0)
 
 
-def training_peak(
-    chunks: Sequence[ChunkActivations], stage: int, stages: int, microbatches: int, *, group: int | None = None
-) -> tuple[int, ChunkActivations]:
+def training_peak(chunks: Sequence[ChunkActivations], stage: int, stages: int, microbatches: int) -> tuple[int, ChunkActivations]:
     """Most activations that are alive in an update, and the chunk that runs then: Megatron's 1F1B order, pass by pass.
 
     Args:
         chunks: of the rank: one, or one a virtual stage.
         stage: of the rank among ``stages``.
-        microbatches: of one update.
-        group: micro-batches that go through one chunk before the next one, with several chunks (default: ``stages``).
+        microbatches: of one update; with several chunks, groups of ``stages`` go through one chunk before the next one.
     """
     from megatron.core.pipeline_parallel.schedules import get_schedule_table
 
-    count, group = len(chunks), group or stages
-    forwards = [chunk for _, chunk in get_schedule_table(microbatches, count, group)]
-    warmup = min(stages - stage - 1 if count == 1 else (stages - stage - 1) * 2 + (count - 1) * group, len(forwards))
+    count = len(chunks)
+    forwards = [chunk for _, chunk in get_schedule_table(microbatches, count, stages)]
+    warmup = min(stages - stage - 1 if count == 1 else (stages - stage - 1) * 2 + (count - 1) * stages, len(forwards))
     waiting, best = 0, (0, chunks[0])
 
     def run(chunk: ChunkActivations, alive: int) -> None:
