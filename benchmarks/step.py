@@ -4,7 +4,7 @@
     python benchmarks/step.py [--model models/smollm2-135m] [--steps 3]
 
 8 prompts x 8 responses of at most 48 tokens, one update of the policy and one of the critic. The step is the product's own
-(``Trainer.rl_step``, timed from outside). The bare parts are timed in the same process after it, over the tokens of that very step:
+(``StepRunner.rl_step``, timed from outside). The bare parts are timed in the same process after it, over the tokens of that very step:
 
 - ``generate``: ``vllm.LLM.generate`` on the step's engine, as many tokens for each prompt as the step drew, without seeds and log-probs;
 - ``forward``: transformers' model (SDPA) in eight padded batches sorted by length: log-probs of the labels, and values of a linear head;
@@ -36,13 +36,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from vapo_mcore.config import load_config
 from vapo_mcore.config.schema import Config
 from vapo_mcore.data.prompts import PromptDataset
+from vapo_mcore.experience.batches import Experience
+from vapo_mcore.experience.sampling import ResponseSampler
 from vapo_mcore.launch.local import become_single_process
 from vapo_mcore.megatron.parallel import initialize_parallel
-from vapo_mcore.trainer.experience import Experience
 from vapo_mcore.trainer.main import build_engine, start_verifiers
 from vapo_mcore.trainer.models import build_models
-from vapo_mcore.trainer.sampling import ResponseSampler
-from vapo_mcore.trainer.step import Trainer
+from vapo_mcore.trainer.step import StepRunner
 from vapo_mcore.trainer.weight_sync import WeightSync
 
 PHASES = ("generate", "logprobs", "values", "critic_update", "policy_update")
@@ -61,7 +61,7 @@ OVERRIDES = [
 ]
 
 
-class ObservedTrainer(Trainer):
+class ObservedStepRunner(StepRunner):
     """Keeps the experience of the last step."""
 
     experience: Experience
@@ -131,7 +131,7 @@ def adamw_seconds(parameters: int) -> float:
     return 2 * statistics.median(seconds(optimizer.step) for _ in range(3))
 
 
-def bare_generate(trainer: Trainer, experience: Experience, config: Config) -> float:
+def bare_generate(trainer: StepRunner, experience: Experience, config: Config) -> float:
     """vLLM's own call for as many tokens as the step drew from the same prompts."""
     from vllm import SamplingParams
 
@@ -148,7 +148,7 @@ def bare_generate(trainer: Trainer, experience: Experience, config: Config) -> f
         return seconds(lambda: llm.generate(prompts, parameters, use_tqdm=False))
 
 
-def measure(config: Config, trainer: ObservedTrainer, steps: int) -> None:
+def measure(config: Config, trainer: ObservedStepRunner, steps: int) -> None:
     bare = BareModels(config.model.path)
     parameters = sum(parameter.numel() for chunk in trainer.models.policy.chunks for parameter in chunk.parameters())
     trainer.sync.make_ready(lambda: None)
@@ -196,7 +196,7 @@ def measure(config: Config, trainer: ObservedTrainer, steps: int) -> None:
     )
 
 
-def build(config: Config, stack: ExitStack) -> ObservedTrainer:
+def build(config: Config, stack: ExitStack) -> ObservedStepRunner:
     parallel = initialize_parallel(config.parallel)
     tokenizer = AutoTokenizer.from_pretrained(config.model.path, local_files_only=True)
     prompts = PromptDataset(config.data, "train", tokenizer, seed=config.seed)
@@ -205,7 +205,7 @@ def build(config: Config, stack: ExitStack) -> ObservedTrainer:
     models = build_models(config, parallel, lambda text: None)
     sampler = ResponseSampler(engine, verifiers, tokenizer, config.seed)
     sync = WeightSync(models.policy, engine, verify=False)
-    return ObservedTrainer(config, parallel, models, sampler, sync, prompts.next_batch)
+    return ObservedStepRunner(config, parallel, models, sampler, sync, prompts.next_batch)
 
 
 def main() -> None:

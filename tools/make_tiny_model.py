@@ -136,8 +136,8 @@ def train(arguments: argparse.Namespace) -> None:
     from vapo_mcore.config.architecture import read_architecture
     from vapo_mcore.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
     from vapo_mcore.megatron.engine import MegatronModel
+    from vapo_mcore.megatron.losses import SupervisedLoss
     from vapo_mcore.megatron.parallel import initialize_parallel
-    from vapo_mcore.trainer.losses import SupervisedLoss
     from vapo_mcore.weights.export import Exporter, save_hf
     from vapo_mcore.weights.loader import load_hf_into
 

@@ -43,11 +43,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
             return data_command.run(options)
         if options.command == "eval":
-            from vapo_mcore.evaluation import command as evaluation
+            from vapo_mcore.commands import evaluate_command as evaluation
 
             return evaluation.run(options, arguments, _load_on_every_rank)
         if options.command == "replay-step":
-            from vapo_mcore.trainer import replay_command
+            from vapo_mcore.commands import replay_command
 
             return replay_command.run(options, arguments, _load_on_every_rank)
         if options.command == "watch":
@@ -89,7 +89,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     train.add_argument("--allow-config-change", action="store_true", help="resume although settings differ that change what is learned")
     train.add_argument("--restart-data", action="store_true", help="resume, but begin the training prompts anew")
 
-    from vapo_mcore.evaluation import command as evaluating
+    from vapo_mcore.commands import evaluate_command as evaluating
 
     evaluation = commands.add_parser("eval", help="evaluate a checkpoint on the evaluation sets of a configuration")
     evaluating.add_arguments(evaluation)
@@ -120,7 +120,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
 
     reporting.add_arguments(commands.add_parser("report", help="one HTML page of one or several runs"))
 
-    from vapo_mcore.trainer import replay_command
+    from vapo_mcore.commands import replay_command
 
     replay = commands.add_parser("replay-step", help="make a step of a run again from its dumped rollout, and compare the metrics")
     replay_command.add_arguments(replay)
@@ -187,7 +187,7 @@ def _train(options: argparse.Namespace, arguments: list[str]) -> int:
 
 def _is_finished(config: Config) -> bool:
     """Whether the run in run.dir has made all of its steps; says so."""
-    from vapo_mcore.trainer.run_dir import finished_steps
+    from vapo_mcore.records.run_dir import finished_steps
 
     steps = finished_steps(config.run.dir)
     if steps is None or steps < config.run.steps:
@@ -199,13 +199,13 @@ def _is_finished(config: Config) -> bool:
 
 def _check_files(config: Config, *, clean: bool, resume: bool) -> None:
     """Check the run directory, all rows of the data, and the headers of the weights. Raises one ConfigError for all that is wrong."""
-    from vapo_mcore.checkpoint.files import saved_weights
+    from vapo_mcore.checkpoint_files import saved_weights
     from vapo_mcore.config.architecture import read_architecture
     from vapo_mcore.data.sources import check_files
     from vapo_mcore.extensions.check import check_extensions
     from vapo_mcore.planning.host_memory import check_host_memory
-    from vapo_mcore.trainer.run_dir import check_run_directory
-    from vapo_mcore.trainer.trackers import check_trackers
+    from vapo_mcore.records.run_dir import check_run_directory
+    from vapo_mcore.records.trackers import check_trackers
     from vapo_mcore.weights.loader import check_folder
 
     checks: list[tuple[str, Callable[[], None]]] = [

@@ -306,7 +306,7 @@ COMMANDS = [
     ),
     # Pages that are generated, and measurements.
     Command("python -m vapo_mcore.config.reference", look=looks.is_page("configuration.md")),
-    Command("python -m vapo_mcore.trainer.metric_table", look=looks.table_is_in_page("metrics.md")),
+    Command("python -m vapo_mcore.records.metric_table", look=looks.table_is_in_page("metrics.md")),
     Command("make bench", add="BENCHMARKS=benchmarks/packing.py", why="one of its programs: all take many minutes", look=looks.json_lines),
     Command("python benchmarks/gae.py", add="--responses 256 --repeats 1", why="fewer responses", look=looks.json_lines),
     Command("python benchmarks/gpu_step.py", add="--small", why="there is no GPU", look=looks.json_lines),

@@ -10,10 +10,10 @@ from unittest import mock
 import torch.distributed as dist
 
 from tests.training_setup import training_config
+from vapo_mcore.commands import evaluate as evaluate_module
+from vapo_mcore.commands.evaluate import evaluate
 from vapo_mcore.evaluation.store import PROGRESS, RESPONSES
 from vapo_mcore.megatron.parallel import initialize_parallel
-from vapo_mcore.trainer import evaluate as evaluate_module
-from vapo_mcore.trainer.evaluate import evaluate
 from vapo_mcore.trainer.main import train
 from vapo_mcore.weights.convert import hf_to_megatron
 

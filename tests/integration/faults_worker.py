@@ -20,13 +20,13 @@ from torch import Tensor
 from tests.training_setup import training_config
 from vapo_mcore.errors import RewardError, RunStopped, StepAbandoned
 from vapo_mcore.megatron.engine import MegatronModel
+from vapo_mcore.megatron.losses import PolicyLoss
 from vapo_mcore.megatron.parallel import initialize_parallel
 from vapo_mcore.rewards import VerifierPool
 from vapo_mcore.rollout.transformers_engine import TransformersEngine
 from vapo_mcore.trainer.bad_batch import load_bad_batch
-from vapo_mcore.trainer.losses import PolicyLoss
 from vapo_mcore.trainer.main import train
-from vapo_mcore.trainer.step import Trainer
+from vapo_mcore.trainer.step import StepRunner
 from vapo_mcore.weights.checksums import tensor_checksum
 
 FOLDER = Path(sys.argv[1])
@@ -40,16 +40,16 @@ def run(name: str, *overrides: str) -> None:
 
 
 @contextmanager
-def trainer_watched() -> Iterator[list[Trainer]]:
+def trainer_watched() -> Iterator[list[StepRunner]]:
     """The trainers that are made in this block."""
-    made: list[Trainer] = []
-    original = Trainer.__init__
+    made: list[StepRunner] = []
+    original = StepRunner.__init__
 
-    def watched(self: Trainer, *arguments: Any, **more: Any) -> None:
+    def watched(self: StepRunner, *arguments: Any, **more: Any) -> None:
         original(self, *arguments, **more)
         made.append(self)
 
-    with mock.patch.object(Trainer, "__init__", watched):
+    with mock.patch.object(StepRunner, "__init__", watched):
         yield made
 
 

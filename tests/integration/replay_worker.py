@@ -8,10 +8,10 @@ from pathlib import Path
 import torch.distributed as dist
 
 from tests.training_setup import training_config
+from vapo_mcore.commands.replay import replay
+from vapo_mcore.commands.replay_checks import ReplayOptions
 from vapo_mcore.megatron.parallel import initialize_parallel
 from vapo_mcore.trainer.main import train
-from vapo_mcore.trainer.replay import replay
-from vapo_mcore.trainer.replay_checks import ReplayOptions
 
 FOLDER = Path(sys.argv[1])
 SETTINGS = (

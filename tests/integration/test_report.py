@@ -18,7 +18,7 @@ import pytest
 
 from tests.browser import Browser, chromium
 from tests.torchrun import ROOT
-from vapo_mcore.trainer.metric_table import METRICS
+from vapo_mcore.records.metric_table import METRICS
 
 STEPS, PRETRAINING = 2000, 50
 HOSTILE = "</script><script>document.title='taken over'</script><img src=x onerror=alert(1)> <b>&amp;</b>"

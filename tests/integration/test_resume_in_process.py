@@ -12,14 +12,14 @@ import pytest
 import torch.distributed as dist
 
 from tests.training_setup import read_metrics, training_config, write_setup
-from vapo_mcore.checkpoint.files import Manifest, list_checkpoints
 from vapo_mcore.checkpoint.resume import ResumeOptions
 from vapo_mcore.checkpoint.saver import Checkpointer
+from vapo_mcore.checkpoint_files import Manifest, list_checkpoints
 from vapo_mcore.errors import EXIT_REQUEUE, CheckpointError, ConfigError, RunStopped, StepAbandoned, StepBroken
+from vapo_mcore.experience.evaluator import Evaluation, Evaluator
 from vapo_mcore.megatron.parallel import initialize_parallel
-from vapo_mcore.trainer.evaluation import Evaluation, Evaluator
 from vapo_mcore.trainer.main import train
-from vapo_mcore.trainer.step import StepOutcome, Trainer
+from vapo_mcore.trainer.step import StepOutcome, StepRunner
 from vapo_mcore.trainer.value_pretraining import PretrainingEnd
 
 SETTINGS = (
@@ -64,13 +64,13 @@ def weights(run: Path) -> dict[str, bytes]:
 
 
 def test_a_stopped_run_continues_bit_for_bit(folder: Path, whole: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    original = Trainer.rl_step
+    original = StepRunner.rl_step
 
-    def stopping(self: Trainer, number: int) -> StepOutcome:
+    def stopping(self: StepRunner, number: int) -> StepOutcome:
         self.stop_requests.request("SIGUSR1", exit_code=EXIT_REQUEUE)
         return original(self, number)
 
-    with mock.patch.object(Trainer, "rl_step", stopping), pytest.raises(RunStopped, match=r"after step 1 \(rl\)") as stopped:
+    with mock.patch.object(StepRunner, "rl_step", stopping), pytest.raises(RunStopped, match=r"after step 1 \(rl\)") as stopped:
         run(folder, "stopped")
     assert stopped.value.exit_code == 75
     names = [path.name for path in list_checkpoints(folder / "stopped")]
@@ -85,9 +85,9 @@ def test_a_stopped_run_continues_bit_for_bit(folder: Path, whole: Path, capfd: p
 
 def test_a_step_that_cannot_be_done_leaves_the_one_before(folder: Path, whole: Path) -> None:
     """What it has drawn before it failed does not count: the resumed run does the step again."""
-    original = Trainer.rl_step
+    original = StepRunner.rl_step
 
-    def failing(self: Trainer, number: int) -> StepOutcome:
+    def failing(self: StepRunner, number: int) -> StepOutcome:
         if number == 2:
             self.next_prompts(3)
             self.rollouts += 1
@@ -95,7 +95,7 @@ def test_a_step_that_cannot_be_done_leaves_the_one_before(folder: Path, whole: P
         return original(self, number)
 
     rarely = "checkpoint.every_steps=0"
-    with mock.patch.object(Trainer, "rl_step", failing), pytest.raises(StepAbandoned):
+    with mock.patch.object(StepRunner, "rl_step", failing), pytest.raises(StepAbandoned):
         run(folder, "abandoned", None, rarely)
     assert [path.name for path in list_checkpoints(folder / "abandoned")] == ["step_000001"]
     with pytest.raises(ConfigError, match=r"(?s)seed: 5 -> 6.*--allow-config-change"):
@@ -106,15 +106,15 @@ def test_a_step_that_cannot_be_done_leaves_the_one_before(folder: Path, whole: P
 
 
 def test_a_broken_step_keeps_the_checkpoint_that_was_being_written(folder: Path) -> None:
-    original = Trainer.rl_step
+    original = StepRunner.rl_step
 
-    def broken(self: Trainer, number: int) -> StepOutcome:
+    def broken(self: StepRunner, number: int) -> StepOutcome:
         if number == 2:
             raise StepBroken("NaN or infinity")
         return original(self, number)
 
     late = mock.patch.object(Checkpointer, "poll")  # as if the disk were slow
-    with late, mock.patch.object(Trainer, "rl_step", broken), pytest.raises(StepBroken):
+    with late, mock.patch.object(StepRunner, "rl_step", broken), pytest.raises(StepBroken):
         run(folder, "broken", None)
     assert list_checkpoints(folder / "broken")[-1].name == "step_000001"
 

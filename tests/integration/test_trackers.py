@@ -24,8 +24,8 @@ from tests.unit.config_helpers import write_base
 from vapo_mcore.config import load_config
 from vapo_mcore.config.schema import Config
 from vapo_mcore.errors import ConfigError
-from vapo_mcore.trainer.run_dir import RunDirectory
-from vapo_mcore.trainer.trackers import Trackers, check_trackers, start_trackers
+from vapo_mcore.records.run_dir import RunDirectory
+from vapo_mcore.records.trackers import Trackers, check_trackers, start_trackers
 
 KEY = "W_AND_B_KEY_OF_THE_TEST"
 BOTH = ("run.tensorboard=true", "run.wandb={project: p, mode: offline, tags: [a, b], group: g}")

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from tests.forks import run_ranks
 from tests.rollout_models import load_model, reward_model_class, write_reward_model
 from tests.training_setup import CHARACTERS, assert_same_means, read_metrics, read_samples, write_setup
-from vapo_mcore.trainer.metric_table import METRICS
+from vapo_mcore.records.metric_table import METRICS
 
 WORKER = Path(__file__).with_name("train_worker.py")
 UNREADABLE = "\ufffd"  # what transformers reads the tokens of the letters above ASCII as

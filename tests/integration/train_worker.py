@@ -19,10 +19,10 @@ from vapo_mcore.megatron.engine import MegatronModel
 from vapo_mcore.megatron.parallel import initialize_parallel
 from vapo_mcore.trainer import main as main_module
 from vapo_mcore.trainer import step as step_module
-from vapo_mcore.trainer.loop import Run
+from vapo_mcore.trainer.loop import TrainingLoop
 from vapo_mcore.trainer.main import train
 from vapo_mcore.trainer.self_imitation import SelfImitation
-from vapo_mcore.trainer.step import Trainer
+from vapo_mcore.trainer.step import StepRunner
 from vapo_mcore.weights.checksums import tensor_checksum
 
 FOLDER = Path(sys.argv[1])
@@ -43,9 +43,9 @@ def checksums(model: MegatronModel) -> list[str]:
 @contextmanager
 def policy_watched(seen: list[tuple[bool, bool]]) -> Iterator[None]:
     """Notes for each pretraining step whether the policy and the critic changed."""
-    original = Trainer.value_pretraining_step
+    original = StepRunner.value_pretraining_step
 
-    def watched(self: Trainer, number: int) -> Any:
+    def watched(self: StepRunner, number: int) -> Any:
         assert self.models.critic is not None
         before = checksums(self.models.policy), checksums(self.models.critic)
         outcome = original(self, number)
@@ -53,7 +53,7 @@ def policy_watched(seen: list[tuple[bool, bool]]) -> Iterator[None]:
         seen.append((before[0] != after[0], before[1] != after[1]))
         return outcome
 
-    with mock.patch.object(Trainer, "value_pretraining_step", watched):
+    with mock.patch.object(StepRunner, "value_pretraining_step", watched):
         yield
 
 
@@ -140,9 +140,9 @@ def rollout_logprobs() -> None:
 def pretraining_job() -> None:
     """Value pretraining alone; each rank notes the critic that it leaves, and the one that a later run begins with."""
     found: dict[str, list[str]] = {}
-    saving, building = Run._save_critic, main_module.build_models
+    saving, building = TrainingLoop._save_critic, main_module.build_models
 
-    def save(self: Run) -> None:
+    def save(self: TrainingLoop) -> None:
         assert self.trainer.models.critic is not None
         found["saved"] = checksums(self.trainer.models.critic)
         saving(self)
@@ -152,7 +152,7 @@ def pretraining_job() -> None:
         found["loaded"] = checksums(models.critic)
         return models
 
-    with mock.patch.object(Run, "_save_critic", save):
+    with mock.patch.object(TrainingLoop, "_save_critic", save):
         run("pretraining_job", "run.steps=0", "critic.value_pretraining={steps: 2, head_only: true, lr: 0.01}", "critic.head=mlp")
     folder = FOLDER / "pretraining_job" / "critic_pretrained" / "hf"
     with mock.patch.object(main_module, "build_models", build):

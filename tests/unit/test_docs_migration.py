@@ -10,7 +10,7 @@ from vapo_mcore.config import load_config
 from vapo_mcore.config.loading import all_keys
 from vapo_mcore.config.schema import CustomSource, FileSource, ReasoningGymSource
 from vapo_mcore.errors import ConfigError
-from vapo_mcore.trainer.metric_table import EVALUATION, METRICS
+from vapo_mcore.records.metric_table import EVALUATION, METRICS
 
 CONFIGS = ROOT / "examples" / "configs"
 PAGES = ("from_nemo_rl", "from_verl")

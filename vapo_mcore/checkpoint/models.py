@@ -20,15 +20,15 @@ from typing import Any, Literal
 import torch
 
 from vapo_mcore.checkpoint import dist_checkpointing
-from vapo_mcore.checkpoint.files import OPTIMIZER, WEIGHTS, Manifest, faults_of, saved_weights
 from vapo_mcore.checkpoint.strategies import EXTRA_STATE, SafeCommonLoad, SafeLoad, SnapshotSave
+from vapo_mcore.checkpoint_files import OPTIMIZER, WEIGHTS, Manifest, faults_of, saved_weights
+from vapo_mcore.collectives import all_gather_objects, broadcast_object, fail_together, world
 from vapo_mcore.errors import CheckpointError
 from vapo_mcore.megatron.engine import MegatronModel
 from vapo_mcore.megatron.host import megatron_scope
 from vapo_mcore.megatron.offload import HostPool
 from vapo_mcore.megatron.optimizer import is_hybrid
 from vapo_mcore.megatron.parallel import ParallelContext
-from vapo_mcore.trainer.collectives import all_gather_objects, broadcast_object, fail_together, world
 
 OptimizerFormat = Literal["dp_reshardable", "fully_reshardable"]
 

@@ -7,15 +7,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vapo_mcore.checkpoint import files, state
+from vapo_mcore import checkpoint_files as files
+from vapo_mcore.checkpoint import state
 from vapo_mcore.checkpoint.changes import changes
-from vapo_mcore.checkpoint.files import OPTIMIZER, WEIGHTS, Manifest
 from vapo_mcore.checkpoint.models import OptimizerFormat, inspect, load_optimizer, load_weights
+from vapo_mcore.checkpoint_files import OPTIMIZER, WEIGHTS, Manifest
+from vapo_mcore.collectives import broadcast_object, fail_together
 from vapo_mcore.config.schema import Config
 from vapo_mcore.errors import CheckpointError, ConfigError
 from vapo_mcore.megatron.parallel import ParallelContext
-from vapo_mcore.trainer.collectives import broadcast_object, fail_together
-from vapo_mcore.trainer.models import Models, refresh_critic
+from vapo_mcore.megatron.roles import Models, refresh_critic
 
 Say = Callable[[str], None]
 _SAME_FOR_SHARDS = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size")

@@ -17,15 +17,16 @@ from pathlib import Path
 from typing import Any
 
 from vapo_mcore import __version__, heartbeat
-from vapo_mcore.checkpoint import files, state
-from vapo_mcore.checkpoint.files import HF, OPTIMIZER, WEIGHTS, Manifest, Stage
+from vapo_mcore import checkpoint_files as files
+from vapo_mcore.checkpoint import state
 from vapo_mcore.checkpoint.models import FolderSave, ModelSaver, OptimizerFormat, check_steps
+from vapo_mcore.checkpoint_files import HF, OPTIMIZER, WEIGHTS, Manifest, Stage
+from vapo_mcore.collectives import all_gather_objects, broadcast_object, fail_together
 from vapo_mcore.config.schema import Config
 from vapo_mcore.errors import CheckpointError
 from vapo_mcore.megatron.engine import MegatronModel
 from vapo_mcore.megatron.parallel import ParallelContext
-from vapo_mcore.trainer.collectives import all_gather_objects, broadcast_object, fail_together
-from vapo_mcore.trainer.models import Models
+from vapo_mcore.megatron.roles import Models
 from vapo_mcore.weights.writer import copy_companions
 
 LAYOUT = (

@@ -21,10 +21,10 @@ from torch import Tensor
 
 from vapo_mcore import heartbeat
 from vapo_mcore.checkpoint.dist_checkpointing import AsyncSaveShardedStrategy, LoadShardedStrategy, TorchCommonLoadStrategy
+from vapo_mcore.collectives import all_gather_objects, fail_together, world
 from vapo_mcore.errors import CheckpointError
 from vapo_mcore.megatron.host import HAS_CUDA, import_megatron
 from vapo_mcore.megatron.offload import HostPool
-from vapo_mcore.trainer.collectives import all_gather_objects, fail_together, world
 from vapo_mcore.weights.distcp import DistributedCheckpointReader, DistributedCheckpointWriter, WrittenPart, write_metadata
 
 import_megatron()

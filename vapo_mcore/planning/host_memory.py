@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vapo_mcore.checkpoint.files import model_folder
+from vapo_mcore.checkpoint_files import model_folder
 from vapo_mcore.config.architecture import read_architecture
 from vapo_mcore.errors import ConfigError
 from vapo_mcore.planning.state import Role, cpu_offload, offload_host_bytes, snapshot_host_bytes

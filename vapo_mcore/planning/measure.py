@@ -28,11 +28,11 @@ from vapo_mcore.megatron.attention import RMSNorm, SegmentAttention
 from vapo_mcore.megatron.engine import wrap_chunks
 from vapo_mcore.megatron.host import import_megatron, megatron_scope
 from vapo_mcore.megatron.logprob import CHUNK_ELEMENTS, vocab_parallel_logprobs
+from vapo_mcore.megatron.losses import CriticLoss, PolicyLoss
 from vapo_mcore.megatron.model import build_chunks
 from vapo_mcore.megatron.parallel import ParallelContext, initialize_parallel
 from vapo_mcore.planning.live_bytes import LiveBytes
 from vapo_mcore.planning.state import FlatBuffer, Role, StateBytes, cpu_offload, states_by_data_rank
-from vapo_mcore.trainer.losses import CriticLoss, PolicyLoss
 
 if TYPE_CHECKING:
     from vapo_mcore.config.schema import Config, ParallelConfig

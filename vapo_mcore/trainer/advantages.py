@@ -25,12 +25,12 @@ from vapo_mcore.algorithm.kl import kl_estimate
 from vapo_mcore.algorithm.lambdas import lambda_statistics, length_adaptive_lambda, sigmoid_lambda
 from vapo_mcore.algorithm.segments import broadcast_to_tokens, keep_responses, place_rewards, place_terminal_rewards
 from vapo_mcore.algorithm.shaping import kl_penalised_rewards, shape_rewards
+from vapo_mcore.collectives import fail_together
 from vapo_mcore.config.schema import Config
 from vapo_mcore.data.rollout_batch import Rows
+from vapo_mcore.experience.batches import Experience
 from vapo_mcore.extensions.points import CustomEstimator
-from vapo_mcore.trainer.collectives import fail_together
-from vapo_mcore.trainer.experience import Experience
-from vapo_mcore.trainer.metrics import StepMetrics
+from vapo_mcore.records.metrics import StepMetrics
 
 
 def shaped_rewards(config: Config, rows: Rows) -> Tensor:

@@ -22,8 +22,8 @@ from vapo_mcore.data.microbatch import MicroBatch
 from vapo_mcore.data.rollout_batch import Rows
 from vapo_mcore.data.thd import ThdLayout
 from vapo_mcore.errors import CheckpointError
+from vapo_mcore.experience.step_dump import json_number, row_records
 from vapo_mcore.megatron.parallel import ParallelContext
-from vapo_mcore.trainer.step_dump import json_number, row_records
 
 FORMAT = 1
 _INFO = "batch.json"

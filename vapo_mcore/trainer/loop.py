@@ -8,20 +8,20 @@ from statistics import fmean
 from typing import Any
 
 from vapo_mcore import heartbeat
-from vapo_mcore.checkpoint.files import Stage, model_folder
 from vapo_mcore.checkpoint.saver import Checkpointer
+from vapo_mcore.checkpoint_files import Stage, model_folder
+from vapo_mcore.collectives import fail_together
 from vapo_mcore.config.schema import Config
 from vapo_mcore.errors import CheckpointError, RolloutError, RunStopped, StepAbandoned, StepBroken
 from vapo_mcore.evaluation.report import console_lines, describe, write_report
+from vapo_mcore.experience.evaluator import Evaluation, Evaluator, evaluation_settings
 from vapo_mcore.megatron.host import HAS_CUDA
+from vapo_mcore.megatron.roles import refresh_critic
+from vapo_mcore.records.console import Console, format_step
+from vapo_mcore.records.run_dir import RunDirectory, critic_folder, export_folder
+from vapo_mcore.records.timing import PhaseTimer, RunClock
 from vapo_mcore.trainer.best_export import BestExport, best_folder, new_folder_of, put_in_place, restore_best, step_of
-from vapo_mcore.trainer.collectives import fail_together
-from vapo_mcore.trainer.console import Console, format_step
-from vapo_mcore.trainer.evaluation import Evaluation, Evaluator, evaluation_settings
-from vapo_mcore.trainer.models import refresh_critic
-from vapo_mcore.trainer.run_dir import RunDirectory, critic_folder, export_folder
-from vapo_mcore.trainer.step import StepOutcome, Trainer
-from vapo_mcore.trainer.timing import PhaseTimer, RunClock
+from vapo_mcore.trainer.step import StepOutcome, StepRunner
 from vapo_mcore.trainer.value_pretraining import PretrainingEnd
 from vapo_mcore.weights.export import Exporter, save_hf
 
@@ -29,8 +29,8 @@ FIRST_STEPS, LAST_STEPS = 5, 10
 """Steps whose mean reward the summary compares."""
 
 
-class Run:
-    """Drives a ``Trainer`` from start to end. Runs on all ranks alike; the first one has the run directory and the console.
+class TrainingLoop:
+    """Drives a ``StepRunner`` from start to end. Runs on all ranks alike; the first one has the run directory and the console.
 
     ``stage`` and ``step`` are the last step done. A resumed run gets them, and the rest of its past, from ``load_state_dict``.
     """
@@ -38,7 +38,7 @@ class Run:
     def __init__(
         self,
         config: Config,
-        trainer: Trainer,
+        trainer: StepRunner,
         evaluator: Evaluator | None,
         console: Console,
         checkpointer: Checkpointer,

@@ -16,7 +16,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from vapo_mcore.checkpoint.files import remove_leftovers
 from vapo_mcore.checkpoint.resume import (
     Checkpoint,
     ResumeOptions,
@@ -28,10 +27,14 @@ from vapo_mcore.checkpoint.resume import (
     restore_random,
 )
 from vapo_mcore.checkpoint.saver import Checkpointer
+from vapo_mcore.checkpoint_files import remove_leftovers
+from vapo_mcore.collectives import all_gather_objects, broadcast_object, fail_together, lost_a_peer, world
 from vapo_mcore.config.schema import Config
 from vapo_mcore.data.prompts import PromptDataset, check_files, overlaps
 from vapo_mcore.data.tokenizer import load_tokenizer
 from vapo_mcore.errors import EXIT_REQUEUE, ConfigError, DataError, RunStopped, TrainingError
+from vapo_mcore.experience.evaluator import Evaluator
+from vapo_mcore.experience.sampling import ResponseSampler
 from vapo_mcore.extensions.check import check_extensions
 from vapo_mcore.launch.local import become_stoppable
 from vapo_mcore.launch.watchdog import Watchdog
@@ -39,22 +42,19 @@ from vapo_mcore.megatron.host import HAS_CUDA
 from vapo_mcore.megatron.model import DTYPES
 from vapo_mcore.megatron.parallel import ParallelContext, initialize_parallel
 from vapo_mcore.planning.host_memory import check_host_memory
+from vapo_mcore.records.console import Console
+from vapo_mcore.records.run_dir import RunDirectory, check_position, check_run_directory, finished_steps, holds_run
+from vapo_mcore.records.run_lock import RunLock
+from vapo_mcore.records.trackers import check_trackers, start_trackers
 from vapo_mcore.rewards import VerifierPool, check_verifier_names
 from vapo_mcore.rollout.base import RolloutEngine
 from vapo_mcore.rollout.factory import build_rollout_engine
 from vapo_mcore.rollout.hf_folder import stop_token_ids
 from vapo_mcore.rollout.multi_turn import MultiTurn, ObservationFormat
-from vapo_mcore.trainer.collectives import all_gather_objects, broadcast_object, fail_together, lost_a_peer, world
-from vapo_mcore.trainer.console import Console
-from vapo_mcore.trainer.evaluation import Evaluator
-from vapo_mcore.trainer.loop import Run
+from vapo_mcore.trainer.loop import TrainingLoop
 from vapo_mcore.trainer.models import build_models
-from vapo_mcore.trainer.run_dir import RunDirectory, check_position, check_run_directory, finished_steps, holds_run
-from vapo_mcore.trainer.run_lock import RunLock
-from vapo_mcore.trainer.sampling import ResponseSampler
 from vapo_mcore.trainer.signals import StopSignals
-from vapo_mcore.trainer.step import Trainer
-from vapo_mcore.trainer.trackers import check_trackers, start_trackers
+from vapo_mcore.trainer.step import StepRunner
 from vapo_mcore.trainer.weight_sync import WeightSync
 
 _SECONDS_UNTIL_ENDED = 30.0
@@ -126,14 +126,14 @@ def train(config: Config, parallel: ParallelContext, *, clean: bool, resume: Res
             load_models(config, models, parallel, past.checkpoint)
         sampler = ResponseSampler(engine, verifiers, tokenizer, config.seed, multi_turn)
         sync = WeightSync(models.policy, engine, verify=config.rollout.verify_weights)
-        trainer = Trainer(config, parallel, models, sampler, sync, prompts.next_batch)
+        trainer = StepRunner(config, parallel, models, sampler, sync, prompts.next_batch)
         trainer.state.register("prompts", prompts)
         evaluator = Evaluator(config, sampler, held_out.items) if held_out is not None else None
         checkpointer = Checkpointer(config, parallel, models, console.print)
         if past is not None:
             checkpointer.published = (past.checkpoint.manifest.stage, past.checkpoint.manifest.step)
         stack.callback(checkpointer.close)
-        run = Run(config, trainer, evaluator, console, checkpointer)
+        run = TrainingLoop(config, trainer, evaluator, console, checkpointer)
         if past is not None:
             trainer.state.load_state_dict(past.state["objects"] | {"prompts": prompts.state_dict()})
         fresh = (clean or resume is not None) and locked

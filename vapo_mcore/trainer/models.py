@@ -1,43 +1,23 @@
-"""Building policy and critic from the configuration, and giving the critic a fresh optimizer between stages."""
+"""Build and load policy, critic and reference from the configuration."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from vapo_mcore.checkpoint.files import model_folder, saved_weights
 from vapo_mcore.checkpoint.models import fill_chunks, require_intact
+from vapo_mcore.checkpoint_files import model_folder, saved_weights
 from vapo_mcore.config.architecture import ModelArchitecture, new_critic, read_architecture
-from vapo_mcore.config.schema import Config, OptimizerConfig
+from vapo_mcore.config.schema import Config
 from vapo_mcore.errors import ConfigError
 from vapo_mcore.megatron.engine import MegatronModel
 from vapo_mcore.megatron.host import HAS_CUDA
 from vapo_mcore.megatron.offload import Residency
 from vapo_mcore.megatron.parallel import ParallelContext
+from vapo_mcore.megatron.roles import Models, build_critic
 from vapo_mcore.weights.loader import LoadReport, load_hf_into
 
 Say = Callable[[str], None]
-
-
-@dataclass
-class Models:
-    """The models of a run on this rank, and which of them are on the device when.
-
-    ``critic`` is None for critic-free estimators. ``reference``: host copies of the policy's initial parameters, for a KL term; they
-    are swapped into the policy's buffers when they are needed (None without one). ``critic_updates``: optimizer steps of the critic
-    before its present optimizer was made.
-    """
-
-    architecture: ModelArchitecture
-    policy: MegatronModel
-    critic: MegatronModel | None
-    reference: list[Tensor] | None
-    residency: Residency
-    critic_updates: int = 0
 
 
 def build_models(config: Config, parallel: ParallelContext, say: Say) -> Models:
@@ -101,53 +81,8 @@ def _first_critic(config: Config, policy: ModelArchitecture, parallel: ParallelC
         head_only = pretraining.head_only
         if pretraining.lr is not None:
             settings = settings.model_copy(update={"lr": pretraining.lr})
-    critic = _build_critic(config, architecture, parallel, load, settings, head_only)
+    critic = build_critic(config, architecture, parallel, load, settings, head_only)
     for name, reason in reports[0].dropped.items():
         say(f"critic: {name} of {folder} not used: {reason}")
     say(f"critic: trunk from {folder}, value head: {reports[0].head}")
     return critic
-
-
-def _build_critic(
-    config: Config,
-    architecture: ModelArchitecture,
-    parallel: ParallelContext,
-    load: Callable[[list[Any]], object],
-    settings: OptimizerConfig,
-    head_only: bool,
-) -> MegatronModel:
-    return MegatronModel(
-        "critic",
-        architecture,
-        config.model,
-        parallel,
-        load_weights=load,
-        optimizer=settings,
-        warmup_updates=settings.warmup_rollouts * config.critic_updates_per_step,
-        head_only=head_only,
-        head_dropout=config.critic.head_dropout,
-    )
-
-
-def refresh_critic(config: Config, models: Models) -> None:
-    """Prepare the critic for the RL stage: as it is, or where pretraining had its own rate or a frozen trunk, one with the same weights
-    and a fresh optimizer of ``critic.optimizer``."""
-    pretraining = config.critic.value_pretraining
-    if models.critic is None or (pretraining.lr is None and not pretraining.head_only):
-        return
-    models.residency.remove("critic")
-    assert models.critic.optimizer is not None
-    models.critic_updates += models.critic.optimizer.updates
-    old = models.critic.chunks
-
-    @torch.no_grad()
-    def copy(chunks: list[Any]) -> None:
-        for new_chunk, old_chunk in zip(chunks, old, strict=True):
-            sources = dict(old_chunk.named_parameters())
-            for name, parameter in new_chunk.named_parameters():
-                parameter.copy_(sources[name])
-
-    models.critic = _build_critic(
-        config, models.critic.architecture, models.critic.parallel, copy, config.critic.optimizer, head_only=False
-    )
-    models.residency.add(models.critic)

@@ -21,11 +21,11 @@ from vapo_mcore.config.schema import Config, SelfImitationConfig
 from vapo_mcore.data.microbatch import MicroBatch
 from vapo_mcore.data.ragged import cumulative, token_index
 from vapo_mcore.data.rollout_batch import RolloutBatch, Rows
+from vapo_mcore.experience.batches import Experience, pack_microbatches, plan_rows
 from vapo_mcore.megatron.engine import MegatronModel
+from vapo_mcore.megatron.losses import CriticLoss, SupervisedLoss
 from vapo_mcore.megatron.parallel import ParallelContext
-from vapo_mcore.trainer.experience import Experience, pack_microbatches, plan_rows
-from vapo_mcore.trainer.losses import CriticLoss, SupervisedLoss
-from vapo_mcore.trainer.metrics import StepMetrics
+from vapo_mcore.records.metrics import StepMetrics
 
 _TENSORS = ("tokens", "response_mask", "returns")
 

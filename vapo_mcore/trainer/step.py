@@ -1,6 +1,6 @@
 """One step of training: collect, distribute, log-probs, values, advantages, critic update, policy update, weight sync.
 
-``Trainer`` holds what lives as long as the run and is the same on every rank; a ``_Step`` is what one step accumulates.
+``StepRunner`` holds what lives as long as the run and is the same on every rank; a ``_Step`` is what one step accumulates.
 """
 
 from __future__ import annotations
@@ -13,24 +13,30 @@ from typing import Any
 from safetensors import SafetensorError
 
 from vapo_mcore import heartbeat
-from vapo_mcore.checkpoint.files import Stage
 from vapo_mcore.checkpoint.state import StateRegistry
+from vapo_mcore.checkpoint_files import Stage
+from vapo_mcore.collectives import all_gather_objects, gather_objects
 from vapo_mcore.config.schema import Config
 from vapo_mcore.data.prompts import Prompt
 from vapo_mcore.diagnosis.monitor import Monitor
 from vapo_mcore.errors import StepAbandoned, StepBroken, TrainingError, VapoError
+from vapo_mcore.experience.batches import Experience, distribute, plan_minibatches
+from vapo_mcore.experience.collecting import SamplingCounts, collect
+from vapo_mcore.experience.sampling import ResponseSampler, Round
+from vapo_mcore.experience.step_dump import StepDump, dump_folder, save_step
+from vapo_mcore.experience.token_records import token_columns
 from vapo_mcore.megatron.parallel import ParallelContext
+from vapo_mcore.megatron.roles import Models
+from vapo_mcore.records.metric_table import metrics_of
+from vapo_mcore.records.metrics import StepMetrics
+from vapo_mcore.records.run_dir import faults_folder
+from vapo_mcore.records.timing import PhaseTimer
 from vapo_mcore.rollout.base import SyncReport
 from vapo_mcore.trainer.advantages import AdvantageEstimator, check_experience, shaped_rewards, trainable_rows
 from vapo_mcore.trainer.bad_batch import BadUpdate, save_bad_batch
 from vapo_mcore.trainer.bad_updates import UpdateGuard
-from vapo_mcore.trainer.collecting import SamplingCounts, collect
-from vapo_mcore.trainer.collectives import all_gather_objects, gather_objects
-from vapo_mcore.trainer.experience import Experience, distribute, plan_minibatches
-from vapo_mcore.trainer.metric_table import metrics_of
-from vapo_mcore.trainer.metrics import StepMetrics
-from vapo_mcore.trainer.models import Models
-from vapo_mcore.trainer.records import (
+from vapo_mcore.trainer.self_imitation import SelfImitation
+from vapo_mcore.trainer.step_metrics import (
     record_mismatch,
     record_packing,
     record_rows,
@@ -38,13 +44,7 @@ from vapo_mcore.trainer.records import (
     record_time_and_memory,
     record_values,
 )
-from vapo_mcore.trainer.run_dir import faults_folder
-from vapo_mcore.trainer.sampling import ResponseSampler, Round
-from vapo_mcore.trainer.self_imitation import SelfImitation
-from vapo_mcore.trainer.step_dump import StepDump, dump_folder, save_step
 from vapo_mcore.trainer.stopping import StopRequests
-from vapo_mcore.trainer.timing import PhaseTimer
-from vapo_mcore.trainer.token_records import token_columns
 from vapo_mcore.trainer.updates import StoppedUpdate, update_critic, update_policy
 from vapo_mcore.trainer.weight_sync import WeightSync
 
@@ -79,7 +79,7 @@ class _Step:
     dumped: bool = False
 
 
-class Trainer:
+class StepRunner:
     """Runs RL steps and value-pretraining steps. Every method is a collective over all ranks."""
 
     def __init__(

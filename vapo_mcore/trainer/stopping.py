@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from vapo_mcore.trainer.collectives import all_gather_objects
+from vapo_mcore.collectives import all_gather_objects
 
 
 @dataclass(frozen=True)

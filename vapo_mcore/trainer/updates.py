@@ -13,12 +13,12 @@ from itertools import count, islice
 from vapo_mcore.algorithm.weights import positive_token_weights, token_weights
 from vapo_mcore.config.schema import Config
 from vapo_mcore.data.microbatch import MicroBatch
+from vapo_mcore.experience.batches import Experience, MiniBatch
 from vapo_mcore.megatron.engine import LossFunction, MegatronModel, StepResult
+from vapo_mcore.megatron.losses import TERM_STATISTIC, CriticLoss, PolicyLoss
 from vapo_mcore.megatron.optimizer import Skipped
+from vapo_mcore.records.metrics import StepMetrics
 from vapo_mcore.trainer.bad_updates import UpdateGuard
-from vapo_mcore.trainer.experience import Experience, MiniBatch
-from vapo_mcore.trainer.losses import TERM_STATISTIC, CriticLoss, PolicyLoss
-from vapo_mcore.trainer.metrics import StepMetrics
 
 _WEIGHTS = ("policy_weights", "positive_weights", "value_weights")
 

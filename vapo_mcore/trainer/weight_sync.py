@@ -1,15 +1,15 @@
-"""Trainer's policy into the rollout engine: wake its weights, stream HF tensors in buckets, wake its KV cache."""
+"""The trainer's policy into the rollout engine: wake its weights, stream HF tensors in buckets, wake its KV cache."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
 
+from vapo_mcore.collectives import all_gather_objects, fail_together
 from vapo_mcore.errors import RolloutError
 from vapo_mcore.megatron.engine import MegatronModel
 from vapo_mcore.rollout.base import EngineState, RolloutEngine, SyncReport
 from vapo_mcore.rollout.weight_stream import listed
-from vapo_mcore.trainer.collectives import all_gather_objects, fail_together
 from vapo_mcore.weights.checksums import tensor_checksum
 from vapo_mcore.weights.export import Exporter
 

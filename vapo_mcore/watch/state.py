@@ -10,14 +10,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
-from vapo_mcore.checkpoint.files import list_checkpoints
+from vapo_mcore.checkpoint_files import list_checkpoints
 from vapo_mcore.config import Config, load_config
 from vapo_mcore.diagnosis.monitor import Finding, Monitor
 from vapo_mcore.errors import ConfigError, DataError
 from vapo_mcore.launch.watchdog import has_hung, heartbeat_folder, read_heartbeats
 from vapo_mcore.metrics_file import STAGES, GrowingMetrics, Row
-from vapo_mcore.trainer.run_dir import finished_steps, holds_run
-from vapo_mcore.trainer.run_lock import lock_holder, lock_path
+from vapo_mcore.records.run_dir import finished_steps, holds_run
+from vapo_mcore.records.run_lock import lock_holder, lock_path
 
 SILENT_SECONDS = 60.0
 """A holder of the lock renews it every 5 s; after so long without it is taken for dead."""

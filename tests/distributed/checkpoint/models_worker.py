@@ -24,13 +24,13 @@ from vapo_mcore.checkpoint.models import (
     load_optimizer,
     load_weights,
 )
+from vapo_mcore.collectives import all_gather_objects
 from vapo_mcore.config.architecture import read_architecture
 from vapo_mcore.errors import CheckpointError
 from vapo_mcore.megatron.engine import MegatronModel
 from vapo_mcore.megatron.host import megatron_scope
 from vapo_mcore.megatron.parallel import ParallelContext, initialize_distributed, initialize_parallel
 from vapo_mcore.planning.state import snapshot_bytes
-from vapo_mcore.trainer.collectives import all_gather_objects
 from vapo_mcore.weights.distcp import DistributedCheckpointReader
 from vapo_mcore.weights.loader import load_hf_into
 

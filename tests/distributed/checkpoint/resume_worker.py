@@ -15,12 +15,13 @@ from unittest import mock
 import torch.distributed as dist
 
 from tests.training_setup import training_config
-from vapo_mcore.checkpoint import files, strategies
+from vapo_mcore import checkpoint_files as files
+from vapo_mcore.checkpoint import strategies
 from vapo_mcore.checkpoint.resume import ResumeOptions
 from vapo_mcore.errors import EXIT_REQUEUE, CheckpointError, ConfigError, DataError, RunStopped, StepAbandoned
 from vapo_mcore.megatron.parallel import initialize_parallel
 from vapo_mcore.trainer.main import train
-from vapo_mcore.trainer.step import StepOutcome, Trainer
+from vapo_mcore.trainer.step import StepOutcome, StepRunner
 
 FOLDER = Path(sys.argv[1])
 TP2 = "parallel.tensor_model_parallel_size=2"
@@ -46,16 +47,16 @@ def expected(kind: type[Exception], words: tuple[str, ...], name: str, *override
 
 
 @contextmanager
-def during_step(number: int, act: Callable[[Trainer], None]) -> Iterator[None]:
+def during_step(number: int, act: Callable[[StepRunner], None]) -> Iterator[None]:
     """Do something at the beginning of an RL step."""
-    original = Trainer.rl_step
+    original = StepRunner.rl_step
 
-    def watched(self: Trainer, step: int) -> StepOutcome:
+    def watched(self: StepRunner, step: int) -> StepOutcome:
         if step == number:
             act(self)
         return original(self, step)
 
-    with mock.patch.object(Trainer, "rl_step", watched):
+    with mock.patch.object(StepRunner, "rl_step", watched):
         yield
 
 
@@ -72,7 +73,7 @@ def same_layout() -> None:
     settings = (SHARDS, "model.dtype=bfloat16", "rollout.dynamic_sampling={enabled: true, max_rounds: 2}")
     run("whole", *settings, "run.steps=4")
 
-    def stop(trainer: Trainer) -> None:
+    def stop(trainer: StepRunner) -> None:
         if dist.get_rank() == 1:
             trainer.stop_requests.request("SIGUSR1", exit_code=EXIT_REQUEUE)
 
@@ -93,7 +94,7 @@ def abandoned() -> None:
     settings = ("checkpoint.every_minutes=0", "run.steps=3")
     run("unbroken", *settings)
 
-    def fail(trainer: Trainer) -> None:
+    def fail(trainer: StepRunner) -> None:
         trainer.next_prompts(3)  # what the step has drawn before it failed must not count
         trainer.rollouts += 1
         raise StepAbandoned("the rollout engine is gone")

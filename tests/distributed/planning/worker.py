@@ -22,6 +22,7 @@ from vapo_mcore.config.schema import Config
 from vapo_mcore.data.microbatch import MicroBatch
 from vapo_mcore.data.thd import ThdLayout
 from vapo_mcore.megatron.engine import MegatronModel
+from vapo_mcore.megatron.losses import CriticLoss, PolicyLoss
 from vapo_mcore.megatron.offload import Residency
 from vapo_mcore.megatron.parallel import ParallelContext, initialize_distributed, initialize_parallel
 from vapo_mcore.planning.catalog import find_architecture
@@ -37,7 +38,6 @@ from vapo_mcore.planning.measure import (
     training_peak,
 )
 from vapo_mcore.planning.state import Role, cpu_offload, model_state, offload_host_bytes, reduction_copy_bytes
-from vapo_mcore.trainer.losses import CriticLoss, PolicyLoss
 
 TINY = replace(find_architecture("qwen2.5-0.5b"), num_layers=4, hidden_size=128, ffn_hidden_size=256, num_attention_heads=4)
 TINY = replace(TINY, num_key_value_heads=2, head_dim=32, vocab_size=1003, tie_word_embeddings=False)

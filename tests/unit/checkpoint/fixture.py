@@ -17,12 +17,12 @@ import torch
 
 from tests.unit.checkpoint.conftest import LAYOUT, build, contents, update
 from tests.unit.config_helpers import load, write_base, write_model
-from vapo_mcore.checkpoint.files import list_checkpoints
 from vapo_mcore.checkpoint.saver import Checkpointer
+from vapo_mcore.checkpoint_files import list_checkpoints
 from vapo_mcore.config.architecture import read_architecture
 from vapo_mcore.megatron.offload import Residency
 from vapo_mcore.megatron.parallel import ParallelContext, initialize_parallel
-from vapo_mcore.trainer.models import Models
+from vapo_mcore.megatron.roles import Models
 from vapo_mcore.weights.checksums import tensor_checksum
 
 SHAPE = {

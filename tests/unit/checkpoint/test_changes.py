@@ -7,8 +7,8 @@ import yaml
 
 from tests.torchrun import ROOT
 from vapo_mcore.checkpoint.changes import HARMLESS, changes
-from vapo_mcore.checkpoint.files import Manifest
 from vapo_mcore.checkpoint.resume import Checkpoint, compare_configs
+from vapo_mcore.checkpoint_files import Manifest
 from vapo_mcore.config import load_config
 from vapo_mcore.config.loading import all_keys
 from vapo_mcore.errors import CheckpointError, ConfigError

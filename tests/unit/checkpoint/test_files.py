@@ -9,8 +9,8 @@ from unittest import mock
 
 import pytest
 
-from vapo_mcore.checkpoint import files
-from vapo_mcore.checkpoint.files import Manifest
+from vapo_mcore import checkpoint_files as files
+from vapo_mcore.checkpoint_files import Manifest
 from vapo_mcore.errors import CheckpointError
 
 MANIFEST = Manifest("rl", 7, "dp_reshardable", {"policy": 14}, {"world_size": 2}, {"reward/mean": 0.5}, "0.1.0")

@@ -16,16 +16,17 @@ from tests.torchrun import ROOT
 from tests.unit.checkpoint.conftest import contents, update
 from tests.unit.checkpoint.fixture import SHAPE, STATE, fingerprints, make_models, save
 from tests.unit.config_helpers import load, write_base, write_model
-from vapo_mcore.checkpoint import files, strategies
+from vapo_mcore import checkpoint_files as files
 from vapo_mcore.checkpoint import saver as saver_module
-from vapo_mcore.checkpoint.files import Manifest
+from vapo_mcore.checkpoint import strategies
 from vapo_mcore.checkpoint.resume import choose, load_models, load_state, restore_random
 from vapo_mcore.checkpoint.saver import Checkpointer
+from vapo_mcore.checkpoint_files import Manifest
 from vapo_mcore.config import Config
 from vapo_mcore.errors import CheckpointError
 from vapo_mcore.megatron.parallel import ParallelContext
+from vapo_mcore.megatron.roles import Models
 from vapo_mcore.planning.state import Role, snapshot_bytes
-from vapo_mcore.trainer.models import Models
 from vapo_mcore.weights.distcp import DistributedCheckpointReader
 
 DTYPES: tuple[tuple[Role, str], ...] = (("policy", "bfloat16"), ("critic", "float32"))

@@ -12,7 +12,7 @@ from tests.unit.config_helpers import faults_of, load, write_base
 from tests.unit.trainer.rollouts import make_config
 from vapo_mcore.diagnosis import monitor, rules
 from vapo_mcore.diagnosis.monitor import REPEATED_EVERY, Monitor
-from vapo_mcore.trainer.metrics import StepMetrics
+from vapo_mcore.records.metrics import StepMetrics
 from vapo_mcore.trainer.stopping import StopRequests
 
 FAILING = {"grading/failed": 1, "response/count": 4}
@@ -106,7 +106,7 @@ def test_rules_read_nothing_that_the_history_drops():
 
 
 def finish(trainer_config, row, monkeypatch):
-    """Trainer._finish on a row as if it had been reduced, without models."""
+    """StepRunner._finish on a row as if it had been reduced, without models."""
     from vapo_mcore.trainer import step as step_module
 
     monkeypatch.setattr(step_module, "record_time_and_memory", lambda metrics, timer: None)
@@ -118,7 +118,7 @@ def finish(trainer_config, row, monkeypatch):
         stop_requests=StopRequests(),
         config=trainer_config,
     )
-    outcome = step_module.Trainer._finish(trainer, step_module._Step("rl", 1, StepMetrics(step_module.metrics_of(()))))
+    outcome = step_module.StepRunner._finish(trainer, step_module._Step("rl", 1, StepMetrics(step_module.metrics_of(()))))
     return outcome, trainer.stop_requests.agreed()
 
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from vapo_mcore.evaluation.command import weights_folder
+from vapo_mcore.commands.evaluate_command import weights_folder
 
 
 def test_the_weights_of_a_training_checkpoint_are_those_of_its_policy(tmp_path: Path) -> None:

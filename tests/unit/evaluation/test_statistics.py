@@ -8,7 +8,7 @@ import pytest
 
 from vapo_mcore.evaluation.intervals import estimate, wilson_interval
 from vapo_mcore.evaluation.statistics import majority_score, pass_at_k, summarise
-from vapo_mcore.trainer.evaluation import first_of_each_set
+from vapo_mcore.experience.evaluator import first_of_each_set
 
 T, F, FAILED = True, False, None
 

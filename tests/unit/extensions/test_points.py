@@ -11,10 +11,10 @@ from vapo_mcore.config.schema import CustomEstimatorConfig, LossTermConfig
 from vapo_mcore.errors import ConfigError, TrainingError
 from vapo_mcore.extensions.check import check_extensions
 from vapo_mcore.extensions.points import CustomTerm
+from vapo_mcore.megatron.losses import PolicyLoss
+from vapo_mcore.records.metric_table import METRICS, metrics_of
+from vapo_mcore.records.metrics import StepMetrics
 from vapo_mcore.trainer.advantages import AdvantageEstimator
-from vapo_mcore.trainer.losses import PolicyLoss
-from vapo_mcore.trainer.metric_table import METRICS, metrics_of
-from vapo_mcore.trainer.metrics import StepMetrics
 
 NAN = math.nan
 EXAMPLE = f"{ROOT}/examples/extensions/arithmetic.py"

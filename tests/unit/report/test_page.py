@@ -8,12 +8,12 @@ from typing import Any
 
 from tests.unit.report.test_read import write_run
 from tests.unit.trainer.rollouts import make_config
+from vapo_mcore.records.metric_table import METRICS
 from vapo_mcore.report import notes, samples
 from vapo_mcore.report.charts import SECTIONS, sections
 from vapo_mcore.report.page import embedded, page_data
 from vapo_mcore.report.read import RunData, read_runs
 from vapo_mcore.report.series import HISTOGRAMS, PROFILES
-from vapo_mcore.trainer.metric_table import METRICS
 
 COLLAPSE = Path(__file__).parents[2] / "cases" / "diagnosis" / "collapse.jsonl"
 

@@ -9,7 +9,7 @@ import pytest
 from tests.unit.config_helpers import write_base
 from vapo_mcore.config import load_config
 from vapo_mcore.errors import DataError
-from vapo_mcore.trainer.run_dir import RunDirectory
+from vapo_mcore.records.run_dir import RunDirectory
 
 
 @pytest.fixture

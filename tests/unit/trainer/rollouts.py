@@ -9,8 +9,8 @@ from vapo_mcore.algorithm.weights import Denominators
 from vapo_mcore.config import Config, config_from_dict
 from vapo_mcore.data.microbatch import make_microbatch
 from vapo_mcore.data.rollout_batch import RolloutBatch, Rows
+from vapo_mcore.experience.batches import Experience, MiniBatch
 from vapo_mcore.trainer.advantages import shaped_rewards, trainable_rows
-from vapo_mcore.trainer.experience import Experience, MiniBatch
 
 
 def make_config(*, rollout: dict | None = None, reward: dict | None = None, **algorithm) -> Config:

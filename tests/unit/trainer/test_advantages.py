@@ -8,9 +8,9 @@ import torch
 
 from tests.unit.trainer.rollouts import make_config, make_experience, make_rows
 from vapo_mcore.errors import TrainingError
+from vapo_mcore.records.metric_table import METRICS
+from vapo_mcore.records.metrics import StepMetrics
 from vapo_mcore.trainer.advantages import AdvantageEstimator, check_experience
-from vapo_mcore.trainer.metric_table import METRICS
-from vapo_mcore.trainer.metrics import StepMetrics
 
 FIXED = {"kind": "fixed", "value": 1.0}
 

@@ -3,8 +3,8 @@
 import pytest
 import torch.distributed as dist
 
+from vapo_mcore.collectives import all_gather_objects, broadcast_object, fail_together, lost_a_peer, world
 from vapo_mcore.errors import DataError, VapoError
-from vapo_mcore.trainer.collectives import all_gather_objects, broadcast_object, fail_together, lost_a_peer, world
 
 
 def test_a_world_without_process_group():

@@ -3,7 +3,7 @@
 import io
 import sys
 
-from vapo_mcore.trainer.console import Console, format_step
+from vapo_mcore.records.console import Console, format_step
 
 ROW = {
     "step": 3,

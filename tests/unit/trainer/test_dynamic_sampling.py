@@ -1,6 +1,6 @@
 """Which groups are kept, how many prompts further rounds draw, and that rounds are bounded."""
 
-from vapo_mcore.trainer.dynamic_sampling import GroupCollector, is_uniform
+from vapo_mcore.experience.dynamic_sampling import GroupCollector, is_uniform
 
 T, F = True, False
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.unit.trainer.rollouts import make_config as config
-from vapo_mcore.trainer.losses import CriticLoss, PolicyLoss, SupervisedLoss
+from vapo_mcore.megatron.losses import CriticLoss, PolicyLoss, SupervisedLoss
 
 NAN = math.nan
 

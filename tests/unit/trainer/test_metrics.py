@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from vapo_mcore.trainer.metric_table import METRICS
-from vapo_mcore.trainer.metrics import Metric, Reduction, StepMetrics
+from vapo_mcore.records.metric_table import METRICS
+from vapo_mcore.records.metrics import Metric, Reduction, StepMetrics
 
 TABLE = (
     Metric("mean", Reduction.MEAN, "tokens", ""),

@@ -5,12 +5,12 @@ import torch
 
 from tests.unit.trainer.rollouts import make_batch, make_rows
 from vapo_mcore.data.rollout_batch import Rows
-from vapo_mcore.trainer.collecting import SamplingCounts
-from vapo_mcore.trainer.experience import Experience
-from vapo_mcore.trainer.metric_table import METRICS, TOKEN_LISTS
-from vapo_mcore.trainer.metrics import StepMetrics
-from vapo_mcore.trainer.records import record_rows
-from vapo_mcore.trainer.token_records import COLUMNS, token_columns
+from vapo_mcore.experience.batches import Experience
+from vapo_mcore.experience.collecting import SamplingCounts
+from vapo_mcore.experience.token_records import COLUMNS, token_columns
+from vapo_mcore.records.metric_table import METRICS, TOKEN_LISTS
+from vapo_mcore.records.metrics import StepMetrics
+from vapo_mcore.trainer.step_metrics import record_rows
 
 
 def recorded(rows):

@@ -16,12 +16,12 @@ from tests.training_setup import write_tokenizer
 from vapo_mcore.config.schema import FaultsConfig
 from vapo_mcore.data.prompts import Prompt
 from vapo_mcore.errors import RewardError, StepAbandoned
+from vapo_mcore.experience.sampling import ResponseSampler, Round
+from vapo_mcore.records.timing import PhaseTimer
 from vapo_mcore.rewards import VerifierPool
 from vapo_mcore.rollout.base import Replica, SamplingConfig
 from vapo_mcore.rollout.transformers_engine import TransformersEngine
-from vapo_mcore.trainer.sampling import ResponseSampler, Round
-from vapo_mcore.trainer.step import Trainer
-from vapo_mcore.trainer.timing import PhaseTimer
+from vapo_mcore.trainer.step import StepRunner
 
 SAMPLING = SamplingConfig(temperature=1.0, top_p=1.0, top_k=-1, max_tokens=12)
 ASKED = [Prompt(f"p{i}", list(tokens), "?", "7", "s", "exact", {}) for i, tokens in enumerate(PROMPTS[:3])]
@@ -86,7 +86,7 @@ def trainer_of(sampler: ResponseSampler, folder: Path, rebuilds: int) -> Any:
         sampler=sampler,
         sync_weights=lambda: make_ready(sampler.engine, folder),  # type: ignore[arg-type]
     )
-    sampler.recover_engine = lambda failures, timer: Trainer.recover_engine(trainer, failures, timer)  # type: ignore[arg-type]
+    sampler.recover_engine = lambda failures, timer: StepRunner.recover_engine(trainer, failures, timer)  # type: ignore[arg-type]
     return trainer
 
 

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from tests.unit.config_helpers import load, write_base
+from vapo_mcore.commands.replay import Comparison, write_json
+from vapo_mcore.commands.replay_checks import ReplayOptions, check_replay
+from vapo_mcore.commands.replay_command import _derived_anew
 from vapo_mcore.config import load_config
 from vapo_mcore.config.schema import ParallelConfig
 from vapo_mcore.errors import ConfigError
-from vapo_mcore.trainer.replay import Comparison, write_json
-from vapo_mcore.trainer.replay_checks import ReplayOptions, check_replay
-from vapo_mcore.trainer.replay_command import _derived_anew
 
 
 def test_another_layout_derives_anew_what_the_layout_of_the_run_gave(tmp_path: Path) -> None:

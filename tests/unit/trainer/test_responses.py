@@ -9,9 +9,9 @@ import pytest
 
 from vapo_mcore.data.prompts import Prompt
 from vapo_mcore.data.rollout_batch import RolloutBatch
+from vapo_mcore.experience.responses import Response, grade_responses, response_rows, sample_record, step_rewards
 from vapo_mcore.rewards import StepReward, Verdict
 from vapo_mcore.rollout.base import GenerationRequest, Trajectory, TrajectoryEnd, Turn
-from vapo_mcore.trainer.responses import Response, grade_responses, response_rows, sample_record, step_rewards
 
 PROMPT = Prompt("set/1#0", [90, 91], "q", "truth", "set", "exact", {"of": 1})
 

@@ -3,7 +3,7 @@
 import torch
 
 from tests.unit.trainer.rollouts import make_batch, make_rows
-from vapo_mcore.trainer.sampling import Round, keep_groups
+from vapo_mcore.experience.sampling import Round, keep_groups
 
 
 def make_round(first_token, mine):

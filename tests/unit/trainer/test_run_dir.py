@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from vapo_mcore.errors import CheckpointError, ConfigError
-from vapo_mcore.trainer.run_dir import RunDirectory, check_position, check_run_directory, finished_steps
+from vapo_mcore.records.run_dir import RunDirectory, check_position, check_run_directory, finished_steps
 
 
 def create(path, **kwargs):

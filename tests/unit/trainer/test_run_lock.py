@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 
 from vapo_mcore.errors import ConfigError
-from vapo_mcore.trainer.run_lock import RunLock
+from vapo_mcore.records.run_lock import RunLock
 
 HOLDER = """
 import sys, time
-from vapo_mcore.trainer.run_lock import RunLock
+from vapo_mcore.records.run_lock import RunLock
 with RunLock(sys.argv[1], print):
     print("held", flush=True)
     sys.stdin.readline()

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from vapo_mcore.trainer.step import Trainer
+from vapo_mcore.trainer.step import StepRunner
 
 
 @pytest.mark.parametrize(("policy", "critic", "skipped"), [(True, True, 0), (False, True, 1), (True, False, 1), (False, False, 2)])
@@ -24,5 +24,5 @@ def test_skipped_steps_of_both_models_are_counted(policy: bool, critic: bool, sk
     step: Any = SimpleNamespace(
         number=1, timer=SimpleNamespace(phase=lambda _: contextlib.nullcontext()), metrics=SimpleNamespace(put=told.__setitem__)
     )
-    Trainer._imitate(trainer, step)
+    StepRunner._imitate(trainer, step)
     assert told == {"imitation/skipped": skipped}

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 from tests.unit.trainer.rollouts import make_rows
-from vapo_mcore.trainer.metric_table import METRICS, metrics_of
-from vapo_mcore.trainer.metrics import StepMetrics
-from vapo_mcore.trainer.records import record_sources
+from vapo_mcore.records.metric_table import METRICS, metrics_of
+from vapo_mcore.records.metrics import StepMetrics
+from vapo_mcore.trainer.step_metrics import record_sources
 
 
 def test_rewards_verdicts_and_lengths_by_source():

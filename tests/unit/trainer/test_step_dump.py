@@ -11,13 +11,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.unit.trainer.rollouts import make_batch, make_config, make_rows
-from vapo_mcore.checkpoint.files import Manifest, Stage, checkpoints_folder
+from vapo_mcore.checkpoint_files import Manifest, Stage, checkpoints_folder
+from vapo_mcore.commands.replay_checks import ReplayOptions, check_replay, checkpoint_before, is_exact
 from vapo_mcore.errors import CheckpointError
-from vapo_mcore.trainer import step_dump
-from vapo_mcore.trainer.collecting import SamplingCounts
-from vapo_mcore.trainer.replay_checks import ReplayOptions, check_replay, checkpoint_before, is_exact
-from vapo_mcore.trainer.sampling import Round, no_rows
-from vapo_mcore.trainer.step_dump import StepDump, load_step, save_step
+from vapo_mcore.experience import step_dump
+from vapo_mcore.experience.collecting import SamplingCounts
+from vapo_mcore.experience.sampling import Round, no_rows
+from vapo_mcore.experience.step_dump import StepDump, load_step, save_step
 
 ROWS = make_rows([3, 1, 2, 0], [0.1, 1.0, 0.0, 0.7], groups=[0, 0, 1, 1], graded=[True, True, False, True], cut=(2,), steps={0: [(1, 0.3)]})
 VOCAB = 400  # token ids of make_batch are 100 x row + position

@@ -6,10 +6,10 @@ import pytest
 
 from tests.unit.trainer.rollouts import make_config
 from vapo_mcore.checkpoint.state import StateRegistry, decode, encode
-from vapo_mcore.trainer import timing
-from vapo_mcore.trainer.console import Console
-from vapo_mcore.trainer.loop import Run
-from vapo_mcore.trainer.timing import RunClock
+from vapo_mcore.records import timing
+from vapo_mcore.records.console import Console
+from vapo_mcore.records.timing import RunClock
+from vapo_mcore.trainer.loop import TrainingLoop
 
 
 def test_a_resumed_run_counts_what_it_took_before_on_as_many_processes_as_it_had(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -29,9 +29,9 @@ def test_a_resumed_run_counts_what_it_took_before_on_as_many_processes_as_it_had
 
 
 def test_a_run_goes_on_with_its_clock_and_without_that_of_an_older_checkpoint() -> None:
-    def new_run() -> Run:
+    def new_run() -> TrainingLoop:
         trainer = SimpleNamespace(models=SimpleNamespace(critic=None), state=StateRegistry(), before_sync=None)
-        return Run(make_config(), trainer, None, Console(enabled=False), SimpleNamespace())  # type: ignore[arg-type]
+        return TrainingLoop(make_config(), trainer, None, Console(enabled=False), SimpleNamespace())  # type: ignore[arg-type]
 
     first = new_run()
     first.clock.load_state_dict({"seconds": 3600.0, "gpu_seconds": 28800.0})

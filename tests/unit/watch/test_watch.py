@@ -11,12 +11,12 @@ import pytest
 from rich.console import Console
 
 from tests.unit.config_helpers import write_base
-from vapo_mcore.checkpoint.files import checkpoints_folder
+from vapo_mcore.checkpoint_files import checkpoints_folder
 from vapo_mcore.cli import main
 from vapo_mcore.config import load_config
 from vapo_mcore.launch.watchdog import heartbeat_folder
-from vapo_mcore.trainer.run_dir import RunDirectory
-from vapo_mcore.trainer.run_lock import RunLock, lock_path
+from vapo_mcore.records.run_dir import RunDirectory
+from vapo_mcore.records.run_lock import RunLock, lock_path
 from vapo_mcore.watch.state import RunReader, duration, run_status
 from vapo_mcore.watch.view import BARS, PLAIN_BARS, render, sparkline
 

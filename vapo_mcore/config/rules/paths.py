@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from vapo_mcore.checkpoint.files import model_folder
+from vapo_mcore.checkpoint_files import model_folder
 from vapo_mcore.config.architecture import ModelArchitecture, read_architecture
 from vapo_mcore.config.layers import Fault
 from vapo_mcore.config.references import is_file_reference, is_reference

@@ -44,7 +44,7 @@ def run(options: argparse.Namespace, arguments: list[str], load: Callable[[argpa
             return local.launch("vapo_mcore.cli", arguments, config.parallel.world_size)
         local.become_single_process()
 
-    from vapo_mcore.trainer.evaluate import run_evaluation
+    from vapo_mcore.commands.evaluate import run_evaluation
 
     return run_evaluation(config, checkpoint, output, clean=options.clean)
 

@@ -22,8 +22,8 @@ from vapo_mcore.data.packing import Schedule, ScheduledMiniBatch, attention_cost
 from vapo_mcore.data.ragged import token_index
 from vapo_mcore.data.rollout_batch import RolloutBatch, Rows, exchange
 from vapo_mcore.data.thd import pad_multiples
+from vapo_mcore.experience.sampling import Round
 from vapo_mcore.megatron.parallel import ParallelContext
-from vapo_mcore.trainer.sampling import Round
 
 
 @dataclass(frozen=True)

@@ -13,22 +13,22 @@ import torch.distributed as dist
 from torch import Tensor
 
 from vapo_mcore import heartbeat
+from vapo_mcore.collectives import broadcast_object, fail_together
 from vapo_mcore.config.schema import Config
 from vapo_mcore.data.prompts import PromptDataset
 from vapo_mcore.data.tokenizer import load_tokenizer
 from vapo_mcore.errors import CheckpointError
 from vapo_mcore.evaluation.report import JSON_NAME, MARKDOWN_NAME, console_lines, write_report
 from vapo_mcore.evaluation.store import ResponseStore
+from vapo_mcore.experience.evaluator import Evaluator, evaluation_settings
+from vapo_mcore.experience.sampling import ResponseSampler
 from vapo_mcore.launch.watchdog import Watchdog
 from vapo_mcore.megatron.model import DTYPES
 from vapo_mcore.megatron.parallel import ParallelContext, initialize_parallel
+from vapo_mcore.records.console import Console
 from vapo_mcore.rewards import check_verifier_names
 from vapo_mcore.rollout.base import Replica, RolloutEngine
-from vapo_mcore.trainer.collectives import broadcast_object, fail_together
-from vapo_mcore.trainer.console import Console
-from vapo_mcore.trainer.evaluation import Evaluator, evaluation_settings
 from vapo_mcore.trainer.main import build_engine, build_multi_turn, configure_logging, ending_together, start_verifiers
-from vapo_mcore.trainer.sampling import ResponseSampler
 from vapo_mcore.weights.views import HfView, open_view
 
 _BUCKET_BYTES = 256 << 20

@@ -1,6 +1,6 @@
 """The table of all metrics with their reductions; ``docs/metrics.md`` is written from it:
 
-python -m vapo_mcore.trainer.metric_table > docs/metrics.md
+python -m vapo_mcore.records.metric_table > docs/metrics.md
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import replace
 
-from vapo_mcore.trainer.metrics import Metric, Reduction
+from vapo_mcore.records.metrics import Metric, Reduction
 
 MEAN, STD, MAX, MIN = Reduction.MEAN, Reduction.STD, Reduction.MAX, Reduction.MIN
 POOLED, SAME = Reduction.POOLED, Reduction.REPLICATED
@@ -340,7 +340,7 @@ def render_markdown() -> str:
         "the mode does not have (a critic's, without a critic) is absent; one that is undefined in a step is `null`; a number that is not",
         'finite is `null` and named in `metrics/nonfinite`. "Response tokens" are those that carry a loss, over all data-parallel ranks,',
         'unless said otherwise. "Updates" are those that were made: a skipped one is in no mean. This page is written by',
-        "`python -m vapo_mcore.trainer.metric_table`.",
+        "`python -m vapo_mcore.records.metric_table`.",
         "",
         "| metric | over | reduction | meaning |",
         "|---|---|---|---|",

@@ -15,23 +15,24 @@ from pathlib import Path
 from typing import Any, cast
 
 from vapo_mcore.checkpoint.resume import Checkpoint, choose, load_models, load_state, restore_random
+from vapo_mcore.collectives import fail_together
+from vapo_mcore.commands.replay_checks import ReplayOptions, check_json_path, checkpoint_before, is_exact
 from vapo_mcore.config.architecture import read_architecture
 from vapo_mcore.config.schema import Config
 from vapo_mcore.data.prompts import Prompt
 from vapo_mcore.errors import ConfigError
+from vapo_mcore.experience.batches import Experience
+from vapo_mcore.experience.collecting import SamplingCounts
+from vapo_mcore.experience.sampling import ResponseSampler, Round
+from vapo_mcore.experience.step_dump import StepDump, json_number, load_step
 from vapo_mcore.megatron.parallel import ParallelContext, initialize_parallel
+from vapo_mcore.megatron.roles import Models, refresh_critic
 from vapo_mcore.metrics_file import Row, whole_rows
+from vapo_mcore.records.console import Console
 from vapo_mcore.trainer.bad_batch import BadUpdate
-from vapo_mcore.trainer.collecting import SamplingCounts
-from vapo_mcore.trainer.collectives import fail_together
-from vapo_mcore.trainer.console import Console
-from vapo_mcore.trainer.experience import Experience
 from vapo_mcore.trainer.main import configure_logging, ending_together, seed_everything
-from vapo_mcore.trainer.models import Models, build_models, refresh_critic
-from vapo_mcore.trainer.replay_checks import ReplayOptions, check_json_path, checkpoint_before, is_exact
-from vapo_mcore.trainer.sampling import ResponseSampler, Round
-from vapo_mcore.trainer.step import StepOutcome, Trainer, _Step
-from vapo_mcore.trainer.step_dump import StepDump, json_number, load_step
+from vapo_mcore.trainer.models import build_models
+from vapo_mcore.trainer.step import StepOutcome, StepRunner, _Step
 from vapo_mcore.trainer.updates import StoppedUpdate
 from vapo_mcore.trainer.weight_sync import WeightSync
 
@@ -87,7 +88,7 @@ def replay(config: Config, parallel: ParallelContext, options: ReplayOptions) ->
     models = build_models(config, parallel, console.print)
     if checkpoint is not None:
         load_models(config, models, parallel, checkpoint)
-    trainer = ReplayTrainer(config, parallel, models, dump)
+    trainer = ReplayStepRunner(config, parallel, models, dump)
     if checkpoint is not None:
         trainer.load(load_state(checkpoint)["objects"])
         restore_random(checkpoint, parallel.rank)
@@ -110,7 +111,7 @@ def replay(config: Config, parallel: ParallelContext, options: ReplayOptions) ->
     return comparisons
 
 
-class ReplayTrainer(Trainer):
+class ReplayStepRunner(StepRunner):
     """A trainer whose responses come from a dump: no rollout engine, no weight sync, and nothing is written."""
 
     def __init__(self, config: Config, parallel: ParallelContext, models: Models, dump: StepDump) -> None:

@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from vapo_mcore.errors import CheckpointError, ConfigError
-from vapo_mcore.trainer.replay_checks import dumps_folder
-from vapo_mcore.trainer.trackers import Trackers
+from vapo_mcore.records.dumps import dumps_folder
+from vapo_mcore.records.trackers import Trackers
 
 LOCK_NAME = ".lock"
 _MARKER = ".vapo_mcore_run"

@@ -14,10 +14,10 @@ from vapo_mcore.algorithm.importance import mismatch_statistics
 from vapo_mcore.algorithm.losses import explained_variance
 from vapo_mcore.algorithm.profiles import LENGTH_BINS, length_bins, value_profiles
 from vapo_mcore.data.rollout_batch import Rows
-from vapo_mcore.trainer.collecting import SamplingCounts
-from vapo_mcore.trainer.experience import Experience
-from vapo_mcore.trainer.metrics import StepMetrics
-from vapo_mcore.trainer.timing import PhaseTimer
+from vapo_mcore.experience.batches import Experience
+from vapo_mcore.experience.collecting import SamplingCounts
+from vapo_mcore.records.metrics import StepMetrics
+from vapo_mcore.records.timing import PhaseTimer
 
 
 def record_rows(metrics: StepMetrics, rows: Rows, trainable: Tensor, counts: SamplingCounts, max_length: int) -> None:
@@ -100,7 +100,7 @@ def record_packing(metrics: StepMetrics, experience: Experience, owner: Tensor, 
 
 
 def record_mismatch(metrics: StepMetrics, experience: Experience, cap: float, group: dist.ProcessGroup) -> None:
-    """Trainer's log-probs (of the log-prob pass) against the rollout's; a collective over data parallelism."""
+    """The trainer's log-probs (of the log-prob pass) against the rollout's; a collective over data parallelism."""
     batch = experience.batch
     found = mismatch_statistics(batch["old_logprobs"], batch["rollout_logprobs"], experience.mask, cap=cap, group=group)
     for name in ("logprob_abs_mean", "logprob_abs_max", "kl", "ess", "beyond_cap_frac"):

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from vapo_mcore.collectives import broadcast_object, world
 from vapo_mcore.config.schema import Config
 from vapo_mcore.data.prompts import Prompt
 from vapo_mcore.errors import StepAbandoned
+from vapo_mcore.experience.dynamic_sampling import GroupCollector
+from vapo_mcore.experience.sampling import ResponseSampler, Round, keep_groups
+from vapo_mcore.records.timing import PhaseTimer
 from vapo_mcore.rollout.base import SamplingConfig
-from vapo_mcore.trainer.collectives import broadcast_object, world
-from vapo_mcore.trainer.dynamic_sampling import GroupCollector
-from vapo_mcore.trainer.sampling import ResponseSampler, Round, keep_groups
-from vapo_mcore.trainer.timing import PhaseTimer
 
 
 @dataclass(frozen=True)

@@ -7,15 +7,15 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from vapo_mcore.collectives import broadcast_object, fail_together, gather_objects
 from vapo_mcore.config.schema import Config
 from vapo_mcore.data.prompts import Prompt
 from vapo_mcore.evaluation.statistics import Summary, summarise
 from vapo_mcore.evaluation.store import ResponseStore
+from vapo_mcore.experience.sampling import ResponseSampler
+from vapo_mcore.records.timing import PhaseTimer
 from vapo_mcore.rewards import GradeItem, knows_answers, stated_answer
 from vapo_mcore.rollout.base import SamplingConfig
-from vapo_mcore.trainer.collectives import broadcast_object, fail_together, gather_objects
-from vapo_mcore.trainer.sampling import ResponseSampler
-from vapo_mcore.trainer.timing import PhaseTimer
 
 EVALUATION_SEED_STEP = 0
 """Rollouts count from 1, so evaluations share no seed with training; all evaluations of a run draw with the same seeds."""

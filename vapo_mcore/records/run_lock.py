@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from vapo_mcore.errors import ConfigError
-from vapo_mcore.trainer.run_dir import LOCK_NAME
+from vapo_mcore.records.run_dir import LOCK_NAME
 
 BEAT_SECONDS = 5.0
 WATCH_SECONDS = 20.0

@@ -7,14 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from vapo_mcore.checkpoint import files
-from vapo_mcore.checkpoint.files import Manifest, Stage
+from vapo_mcore import checkpoint_files as files
+from vapo_mcore.checkpoint_files import Manifest, Stage
 from vapo_mcore.config.schema import Config
 from vapo_mcore.errors import CheckpointError, ConfigError
 from vapo_mcore.metrics_file import Row
-
-STEP_INFO = "step.json"
-"""Of a dump; with it the dump is complete."""
+from vapo_mcore.records.dumps import require_dump
 
 
 @dataclass(frozen=True)
@@ -30,23 +28,6 @@ class ReplayOptions:
     def name(self) -> str:
         """Of the checkpoint after the step, and of its dump."""
         return files.checkpoint_name(self.stage, self.step)
-
-
-def dumps_folder(run_dir: str | Path) -> Path:
-    """Where the rollouts of single steps are."""
-    return Path(run_dir) / "dumps"
-
-
-def require_dump(run_dir: str | Path, name: str) -> Path:
-    """The folder of a dump. Raises CheckpointError, naming the dumps that there are, where it is not there or unfinished."""
-    folder = dumps_folder(run_dir) / name
-    if not (folder / STEP_INFO).is_file():
-        there = ", ".join(sorted(path.parent.name for path in dumps_folder(run_dir).glob(f"[!.]*/{STEP_INFO}"))) or "none"
-        raise CheckpointError(
-            f"{folder} is no dump of a step; there are: {there}. Steps are dumped with run.dump_steps and run.dump_every_steps, and where "
-            "a step ended the run"
-        )
-    return folder
 
 
 def checkpoint_before(run_dir: str | Path, options: ReplayOptions) -> str | None:

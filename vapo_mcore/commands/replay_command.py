@@ -46,7 +46,7 @@ def run(options: argparse.Namespace, arguments: list[str], load: Callable[[argpa
     ``load`` reads the configuration that the options name, with further settings.
     """
     from vapo_mcore.launch import local
-    from vapo_mcore.trainer.run_dir import holds_run
+    from vapo_mcore.records.run_dir import holds_run
 
     if options.step < 1:
         raise ConfigError(f"STEP = {options.step}: steps count from 1")
@@ -56,7 +56,7 @@ def run(options: argparse.Namespace, arguments: list[str], load: Callable[[argpa
     options.overrides = [*_derived_anew(options.file, options.overrides), *options.overrides]
     config = load(options, (f"run.dir={json.dumps(os.path.abspath(options.run))}",))
 
-    from vapo_mcore.trainer.replay_checks import ReplayOptions, check_replay
+    from vapo_mcore.commands.replay_checks import ReplayOptions, check_replay
 
     replay = ReplayOptions(options.step, options.stage, options.checkpoint, options.json)
     if not local.under_torchrun():
@@ -65,6 +65,6 @@ def run(options: argparse.Namespace, arguments: list[str], load: Callable[[argpa
             return local.launch("vapo_mcore.cli", arguments, config.parallel.world_size)
         local.become_single_process()
 
-    from vapo_mcore.trainer.replay import run_replay
+    from vapo_mcore.commands.replay import run_replay
 
     return run_replay(config, replay)

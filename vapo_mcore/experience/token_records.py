@@ -6,7 +6,7 @@ from collections.abc import Collection
 from typing import Any
 
 from vapo_mcore.data.text_positions import token_texts
-from vapo_mcore.trainer.experience import Experience
+from vapo_mcore.experience.batches import Experience
 
 DIGITS = 4
 """Significant digits of the numbers: they are looked at, and a long response has thousands."""

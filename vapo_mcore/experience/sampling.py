@@ -13,17 +13,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from vapo_mcore.collectives import all_gather_objects, world
 from vapo_mcore.data.prompts import Prompt, split_evenly
 from vapo_mcore.data.rollout_batch import RolloutBatch, Rows, gather_rows
 from vapo_mcore.environments.types import Reply, TurnRequest
 from vapo_mcore.errors import EngineFailure, RewardError, StepAbandoned, VapoError
+from vapo_mcore.experience.responses import Response, grade_responses, response_rows, sample_record, step_rewards
+from vapo_mcore.records.timing import PhaseTimer
 from vapo_mcore.rewards.pool import VerifierPool
 from vapo_mcore.rollout.base import Generation, GenerationRequest, RolloutEngine, SamplingConfig, Trajectory
 from vapo_mcore.rollout.multi_turn import MultiTurn
 from vapo_mcore.rollout.seeds import sampling_seed
-from vapo_mcore.trainer.collectives import all_gather_objects, world
-from vapo_mcore.trainer.responses import Response, grade_responses, response_rows, sample_record, step_rewards
-from vapo_mcore.trainer.timing import PhaseTimer
 
 
 def _replica_group(engine: RolloutEngine) -> dist.ProcessGroup | None:

@@ -23,13 +23,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from vapo_mcore import __version__
-from vapo_mcore.checkpoint.files import Stage, checkpoint_name
+from vapo_mcore.checkpoint_files import Stage, checkpoint_name
+from vapo_mcore.collectives import all_gather_objects
 from vapo_mcore.data.rollout_batch import RolloutBatch, Rows
 from vapo_mcore.errors import CheckpointError
-from vapo_mcore.trainer.collecting import SamplingCounts
-from vapo_mcore.trainer.collectives import all_gather_objects
-from vapo_mcore.trainer.replay_checks import STEP_INFO, dumps_folder, require_dump
-from vapo_mcore.trainer.sampling import Round, no_rows
+from vapo_mcore.experience.collecting import SamplingCounts
+from vapo_mcore.experience.sampling import Round, no_rows
+from vapo_mcore.records.dumps import STEP_INFO, dumps_folder, require_dump
 
 FORMAT = 1
 

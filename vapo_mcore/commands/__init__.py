@@ -1,0 +1,1 @@
+"""Commands built on the trainer: replay-step, eval."""

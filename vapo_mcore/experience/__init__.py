@@ -1,0 +1,1 @@
+"""Experience for training: sampling, grading, batches, evaluation."""

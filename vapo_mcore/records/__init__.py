@@ -1,0 +1,1 @@
+"""What a run writes and shows: run directory, lock, metrics, trackers, console."""
