@@ -26,6 +26,7 @@ from plot_run import evaluations, read_rows, running_mean, series
 from toolkit import run
 
 from vapo_mcore.config import Config, load_config
+from vapo_mcore.config.loading import dump_yaml
 from vapo_mcore.config.yaml_text import format_yaml, parse_yaml
 from vapo_mcore.errors import ConfigError, DataError
 from vapo_mcore.evaluation.intervals import wilson_interval
@@ -109,7 +110,7 @@ class Ablation:
         saved = self.folder(name, seed) / "config.yaml"
         if saved.is_file():
             before, _ = parse_yaml(saved.read_text(encoding="utf-8"))
-            now, _ = parse_yaml(self.configs[name, seed].to_yaml())
+            now, _ = parse_yaml(dump_yaml(self.configs[name, seed]))
             changed = sorted(differences(before, now))
             if changed:
                 raise ConfigError(f"{saved.parent} holds a run with other settings ({', '.join(changed)}); give another --output")

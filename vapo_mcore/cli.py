@@ -156,9 +156,9 @@ def _take_rest(parser: argparse.ArgumentParser, options: argparse.Namespace, res
 
 
 def _config(options: argparse.Namespace) -> int:
-    from vapo_mcore.config import load_config
+    from vapo_mcore.config.loading import dump_yaml, load_config
 
-    print(load_config(options.file, options.overrides, check_paths=not options.skip_paths).to_yaml(), end="", flush=True)
+    print(dump_yaml(load_config(options.file, options.overrides, check_paths=not options.skip_paths)), end="", flush=True)
     return 0
 
 
@@ -202,7 +202,7 @@ def _check_files(config: Config, *, clean: bool, resume: bool) -> None:
     from vapo_mcore.checkpoint_files import saved_weights
     from vapo_mcore.config.architecture import read_architecture
     from vapo_mcore.data.sources import check_files
-    from vapo_mcore.extensions.check import check_extensions
+    from vapo_mcore.experience.extension_checks import check_extensions
     from vapo_mcore.planning.host_memory import check_host_memory
     from vapo_mcore.records.run_dir import check_run_directory
     from vapo_mcore.records.trackers import check_trackers

@@ -22,6 +22,7 @@ import pytest
 from tests.torchrun import run_bounded
 from tests.unit.config_helpers import write_base
 from vapo_mcore.config import load_config
+from vapo_mcore.config.loading import dump_yaml
 from vapo_mcore.config.schema import Config
 from vapo_mcore.errors import ConfigError
 from vapo_mcore.records.run_dir import RunDirectory
@@ -40,7 +41,7 @@ def row(step: int, reward: float, stage: str = "rl") -> dict[str, Any]:
 
 
 def start(config: Config) -> RunDirectory:
-    run = RunDirectory.create(config.run.dir, clean=False, config_yaml=config.to_yaml())
+    run = RunDirectory.create(config.run.dir, clean=False, config_yaml=dump_yaml(config))
     run.trackers = start_trackers(config, run.path, run.run_id, run.rows)
     return run
 
@@ -65,7 +66,7 @@ def resumed(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
     assert len((folder / "run" / "metrics.jsonl").read_text().splitlines()) == 5
     config = configured(folder, *BOTH)
     position = json.loads((folder / "position.json").read_text())
-    run = RunDirectory.resume(config.run.dir, **position, config_yaml=config.to_yaml())
+    run = RunDirectory.resume(config.run.dir, **position, config_yaml=dump_yaml(config))
     run.trackers = start_trackers(config, run.path, run.run_id, run.rows)
     for step in (2, 3, 4):
         run.write_metrics(row(step, 0.25 * step))

@@ -13,6 +13,7 @@ from vapo_mcore.checkpoint.changes import changes
 from vapo_mcore.checkpoint.models import OptimizerFormat, inspect, load_optimizer, load_weights
 from vapo_mcore.checkpoint_files import OPTIMIZER, WEIGHTS, Manifest
 from vapo_mcore.collectives import broadcast_object, fail_together
+from vapo_mcore.config.loading import dump_yaml
 from vapo_mcore.config.schema import Config
 from vapo_mcore.errors import CheckpointError, ConfigError
 from vapo_mcore.megatron.parallel import ParallelContext
@@ -89,7 +90,7 @@ def compare_configs(config: Config, checkpoint: Checkpoint, *, allow: bool, say:
         before = (checkpoint.path / "config.yaml").read_text(encoding="utf-8")
     except OSError as error:
         raise CheckpointError(f"{checkpoint.path / 'config.yaml'} cannot be read: {error.strerror}") from error
-    found = changes(before, config.to_yaml())
+    found = changes(before, dump_yaml(config))
     harmful = [change for change in found if not change.harmless]
     if harmful and not allow:
         lines = "\n".join(f"  {change}" for change in harmful)

@@ -22,6 +22,7 @@ from vapo_mcore.checkpoint import state
 from vapo_mcore.checkpoint.models import FolderSave, ModelSaver, OptimizerFormat, check_steps
 from vapo_mcore.checkpoint_files import HF, OPTIMIZER, WEIGHTS, Manifest, Stage
 from vapo_mcore.collectives import all_gather_objects, broadcast_object, fail_together
+from vapo_mcore.config.loading import dump_yaml
 from vapo_mcore.config.schema import Config
 from vapo_mcore.errors import CheckpointError
 from vapo_mcore.megatron.engine import MegatronModel
@@ -208,7 +209,7 @@ class Checkpointer:
         save.written[f"rng/{rng.name}"] = files.write_durably(rng, random_state)
         if encoded is None:
             return
-        for name, data in (("state.json", encoded[0]), ("state.safetensors", encoded[1]), ("config.yaml", self.config.to_yaml().encode())):
+        for name, data in (("state.json", encoded[0]), ("state.safetensors", encoded[1]), ("config.yaml", dump_yaml(self.config).encode())):
             save.written[name] = files.write_durably(save.folder / name, data)
         for role, model in self._models().items():
             companions = save.folder / role / WEIGHTS / HF

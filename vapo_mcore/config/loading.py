@@ -281,7 +281,7 @@ def _drop_resetting_nulls(tree: Tree) -> Tree:
 
 
 def dump_yaml(config: Config) -> str:
-    """See ``Config.to_yaml``."""
+    """The resolved configuration: every key that has an effect, defaults included; loads back to the same Config."""
     document = config.model_dump(mode="json")
     for name in inapplicable_keys(config):
         *parents, last = name.split(".")

@@ -6,8 +6,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from vapo_mcore.environments.arithmetic import ArithmeticFault, evaluate, written
 from vapo_mcore.environments.types import Observation
-from vapo_mcore.rewards.arithmetic import ArithmeticFault, evaluate, written
 
 _CALL = re.compile(r"<calc>([^<>]*)</calc>\s*\Z")
 

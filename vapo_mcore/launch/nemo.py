@@ -17,6 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from vapo_mcore.config.loading import dump_yaml
 from vapo_mcore.errors import EXIT_REQUEUE, ConfigError, VapoError
 from vapo_mcore.launch.cluster import LocalConfig, SlurmConfig
 from vapo_mcore.launch.stages import StageJob
@@ -111,7 +112,7 @@ def _experiment(run: ModuleType, submission: Submission, base: Path, *, quiet: b
         for job in submission.jobs:
             file = base / "configurations" / identifier / f"{job.name}.yaml"
             file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(job.config.to_yaml(), encoding="utf-8")
+            file.write_text(dump_yaml(job.config), encoding="utf-8")
             script = run.Script(path="vapo_mcore.cli", m=True, entrypoint="python", args=job.arguments(file), env={"LOGLEVEL": "WARNING"})
             executor = _executor(run, submission, base, first=not previous)
             previous = [experiment.add(script, executor=executor, name=job.name, dependencies=previous or None)]

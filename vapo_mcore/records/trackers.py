@@ -22,6 +22,7 @@ from typing import Any, Protocol
 
 import yaml
 
+from vapo_mcore.config.loading import dump_yaml
 from vapo_mcore.config.schema import Config, RunConfig, WandbConfig
 from vapo_mcore.errors import ConfigError
 
@@ -170,7 +171,7 @@ class WeightsAndBiases:
             id=run_id,
             resume="allow" if settings.mode == "online" else None,
             dir=str(folder),
-            config=yaml.safe_load(config.to_yaml()),
+            config=yaml.safe_load(dump_yaml(config)),
             settings=wandb.Settings(
                 api_key=os.environ.get(settings.api_key_variable) if settings.mode == "online" else None,
                 init_timeout=_START_SECONDS,

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from vapo_mcore.rewards.arithmetic import ArithmeticFault, evaluate
+from vapo_mcore.environments.arithmetic import ArithmeticFault, evaluate
 from vapo_mcore.rewards.mathematics import math
 from vapo_mcore.rewards.types import StepReward, StepScores
 

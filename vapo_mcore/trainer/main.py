@@ -29,13 +29,14 @@ from vapo_mcore.checkpoint.resume import (
 from vapo_mcore.checkpoint.saver import Checkpointer
 from vapo_mcore.checkpoint_files import remove_leftovers
 from vapo_mcore.collectives import all_gather_objects, broadcast_object, fail_together, lost_a_peer, world
+from vapo_mcore.config.loading import dump_yaml
 from vapo_mcore.config.schema import Config
 from vapo_mcore.data.prompts import PromptDataset, check_files, overlaps
 from vapo_mcore.data.tokenizer import load_tokenizer
 from vapo_mcore.errors import EXIT_REQUEUE, ConfigError, DataError, RunStopped, TrainingError
 from vapo_mcore.experience.evaluator import Evaluator
+from vapo_mcore.experience.extension_checks import check_extensions
 from vapo_mcore.experience.sampling import ResponseSampler
-from vapo_mcore.extensions.check import check_extensions
 from vapo_mcore.launch.local import become_stoppable
 from vapo_mcore.launch.watchdog import Watchdog
 from vapo_mcore.megatron.host import HAS_CUDA
@@ -233,7 +234,7 @@ def _open_run_directory(
     """Made, or taken back to the checkpoint, by rank 0, which alone gets the writers, once everything is there: a start that failed leaves
     no run behind, and a resume that failed leaves the run as it was."""
     run_dir = None
-    yaml = config.to_yaml()
+    yaml = dump_yaml(config)
     with fail_together():
         if parallel.rank == 0:
             if past is None:

@@ -9,7 +9,7 @@ from tests.torchrun import ROOT
 from tests.unit.trainer.rollouts import make_config, make_experience, make_rows
 from vapo_mcore.config.schema import CustomEstimatorConfig, LossTermConfig
 from vapo_mcore.errors import ConfigError, TrainingError
-from vapo_mcore.extensions.check import check_extensions
+from vapo_mcore.experience.extension_checks import check_extensions
 from vapo_mcore.extensions.points import CustomTerm
 from vapo_mcore.megatron.losses import PolicyLoss
 from vapo_mcore.records.metric_table import METRICS, metrics_of

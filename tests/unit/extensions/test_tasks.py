@@ -8,7 +8,7 @@ from vapo_mcore.config import load_config
 from vapo_mcore.config.schema import CustomSource, DataConfig
 from vapo_mcore.data.sources import Faults, check_files, read_source
 from vapo_mcore.errors import ConfigError, DataError
-from vapo_mcore.extensions.check import check_extensions
+from vapo_mcore.experience.extension_checks import check_extensions
 from vapo_mcore.rewards import GradeItem, VerifierPool
 
 EXAMPLE = f"{ROOT}/examples/extensions/arithmetic.py"

@@ -8,6 +8,7 @@ from typing import Any
 
 from tests.unit.report.test_read import write_run
 from tests.unit.trainer.rollouts import make_config
+from vapo_mcore.config.loading import dump_yaml
 from vapo_mcore.records.metric_table import METRICS
 from vapo_mcore.report import notes, samples
 from vapo_mcore.report.charts import SECTIONS, sections
@@ -109,8 +110,8 @@ def test_evaluated_responses_whose_text_was_not_kept_come_last_and_say_so() -> N
 def test_notes_on_diagnosis_differences_and_gaps(tmp_path: Path) -> None:
     rows = [json.loads(line) for line in COLLAPSE.read_text().splitlines()]
     folders = [write_run(tmp_path / name, rows) for name in ("one", "two", "old")]
-    (folders[0] / "config.yaml").write_text(make_config().to_yaml())
-    (folders[1] / "config.yaml").write_text(make_config(policy_loss={"clip_high": 0.5}).to_yaml())
+    (folders[0] / "config.yaml").write_text(dump_yaml(make_config()))
+    (folders[1] / "config.yaml").write_text(dump_yaml(make_config(policy_loss={"clip_high": 0.5})))
     (folders[2] / "config.yaml").write_text("run: {steps: 3}\nno_longer_there: 1\n")
     data = page_data(read_runs(folders), "title")
     one, _, old = data["runs"]

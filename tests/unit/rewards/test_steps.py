@@ -4,8 +4,8 @@ from fractions import Fraction
 
 import pytest
 
+from vapo_mcore.environments.arithmetic import ArithmeticFault, evaluate, written
 from vapo_mcore.rewards import GradeItem, StepReward, StepScores, VerifierPool
-from vapo_mcore.rewards.arithmetic import ArithmeticFault, evaluate, written
 from vapo_mcore.rewards.steps import math_steps
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from tests.unit.config_helpers import write_base
 from vapo_mcore.config import load_config
+from vapo_mcore.config.loading import dump_yaml
 from vapo_mcore.errors import ConfigError
 
 RECIPE = "\ncritic: {epochs: 2}\nalgorithm: {advantage: {lambda_policy: {kind: length_adaptive, alpha: 0.5}}}\n"
@@ -50,7 +51,7 @@ def test_each_variant_differs_from_the_recipe_in_its_technique_alone(recipe, tmp
 
 def write_run(folder: Path, config, accuracies: list[float], final: float) -> None:
     folder.mkdir(parents=True)
-    (folder / "config.yaml").write_text(config.to_yaml())
+    (folder / "config.yaml").write_text(dump_yaml(config))
     rows = [{"step": 1, "stage": "value_pretraining", "time/step": 2.0}]
     rows += [{"step": n, "stage": "rl", "time/step": 1.0, "accuracy/mean": a} for n, a in enumerate(accuracies, 1)]
     if len(accuracies) == config.run.steps:

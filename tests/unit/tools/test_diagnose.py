@@ -8,6 +8,7 @@ import pytest
 
 from tests.unit.config_helpers import write_base
 from vapo_mcore.config import load_config
+from vapo_mcore.config.loading import dump_yaml
 from vapo_mcore.errors import DataError
 from vapo_mcore.records.run_dir import RunDirectory
 
@@ -15,7 +16,7 @@ from vapo_mcore.records.run_dir import RunDirectory
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     config = load_config(write_base(tmp_path))
-    made = RunDirectory.create(config.run.dir, clean=False, config_yaml=config.to_yaml())
+    made = RunDirectory.create(config.run.dir, clean=False, config_yaml=dump_yaml(config))
     for step, skipped in ((1, 0), (2, 1), (3, 2), (4, 0)):
         made.write_metrics({"step": step, "stage": "rl", "policy/updates_skipped": skipped})
     made.close()

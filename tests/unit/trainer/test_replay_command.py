@@ -13,6 +13,7 @@ from vapo_mcore.commands.replay import Comparison, write_json
 from vapo_mcore.commands.replay_checks import ReplayOptions, check_replay
 from vapo_mcore.commands.replay_command import _derived_anew
 from vapo_mcore.config import load_config
+from vapo_mcore.config.loading import dump_yaml
 from vapo_mcore.config.schema import ParallelConfig
 from vapo_mcore.errors import ConfigError
 
@@ -23,7 +24,7 @@ def test_another_layout_derives_anew_what_the_layout_of_the_run_gave(tmp_path: P
 
     def replayed(run: tuple[str, ...], *overrides: str) -> ParallelConfig:
         resolved = tmp_path / "config.yaml"
-        resolved.write_text(load(tmp_path, *run).to_yaml())
+        resolved.write_text(dump_yaml(load(tmp_path, *run)))
         assert "data_parallel_size" in resolved.read_text()
         return load_config(resolved, [*_derived_anew(str(resolved), overrides), *overrides]).parallel
 

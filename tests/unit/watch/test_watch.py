@@ -14,6 +14,7 @@ from tests.unit.config_helpers import write_base
 from vapo_mcore.checkpoint_files import checkpoints_folder
 from vapo_mcore.cli import main
 from vapo_mcore.config import load_config
+from vapo_mcore.config.loading import dump_yaml
 from vapo_mcore.launch.watchdog import heartbeat_folder
 from vapo_mcore.records.run_dir import RunDirectory
 from vapo_mcore.records.run_lock import RunLock, lock_path
@@ -25,7 +26,7 @@ NOW = time.time()
 
 def create(folder: Path, *overrides: str) -> RunDirectory:
     config = load_config(write_base(folder), ["run.steps=10", "critic.value_pretraining.steps=3", *overrides])
-    return RunDirectory.create(config.run.dir, clean=False, config_yaml=config.to_yaml())
+    return RunDirectory.create(config.run.dir, clean=False, config_yaml=dump_yaml(config))
 
 
 def held_by(run: RunDirectory, seconds_ago: float) -> None:

@@ -147,9 +147,3 @@ class Config(Section):
         environment = self.rollout.environment
         observations = (environment.max_turns - 1) * environment.max_observation_length if environment is not None else 0
         return self.data.max_prompt_length + self.rollout.max_response_length + observations
-
-    def to_yaml(self) -> str:
-        """The resolved configuration: every key that has an effect, defaults included; loads back to the same Config."""
-        from vapo_mcore.config.loading import dump_yaml
-
-        return dump_yaml(self)
