@@ -1,7 +1,7 @@
 """The rooms of the package and who may use whom: imports point downwards, everywhere, lazy imports included.
 
-``LAYERS`` is the one table, from the bottom up. A room imports rooms of lower layers and nothing else of the package; inside a room, no module
-imports itself through another. Imports under ``if TYPE_CHECKING`` count between rooms and not inside one.
+``LAYERS`` is the one table, from the bottom up. A room imports rooms of lower layers and nothing else of the package. Inside a room, no
+module imports itself through another. Imports under ``if TYPE_CHECKING`` count between rooms, and not inside one.
 """
 
 from __future__ import annotations
