@@ -7,6 +7,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+SAMPLE_SEED = "sample_seed"
+"""Key of the metadata under which environments and verifiers find the response's sampling seed."""
+
+
+def with_sample_seed(metadata: Mapping[str, Any], seed: int) -> dict[str, Any]:
+    """A row's metadata with the response's sampling seed (``rollout.seeds.sampling_seed``), from which chance is to be drawn.
+
+    The environment at each turn and the verifier of one response get the same seed; two responses to a prompt get different ones.
+    """
+    return {**metadata, SAMPLE_SEED: seed}
+
 
 @dataclass(frozen=True)
 class Observation:
@@ -31,7 +42,10 @@ class Observation:
 
 @dataclass(frozen=True)
 class TurnRequest:
-    """One response whose newest turn has ended: the texts of its turns, and the ground truth and other columns of its prompt's row."""
+    """One response whose newest turn has ended: the texts of its turns, the ground truth and the other columns of its prompt's row.
+
+    ``metadata`` also holds the response's sampling seed (``SAMPLE_SEED``) when a rollout asks.
+    """
 
     turns: tuple[str, ...]
     ground_truth: str

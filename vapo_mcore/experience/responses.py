@@ -11,6 +11,7 @@ import torch
 from vapo_mcore.data.prompts import Prompt
 from vapo_mcore.data.rollout_batch import Rows, StepRewards
 from vapo_mcore.data.text_positions import completing_tokens
+from vapo_mcore.environments.types import with_sample_seed
 from vapo_mcore.rewards.pool import GradeItem, Verdict, VerifierPool
 from vapo_mcore.rollout.base import Trajectory, Turn
 
@@ -28,6 +29,11 @@ class Response:
         """The model's own words: what an environment wrote could hold the answer and is left out."""
         return "\n".join(self.turns)
 
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """What the verifier reads beside the text: the row's other columns and the response's sampling seed."""
+        return with_sample_seed(self.prompt.metadata, self.trajectory.request.seed)
+
     @classmethod
     def decode(cls, prompt: Prompt, trajectory: Trajectory, tokenizer: Any) -> Response:
         texts = [tokenizer.decode(trajectory.token_ids[turn.start : turn.end], skip_special_tokens=True) for turn in trajectory.turns]
@@ -36,9 +42,7 @@ class Response:
 
 def grade_responses(responses: Sequence[Response], verifiers: VerifierPool | None) -> list[Verdict]:
     """Verdicts in order; a response whose environment failed has none, and is not shown to its verifier."""
-    items = [
-        GradeItem(r.prompt.verifier, r.text, r.prompt.ground_truth, r.prompt.metadata) for r in responses if r.trajectory.error is None
-    ]
+    items = [GradeItem(r.prompt.verifier, r.text, r.prompt.ground_truth, r.metadata) for r in responses if r.trajectory.error is None]
     graded: list[Verdict] = []
     if items:
         assert verifiers is not None, "the first rank of a replica grades, so it needs verifiers"

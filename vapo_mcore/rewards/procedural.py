@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
+from vapo_mcore.environments.types import SAMPLE_SEED
 from vapo_mcore.rewards.extraction import has_marker, last_number, marked_answer_or_last_line
 from vapo_mcore.rewards.types import UngradableError
 
@@ -26,6 +27,7 @@ def reasoning_gym(response: str, ground_truth: str, metadata: Mapping[str, Any])
     The answer is the marked one; if nothing is marked, the last line that is not empty, or, where the ground truth is
     a number, the last number of that line ("The sum is 17." answers 17).
     """
+    metadata = _without_seed(metadata)
     task = task_name(metadata)
     scorer = _scorer(task, metadata.get("options") or {})
     entry = {
@@ -68,8 +70,13 @@ def task_name(metadata: Mapping[str, Any]) -> str:
 
 
 def entry_key(metadata: Mapping[str, Any]) -> Hashable:
-    """A digest of everything, since a scorer may read any part of its entry."""
-    return hashlib.blake2b(pickle.dumps(dict(metadata)), digest_size=16).digest()
+    """A digest of everything but the response's seed, since a scorer may read any part of its entry."""
+    return hashlib.blake2b(pickle.dumps(_without_seed(metadata)), digest_size=16).digest()
+
+
+def _without_seed(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """The entry's own metadata: scorers are functions of answer and entry, and their verdicts are reused between responses."""
+    return {name: value for name, value in metadata.items() if name != SAMPLE_SEED}
 
 
 _scorers: dict[tuple[str, str], Scorer] = {}

@@ -52,7 +52,8 @@ class GradeItem:
         verifier: name of a built-in verifier (``math``, ``exact``, ...) or a reference to a function of the user's.
         response: the whole text that the model produced; of a response of several turns, the turns' texts, a line break between them.
         ground_truth: the right answer, as the data file gives it.
-        metadata: further columns of the data row that the verifier may need (``choices``, a reasoning-gym entry, ...).
+        metadata: further columns of the data row that the verifier may need (``choices``, a reasoning-gym entry, ...);
+            in training and evaluation also the response's sampling seed (``environments.SAMPLE_SEED``).
     """
 
     verifier: str

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from vapo_mcore.config.schema import EnvironmentConfig
-from vapo_mcore.environments.types import Reply, TurnRequest
+from vapo_mcore.environments.types import Reply, TurnRequest, with_sample_seed
 from vapo_mcore.errors import ConfigError
 from vapo_mcore.rollout.base import Generation, GenerationRequest, SamplingConfig, Trajectory, TrajectoryEnd, Turn
 
@@ -135,6 +135,10 @@ class _Episode:
             max_tokens=budget - self.tokens_sampled,
         )
 
+    def turn_request(self, subject: Subject) -> TurnRequest:
+        """What the environment reads of the turns so far, with the response's seed (not the turn's)."""
+        return TurnRequest(tuple(self.texts), subject.ground_truth, with_sample_seed(subject.metadata, self.request.seed))
+
     def take(self, generation: Generation, tokenizer: Any) -> None:
         start = len(self.token_ids)
         self.token_ids += generation.token_ids
@@ -202,7 +206,7 @@ class MultiTurn:
             for i, generation in zip(playing, generations, strict=True):
                 episodes[i].take(generation, self.format.tokenizer)
             asked = [i for i in playing if episodes[i].finish_reason == "stop"]
-            replies = respond([TurnRequest(tuple(episodes[i].texts), subjects[i].ground_truth, subjects[i].metadata) for i in asked])
+            replies = respond([episodes[i].turn_request(subjects[i]) for i in asked])
             last = turn == self.settings.max_turns - 1
             goes_on = [self._answer(episodes[i], reply, sampling.max_tokens, last=last) for i, reply in zip(asked, replies, strict=True)]
             playing = [i for i, on in zip(asked, goes_on, strict=True) if on]

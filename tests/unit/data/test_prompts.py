@@ -339,3 +339,9 @@ def test_samples_and_prompts_are_split_evenly_over_ranks() -> None:
     assert [list(r) for r in split_evenly(9, 4)] == [[0, 1, 2], [3, 4], [5, 6], [7, 8]]
     assert [i for r in split_evenly(10, 4) for i in r] == list(range(10))
     assert [len(r) for r in split_evenly(2, 4)] == [1, 1, 0, 0]
+
+
+def test_a_column_with_the_name_of_the_sample_seed_is_refused(tmp_path: Path) -> None:
+    rows = [{"prompt": "x", "answer": "1"}, {"prompt": "y", "answer": "1", "sample_seed": 3}]
+    with pytest.raises(DataError, match=r"row 2, field 'sample_seed': this name is the run's.*rename the column"):
+        check_files(data_config(source(write_jsonl(tmp_path / "d.jsonl", *rows))))

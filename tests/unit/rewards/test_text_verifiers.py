@@ -130,6 +130,13 @@ def test_reasoning_gym_metadata_may_be_nested_with_task_and_options():
     assert reasoning_gym(entry["answer"] + "1", entry["answer"], metadata) < 1.0
 
 
+def test_reasoning_gym_verdicts_are_reused_between_responses_of_different_seeds():
+    entry = gym.create_dataset("chain_sum", size=1, seed=1)[0]
+    items = [GradeItem("reasoning_gym", "17", "17", {"source_dataset": "chain_sum", **entry["metadata"], "sample_seed": n}) for n in (1, 2)]
+    assert answer_key(items[0]) == answer_key(items[1])
+    assert reasoning_gym(entry["answer"], entry["answer"], items[0].metadata) == 1.0
+
+
 @pytest.mark.parametrize(
     ("metadata", "message"),
     [

@@ -46,7 +46,9 @@ def ids_of(text: str) -> list[int]:
     return Letters()(text, add_special_tokens=False)["input_ids"]
 
 
-def play(script: dict[int, list[str]], replies: dict[str, Reply], *, limit: int = 30, **settings: Any) -> Any:
+def play(
+    script: dict[int, list[str]], replies: dict[str, Reply], *, limit: int = 30, seeds: list[Any] | None = None, **settings: Any
+) -> Any:
     """``script[sample]``: turns that the model writes (without <eos> or <call> at the end: cut); ``replies`` by the newest turn's text."""
     config = EnvironmentConfig(name="calculator", **{"format": "[{observation}]", "max_observation_length": 8, **settings})
     multi_turn = MultiTurn(config, ObservationFormat.build(Letters(), config, chat_template=False), [EOS])
@@ -63,6 +65,8 @@ def play(script: dict[int, list[str]], replies: dict[str, Reply], *, limit: int 
         return out
 
     def respond(requests: Sequence[TurnRequest]) -> list[Reply]:
+        if seeds is not None:
+            seeds.append([request.metadata["sample_seed"] for request in requests])
         return [replies[request.turns[-1]] for request in requests]
 
     requests = [GenerationRequest(f"p{i}", i, ids_of("q"), 100 + i) for i in script]
@@ -89,6 +93,14 @@ def test_turns_and_observations_follow_one_another_and_only_turns_are_sampled() 
     assert list(asked[1][0].prompt_token_ids) == ids_of("qab<eos>[ok]")
     assert (asked[0][0].seed, asked[1][0].seed) == (100, turn_seed(100, 1))
     assert (asked[0][0].max_tokens, asked[1][0].max_tokens) == (30, 27)  # observations do not count
+
+
+def test_the_environment_gets_the_seed_of_the_response_at_every_turn() -> None:
+    seeds: list[Any] = []
+    script = {0: ["a<eos>", "a<eos>"], 1: ["a<eos>", "a<eos>"]}
+    (one, _), asked = play(script, {"a": said("ok")}, max_turns=2, seeds=seeds)
+    assert seeds == [[100, 101], [100, 101]] and one.finish_reason == "turns"
+    assert asked[1][0].seed != 100  # the engine's seed is of the turn
 
 
 def test_a_response_ends_at_the_token_limit_at_the_turn_limit_or_when_the_environment_fails() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -82,3 +83,18 @@ def test_sampled_tokens_must_be_those_of_the_rows() -> None:
         RolloutBatch.from_responses(rows, *given)
     with pytest.raises(ValueError, match="do not agree"):
         RolloutBatch.from_responses(rows, *given, sampled=[[True] * 7])
+
+
+def test_a_verifier_finds_the_sampling_seed_of_its_response() -> None:
+    seen: list[dict[str, Any]] = []
+
+    class Pool:
+        def grade(self, items: Sequence[Any]) -> list[Verdict]:
+            seen.extend(dict(item.metadata) for item in items)
+            return [Verdict(1.0, True, None, 0.0) for _ in items]
+
+    prompt = replace(PROMPT, metadata={"level": 3})
+    played = [replace(TWO_TURNS, request=replace(TWO_TURNS.request, seed=seed)) for seed in (11, 2**63 - 1)]
+    grade_responses([Response.decode(prompt, one, Lossy()) for one in played], Pool())  # type: ignore[arg-type]
+    assert seen == [{"level": 3, "sample_seed": 11}, {"level": 3, "sample_seed": 2**63 - 1}]
+    assert prompt.metadata == {"level": 3}
