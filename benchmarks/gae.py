@@ -8,6 +8,8 @@ What is timed, in one process on the same tensors:
   the allocation of the outputs included.
 - ``memcpy``: ``Tensor.copy_`` between two buffers in place of the bytes that must move, 17 a token: rewards, values and mask are
   read (4 + 4 + 1), advantages and returns written (4 + 4). A copy of k bytes reads k and writes k, so its buffers are half of that.
+- ``whiten``: the public function on the values, against the same copy: it reads values and mask twice for the moments and once more to
+  write the result (19 bytes a token).
 - ``padded_loop``: rewards, values and mask as [responses, longest]; two recurrences of torch operations on columns, one time
   step after the other. Built outside of the timing, run once (seconds). Also its result is compared with the packed one.
 
@@ -27,7 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vapo_mcore.algorithm.advantages import length_adaptive_lambda, packed_gae_decoupled
+from vapo_mcore.algorithm.advantages import length_adaptive_lambda, packed_gae_decoupled, whiten
 
 BYTES_PER_TOKEN = 17
 
@@ -118,6 +120,7 @@ def main() -> None:
     cases: dict[str, Callable[[], object]] = {
         "memcpy": lambda: target.copy_(source),
         "packed_gae_decoupled": lambda: packed_gae_decoupled(rewards, values, mask, cu_seqlens, lam_policy, 1.0),
+        "whiten": lambda: whiten(values, mask),
     }
     measure(cases, 1)  # warm-up
     times = measure(cases, args.repeats)
@@ -125,6 +128,8 @@ def main() -> None:
     report("memcpy", times["memcpy"], tokens)
     wall, cpu = ratio(packed, times["memcpy"])
     report("packed_gae_decoupled", packed, tokens, times_memcpy=round(wall, 2), times_memcpy_cpu=round(cpu, 2), target_times_memcpy=6)
+    wall, cpu = ratio(times["whiten"], times["memcpy"])
+    report("whiten", times["whiten"], tokens, times_memcpy=round(wall, 2), times_memcpy_cpu=round(cpu, 2))
     if args.skip_padded:
         return
 

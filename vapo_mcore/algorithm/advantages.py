@@ -15,7 +15,8 @@ from torch import Tensor
 
 from vapo_mcore.algorithm import gae_kernel
 from vapo_mcore.algorithm.lambdas import length_adaptive_lambda, sigmoid_lambda
-from vapo_mcore.algorithm.segments import check_packed, masked_moments, sequence_ids
+from vapo_mcore.algorithm.moments_kernel import whitened
+from vapo_mcore.algorithm.segments import as_floats, check_packed, masked_moments, sequence_ids
 
 __all__ = [
     "group_advantages",
@@ -180,8 +181,12 @@ def whiten(x: Tensor, mask: Tensor, group: "dist.ProcessGroup | None" = None) ->
     None means this process alone. One unmasked token in all gives 0: it is its own mean, exactly.
     """
     _, mean, variance = masked_moments(x, mask, group)
+    deviation = (variance + WHITEN_EPS).sqrt()
+    if x.device.type == "cpu":
+        unmasked = mask.bool().contiguous().numpy()
+        return torch.from_numpy(whitened(as_floats(x), unmasked, float(mean), float(deviation), torch.get_num_threads())).to(x.dtype)
     centred = torch.where(mask.bool(), x.detach().double() - mean, torch.zeros_like(mean))
-    return (centred / (variance + WHITEN_EPS).sqrt()).to(x.dtype)
+    return (centred / deviation).to(x.dtype)
 
 
 def _centre_in_groups(scores: Tensor, groups: Tensor, valid: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,8 +1,17 @@
 """Operations on packed sequences: lengths, per-response sums, broadcasts, placing rewards, statistics over ranks."""
 
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from vapo_mcore.algorithm.moments_kernel import masked_square_sum, masked_sum
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 
 def check_packed(cu_seqlens: Tensor, mask: Tensor, **tensors: Tensor | None) -> None:
@@ -96,12 +105,31 @@ def masked_moments(x: Tensor, mask: Tensor, group: "dist.ProcessGroup | None" = 
     """``(count, mean, population variance)`` of ``x`` where ``mask``, over all ranks of ``group``; float64 scalars, 0 where empty.
 
     Two passes in float64 (mean first, then squared deviations): no cancellation. The count is exact below 2**53. Two reductions;
-    a rank without tokens takes part with zeros.
+    a rank without tokens takes part with zeros. Host tensors go through compiled loops (``moments_kernel``), device tensors through
+    torch.
     """
     mask = mask.bool()
+    local, deviations = _host_sums(x, mask) if x.device.type == "cpu" else _device_sums(x, mask)
+    count, total = all_reduce_sum(local, group)
+    mean = total / count.clamp(min=1.0)
+    squares = all_reduce_sum(deviations(mean), group)
+    return count, mean, squares / count.clamp(min=1.0)
+
+
+def _host_sums(x: Tensor, mask: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """float64 ``[count, sum]`` of the unmasked tokens of this rank, and their squared deviations from a given mean."""
+    tokens, unmasked, threads = as_floats(x), mask.contiguous().numpy(), torch.get_num_threads()
+    local = torch.tensor(masked_sum(tokens, unmasked, threads), dtype=torch.float64)
+    return local, lambda mean: torch.tensor(masked_square_sum(tokens, unmasked, float(mean), threads), dtype=torch.float64)
+
+
+def _device_sums(x: Tensor, mask: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """As ``_host_sums``, without leaving the device."""
     zero = torch.zeros((), dtype=torch.float64, device=x.device)
     clean = torch.where(mask, x.detach().double(), zero)
-    count, total = all_reduce_sum(torch.stack([mask.sum().double(), clean.sum()]), group)
-    mean = total / count.clamp(min=1.0)
-    squares = all_reduce_sum(torch.where(mask, (clean - mean).square(), zero).sum(), group)
-    return count, mean, squares / count.clamp(min=1.0)
+    return torch.stack([mask.sum().double(), clean.sum()]), lambda mean: torch.where(mask, (clean - mean).square(), zero).sum()
+
+
+def as_floats(x: Tensor) -> "NDArray[np.floating]":
+    """A host tensor as a numpy array without a copy; types that numpy or the kernels do not have become float64."""
+    return (x.detach() if x.dtype in (torch.float32, torch.float64) else x.detach().double()).contiguous().numpy()

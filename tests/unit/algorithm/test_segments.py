@@ -5,6 +5,8 @@ import math
 import pytest
 import torch
 
+from vapo_mcore.algorithm import moments_kernel
+from vapo_mcore.algorithm.advantages import whiten
 from vapo_mcore.algorithm.checks import check_finite
 from vapo_mcore.algorithm.segments import (
     broadcast_to_tokens,
@@ -67,3 +69,29 @@ def test_scenario_12_nan_at_a_masked_position_passes_and_at_a_response_token_nam
     message = str(caught.value)
     assert "old_logprobs: response set/7#1 (first at packed token 4: nan)" in message
     assert "rewards: response set/7#0 (first at packed token 2: -inf)" in message
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 3, 16_383, 16_385, 40_001])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_host_moments_equal_exact_sums_at_block_and_lane_edges(tokens: int, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(moments_kernel, "_MIN_TOKENS_PER_THREAD", 4_000)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    generator = torch.Generator().manual_seed(tokens)
+    x, mask = torch.randn(tokens, generator=generator) + 100, torch.rand(tokens, generator=generator) < 0.7
+    x[~mask] = math.nan
+    chosen = [float(value) for value in x[mask].double()]
+    count, mean, variance = masked_moments(x, mask)
+    exact = math.fsum(chosen) / max(len(chosen), 1)
+    assert int(count) == len(chosen)
+    assert float(mean) == pytest.approx(exact, rel=1e-15)
+    assert float(variance) == pytest.approx(math.fsum((value - exact) ** 2 for value in chosen) / max(len(chosen), 1), rel=1e-12)
+    white = whiten(x, mask)
+    assert bool((white[~mask] == 0).all())
+    wanted = (x[mask].double() - mean) / (variance + 1e-8).sqrt()
+    torch.testing.assert_close(white[mask].double(), wanted, atol=1e-6, rtol=1e-6)
+
+
+def test_host_moments_pass_on_what_is_not_finite() -> None:
+    x = torch.tensor([math.inf, -math.inf, 1.0])
+    assert math.isnan(masked_moments(x, torch.ones(3, dtype=torch.bool))[1])
+    assert not math.isfinite(masked_moments(x, torch.tensor([True, False, True]))[1])
