@@ -20,7 +20,7 @@ import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import BinaryIO, Literal
 
 from vapo_mcore import heartbeat
 from vapo_mcore.errors import CheckpointError
@@ -247,25 +247,9 @@ def seal(path: Path) -> tuple[int, str]:
         return os.fstat(stream.fileno()).st_size, hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def replace_durably(path: Path, data: bytes) -> None:
-    """Replace a small file in one step."""
-    temporary = path.with_name(f".{path.name}.new")
-    temporary.unlink(missing_ok=True)
-    write_durably(temporary, data)
-    temporary.rename(path)
-    sync_folder(path.parent)
-
-
 def sync_folder(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def read_json(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error

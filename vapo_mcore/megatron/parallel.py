@@ -46,24 +46,9 @@ class ParallelContext:
     sequence_parallel: bool
 
     @property
-    def is_last_stage(self) -> bool:
-        """Whether this rank holds the last pipeline stage, the one with the output head."""
-        return self.pipeline_model_parallel_rank == self.pipeline_model_parallel_size - 1
-
-    @property
-    def is_first_stage(self) -> bool:
-        return self.pipeline_model_parallel_rank == 0
-
-    @property
     def last_stage_rank(self) -> int:
         """Global rank of the last pipeline stage of this rank's pipeline."""
         return dist.get_global_rank(self.pipeline_model_parallel_group, self.pipeline_model_parallel_size - 1)
-
-    @property
-    def packing_multiple(self) -> int:
-        """Number of tokens that a micro-batch is padded to a multiple of."""
-        cp = self.context_parallel_size
-        return self.tensor_model_parallel_size * (2 * cp if cp > 1 else 1)
 
     @property
     def microbatch_group(self) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 from pathlib import Path
 from unittest import mock
@@ -112,19 +111,6 @@ def test_too_little_space_is_found_before_anything_is_written(tmp_path: Path) ->
     files.require_space(tmp_path, 10**9, free=lambda _: 2 * 10**9)
     with pytest.raises(CheckpointError, match=r"has 1.00 GB free, it takes 1.0\d GB"):
         files.require_space(tmp_path, 10**9, free=lambda _: 10**9)
-
-
-def test_replacing_a_file_is_one_step(tmp_path: Path) -> None:
-    target = tmp_path / "config.yaml"
-    files.replace_durably(target, b"one")
-    with (
-        mock.patch.object(files.os, "fsync", side_effect=OSError(errno.ENOSPC, "No space left on device")),
-        pytest.raises(OSError, match="No space"),
-    ):
-        files.replace_durably(target, b"two")
-    assert target.read_bytes() == b"one"
-    files.replace_durably(target, b"three")
-    assert [path.read_bytes() for path in tmp_path.iterdir()] == [b"three"]
 
 
 def test_hashing_a_large_file_gives_signs_of_life(tmp_path: Path) -> None:

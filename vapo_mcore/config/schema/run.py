@@ -71,10 +71,6 @@ class ParallelConfig(Section):
     timeout_minutes: Annotated[float, Field(gt=0, le=100_000)] = 30.0
 
     @property
-    def model_parallel_size(self) -> int:
-        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
-
-    @property
     def sequence_multiple(self) -> int:
         """Each packed sequence is padded to a multiple of this many tokens (two zig-zag chunks per CP rank)."""
         return 2 * self.context_parallel_size if self.context_parallel_size > 1 else 1
