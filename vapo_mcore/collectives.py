@@ -1,6 +1,6 @@
 """Small collectives of Python objects over the world, and the rule that an error of one rank is an error of all.
 
-Decisions (stop, dynamic sampling, evaluation) are taken by the first rank and broadcast; no rank decides for itself.
+Rank 0 takes decisions (stop, dynamic sampling, evaluation) and broadcasts them; no rank decides for itself.
 All functions also work without a process group, as a world of one.
 """
 
@@ -59,7 +59,7 @@ def broadcast_object(value: T, source: int = 0) -> T:
 def fail_together() -> Iterator[None]:
     """Run local work; a VapoError in it on any rank is raised on all ranks with the same message.
 
-    The block must not contain collectives of its own, since a rank that failed would leave the others waiting in them.
+    The block must not contain collectives: a failed rank would leave the others waiting in them.
     """
     failure: tuple[str, str] | None = None
     try:
@@ -76,6 +76,6 @@ def fail_together() -> Iterator[None]:
 
 
 def lost_a_peer(error: BaseException) -> bool:
-    """Whether a collective failed because another rank is gone (gloo's errors are told by their text, NCCL's by their type)."""
+    """Returns whether a collective failed because another rank is gone (recognised by gloo's text, by NCCL's type)."""
     closed = ("Connection closed by peer", "Connection reset by peer")
     return isinstance(error, dist.DistError) or any(text in str(error) for text in closed)

@@ -1,7 +1,7 @@
 """Signs of life of this process: what it is doing, since when, and when it last got on with it.
 
 Whatever takes long says so: ``entering`` names the phase, ``alive`` is called for every micro-batch, every step of a rollout engine,
-every tensor. All of it is an assignment or two; ``launch/watchdog.py`` looks at it from a thread of its own.
+every tensor. All of it is an assignment or two; ``launch/watchdog.py`` reads it from a separate thread.
 """
 
 from __future__ import annotations

@@ -117,7 +117,7 @@ def _completed(value: Any, models: Sequence[type[BaseModel]]) -> Any:
 
 
 def _is_of(model: type[BaseModel], value: Mapping[str, Any]) -> bool:
-    """Of the models of a list's entries, the one with the entry's kind; where there is no choice, the one that there is."""
+    """Returns the model class that matches the entry's ``kind``, or the only one if there is a single class."""
     kind = model.model_fields.get("kind")
     return kind is None or not kind.is_required() or value.get("kind") in get_args(kind.annotation)
 

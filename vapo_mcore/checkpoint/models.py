@@ -69,7 +69,7 @@ class ModelSaver:
         self._strategies: dict[tuple[str, str], tuple[SnapshotSave, Any]] = {}  # by owner and form
 
     def weights(self, model: MegatronModel, folder: Path) -> FolderSave:
-        """A snapshot of the weights, to be written into ``folder`` (which exists on the first rank). A collective."""
+        """Take a snapshot of the weights, to be written into ``folder`` (which exists on rank 0). A collective."""
         with megatron_scope():
             return self._save(f"{model.role}/{WEIGHTS}", weights_state(model.chunks), folder)
 
@@ -204,7 +204,7 @@ def _load(state: dict[str, Any], folder: str | Path) -> dict[str, Any]:
     """What ``dist_checkpointing.load`` finds for ``state``; nothing may be missing, nothing surplus."""
     from megatron.core.dist_checkpointing.mapping import CheckpointingException
 
-    # Megatron's collectives are over before a rank reads its own part, so a fault in that is told on all ranks.
+    # Megatron's collectives are over before a rank reads its own part, so a read error is raised on all ranks.
     with fail_together():
         try:
             # Megatron's second result is what is stored and not asked for, its third what is asked for and not stored.
@@ -221,7 +221,7 @@ def _load(state: dict[str, Any], folder: str | Path) -> dict[str, Any]:
 
 
 def _allocate(optimizer: Any) -> None:
-    """Give every parameter the state that the first update would make, so that there is something to load into."""
+    """Create the optimizer state that the first update would create, so that loading has tensors to fill."""
     if is_hybrid(optimizer.optimizer):
         for part in optimizer.optimizer.sub_optimizers:
             _allocate_adam(part)

@@ -25,7 +25,7 @@ _SAME_FOR_SHARDS = ("tensor_model_parallel_size", "pipeline_model_parallel_size"
 
 @dataclass(frozen=True)
 class ResumeOptions:
-    """What ``train --resume`` was told.
+    """Options of ``train --resume``.
 
     Attributes:
         checkpoint: name of the one to continue from; None: the newest complete one.
@@ -78,7 +78,7 @@ def choose(run_dir: str, name: str | None, say: Say) -> Checkpoint | None:
 
 
 def leave_newer(run_dir: str, chosen: Checkpoint, say: Say) -> None:
-    """Set aside what is newer than the chosen checkpoint: damaged, or of the future that is left. On the first rank."""
+    """Move checkpoints newer than the chosen one aside: damaged ones and those of the abandoned future. Rank 0 only."""
     for path in files.list_checkpoints(run_dir):
         if files.order(path.name) > files.order(chosen.path.name):
             say(f"checkpoint {path.name} is newer than the one the run continues from; renamed to {files.set_aside(path).name}")
@@ -109,7 +109,7 @@ def load_models(config: Config, models: Models, parallel: ParallelContext, check
     """
     manifest = checkpoint.manifest
     if manifest.stage == "rl":
-        refresh_critic(config, models)  # the critic of the RL stage has an optimizer of its own
+        refresh_critic(config, models)  # the RL stage uses a fresh critic optimizer
     present = {"policy": models.policy} | ({} if models.critic is None else {"critic": models.critic})
     if present.keys() != manifest.updates.keys():
         raise CheckpointError(

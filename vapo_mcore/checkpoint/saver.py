@@ -56,7 +56,7 @@ class Checkpointer:
 
     Args:
         models: whose critic may be replaced between stages.
-        say: prints on the first rank.
+        say: prints on rank 0.
     """
 
     def __init__(self, config: Config, parallel: ParallelContext, models: Models, say: Callable[[str], None]) -> None:
@@ -79,7 +79,7 @@ class Checkpointer:
     # ---------------------------------------------------------------------------------------------------------------- when
 
     def is_due(self, step: int) -> bool:
-        """Whether the state after this step is to be saved: by steps, by the first rank's clock, or to repeat a save that failed."""
+        """Returns whether to save after this step: by the step interval, by rank 0's clock, or to retry a failed save."""
         if self._retry_after is not None:
             self._retry_after -= 1
             if self._retry_after <= 0:
@@ -92,7 +92,7 @@ class Checkpointer:
     # -------------------------------------------------------------------------------------------------------------- saving
 
     def begin(self, stage: Stage, step: int, *, final: bool = False) -> None:
-        """Take the models' snapshot. A fault (no space) is told, counted and leaves nothing behind; the save is tried again later."""
+        """Take the models' snapshot. A failure (no space) is reported and counted, leaves nothing behind, and is retried later."""
         self.wait()
         self._last = time.monotonic()
         self._retry_after = None
@@ -125,7 +125,7 @@ class Checkpointer:
     def commit(self, registry: Mapping[str, Any] | None, metrics: Mapping[str, Any]) -> None:
         """Add the state after the step and start writing; without ``checkpoint.asynchronous`` it is published on return.
 
-        ``registry``: plain values and tensors; the first rank's are saved. ``metrics``: the step's row.
+        ``registry``: plain values and tensors; those of rank 0 are saved. ``metrics``: the step's row.
         """
         save, self._begun = self._begun, None
         if save is None:
@@ -242,7 +242,7 @@ class Checkpointer:
             self._failed(save.manifest, save.folder, str(fault))
 
     def _publish(self, save: _Save, written: dict[str, tuple[int, str]]) -> None:
-        """Manifest, rename, and deletion of what is no longer kept. On the first rank."""
+        """Write the manifest, publish by rename, delete checkpoints beyond the kept ones. Rank 0 only."""
         try:
             for path in sorted(path for path in save.folder.rglob("*") if path.is_file()):
                 name = path.relative_to(save.folder).as_posix()
@@ -256,7 +256,7 @@ class Checkpointer:
         self._writer.submit(self._keep)
 
     def _keep(self) -> None:
-        """In the thread, after a save: what cannot be deleted is told, and tried again after the next."""
+        """Runs in the writer thread after a save: report what cannot be deleted and retry after the next save."""
         settings = self.settings
         try:
             keep(self.config.run.dir, settings.keep_last, settings.keep_best, settings.best_metric)

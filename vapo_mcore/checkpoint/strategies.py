@@ -103,7 +103,7 @@ class HashingFile(io.RawIOBase):
 
 
 class _RankWriter(DistributedCheckpointWriter):
-    """The chunks of one rank, in files of its own; the metadata is written by the first rank for all."""
+    """Writes one rank's chunks into that rank's files; rank 0 writes the metadata for all ranks."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         super().__init__(folder, rank=rank)

@@ -68,7 +68,7 @@ def run_replay(config: Config, options: ReplayOptions) -> int:
 
 
 def replay(config: Config, parallel: ParallelContext, options: ReplayOptions) -> list[Comparison]:
-    """The replay itself, in process groups that exist; prints the table on the first rank. Writes nothing into the run directory."""
+    """The replay itself, in process groups that exist; rank 0 prints the table. Writes nothing into the run directory."""
     console = Console(enabled=parallel.rank == 0)
     seed_everything(config.seed)
     with fail_together():

@@ -35,7 +35,7 @@ def read_signature(function: Callable[..., Any]) -> Signature:
 def signature_faults(
     function: Callable[..., Any], available: Collection[str], options: Mapping[str, Any], unavailable: Mapping[str, str]
 ) -> list[str]:
-    """What is wrong between a function's parameters, the inputs that there are and the options that are configured.
+    """Returns the mismatches between a function's parameters, the available inputs and the configured options.
 
     ``unavailable``: inputs that exist in other modes, with the reason why they do not in this one.
     """

@@ -47,7 +47,7 @@ def format_step(row: Mapping[str, Any], total: int) -> str:
 
 
 class Console:
-    """Prints on the first rank; on the others, and for ``enabled=False``, does nothing."""
+    """Prints on rank 0; does nothing on other ranks or with ``enabled=False``."""
 
     def __init__(self, *, enabled: bool) -> None:
         self.enabled = enabled

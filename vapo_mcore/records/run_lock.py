@@ -52,7 +52,7 @@ class RunLock:
 
     Args:
         run_dir: of the run; it exists.
-        say: is told that the lock of a dead run was taken over.
+        say: called when the lock of a dead run is taken over.
         beat_seconds, watch_seconds: how often the counter grows, and how long another host's is watched.
     """
 

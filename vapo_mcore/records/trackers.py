@@ -1,4 +1,4 @@
-"""Where the rows of a run are shown besides ``metrics.jsonl``: TensorBoard, Weights & Biases. On the first rank alone.
+"""Where the rows of a run are shown besides ``metrics.jsonl``: TensorBoard, Weights & Biases. Rank 0 only.
 
 A tracker that was asked for and cannot start is an error before a model loads. One that fails later is switched off, said once and
 counted (``trackers/failed``): it never stops training. A start, also one after ``--resume``, shows the rows of ``metrics.jsonl`` again,

@@ -196,7 +196,7 @@ SECTIONS = (
     ),
     Section(
         "Advantages",
-        "What the policy is told about each token.",
+        "The training signal of each token.",
         (
             Chart(
                 "Spread of advantages",
@@ -255,7 +255,7 @@ _PLAIN = ("title", "about", "kind", "log", "unit", "by")
 
 
 def sections(recorded: Collection[str]) -> list[dict[str, Any]]:
-    """The table for the page; what is recorded and in no chart above gets a small one of its own in a last section."""
+    """The table for the page; recorded metrics without a chart above get a small one in a last section."""
     drawn = {name for section in SECTIONS for chart in section.charts for name in chart.metrics}
     rest = sorted(name for name in recorded if name not in drawn and not name.startswith("eval/"))
     small = tuple(Chart(name, "", {name: name}) for name in rest)

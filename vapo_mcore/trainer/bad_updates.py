@@ -44,7 +44,7 @@ class UpdateGuard:
 
     @property
     def must_stop(self) -> bool:
-        """As many updates in a row were skipped as the run bears."""
+        """Returns whether the limit of consecutive skipped updates is reached."""
         return self.in_a_row >= self.limit
 
     def state_dict(self) -> dict[str, Any]:

@@ -81,7 +81,7 @@ class BestExport:
 def restore_best(run_dir: str | Path) -> Path | None:
     """Finish a replacement that was killed between its two renames: the complete new export takes the place, else the old one comes back.
 
-    On the first rank, at the start of a run. Returns the folder that was put back, None where nothing was to do.
+    Rank 0 calls it at the start of a run. Returns the restored folder, or None if there was nothing to do.
     Raises CheckpointError.
     """
     destination = best_folder(run_dir)
@@ -107,7 +107,7 @@ def new_folder_of(run_dir: str | Path, step: int) -> Path:
 
 
 def put_in_place(new: Path, run_dir: str | Path, info: Mapping[str, Any]) -> None:
-    """Let a complete export take the place of the old one, which goes last. On the first rank. Raises CheckpointError."""
+    """Replace the old export by a complete new one; the old one is deleted last. Rank 0 only. Raises CheckpointError."""
     destination = best_folder(run_dir)
     old = destination.with_name(_REPLACED)
     try:

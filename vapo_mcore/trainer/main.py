@@ -1,4 +1,4 @@
-"""``run_training``: everything a run needs is made here, in the order that finds faults early, and closed at the end."""
+"""``run_training`` builds everything a run needs, in the order that finds faults early, and closes it at the end."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def run_training(config: Config, *, clean: bool, resume: ResumeOptions | None = 
 
 @contextmanager
 def ending_together() -> Iterator[None]:
-    """The end of a process group: all ranks meet, or, where one is lost, the others wait to be ended by torchrun."""
+    """End the process group: all ranks meet in a barrier; if one is lost, the others wait until torchrun ends them."""
     stopped: RunStopped | None = None
     try:
         try:
@@ -88,7 +88,7 @@ def ending_together() -> Iterator[None]:
     except RuntimeError as error:
         if not lost_a_peer(error):
             raise
-        # The rank that failed has the message; torchrun is about to end this one, which has nothing to add and nothing to save.
+        # The failed rank prints the message. torchrun is about to end this one; it has nothing to save.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(_SECONDS_UNTIL_ENDED)
         raise TrainingError(f"the connection to another rank is lost, and nothing has ended this one since: {error}") from error
@@ -98,7 +98,7 @@ def ending_together() -> Iterator[None]:
 
 
 def train(config: Config, parallel: ParallelContext, *, clean: bool, resume: ResumeOptions | None = None) -> None:
-    """The run itself, in process groups that exist. Everything that it opened is closed when it returns or raises.
+    """Train in existing process groups. Closes everything it opened when it returns or raises.
 
     ``resume``: go on from a checkpoint in ``run.dir``; where there is none, start, and say so.
     """
@@ -148,14 +148,14 @@ def train(config: Config, parallel: ParallelContext, *, clean: bool, resume: Res
 
 @dataclass(frozen=True)
 class _Past:
-    """What a resumed run continues from."""
+    """The state that a resumed run continues from."""
 
     checkpoint: Checkpoint
     state: Mapping[str, Any]
 
 
 def _check_run_directory(config: Config, parallel: ParallelContext, clean: bool, resume: bool, stack: ExitStack, console: Console) -> bool:
-    """Check run directory and host memory. Whether rank 0 took the lock of a directory that holds a run; others are locked when made."""
+    """Check run directory and host memory. Returns whether rank 0 locked an existing run; a new one is locked when created."""
     taken = False
     with fail_together():
         if parallel.rank == 0:
@@ -170,7 +170,7 @@ def _check_run_directory(config: Config, parallel: ParallelContext, clean: bool,
 
 
 def _find_past(config: Config, resume: ResumeOptions, console: Console) -> _Past | None:
-    """The checkpoint to continue from, with a configuration that may continue it."""
+    """Find the checkpoint to continue from and check that the configuration may continue it."""
     checkpoint = choose(config.run.dir, resume.checkpoint, console.print)
     if checkpoint is None:
         steps = broadcast_object(finished_steps(config.run.dir))
@@ -205,16 +205,16 @@ def _continue_data(prompts: PromptDataset, past: _Past, *, restart: bool, consol
 
 
 def configure_logging() -> None:
-    """Warnings of this package; of the libraries below it errors only."""
+    """Log warnings of this package and only errors of the libraries below it."""
     logging.basicConfig(level=logging.ERROR, format="%(levelname)s %(name)s: %(message)s")
     logging.getLogger("vapo_mcore").setLevel(logging.WARNING)
-    # Of the helper process that cleans up after a rank which was ended: the graders' locks are among what it finds, every time.
+    # Silence resource_tracker: after a rank is terminated it always reports the graders' locks.
     given = os.environ.get("PYTHONWARNINGS")
     os.environ["PYTHONWARNINGS"] = ",".join(filter(None, (given, "ignore:resource_tracker:UserWarning")))
 
 
 def seed_everything(seed: int) -> None:
-    """Global generators, for what draws from them unasked; sampling, shuffling and initial heads have seeds of their own."""
+    """Seed the global RNGs that libraries use implicitly; sampling, shuffling and initial heads derive their own seeds."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
@@ -231,8 +231,8 @@ def _open_run_directory(
     fresh: bool,
     locked: bool,
 ) -> RunDirectory | None:
-    """Made, or taken back to the checkpoint, by rank 0, which alone gets the writers, once everything is there: a start that failed leaves
-    no run behind, and a resume that failed leaves the run as it was."""
+    """Rank 0 creates the run directory, or rewinds it to the checkpoint, and opens the writers. This comes last: a failed start leaves
+    nothing behind, and a failed resume leaves the run as it was."""
     run_dir = None
     yaml = dump_yaml(config)
     with fail_together():
@@ -254,7 +254,7 @@ def _open_run_directory(
 
 
 def _load_data(config: Config) -> tuple[Any, PromptDataset, PromptDataset | None]:
-    """Tokenizer, training prompts and held-out prompts; every fault of every file is told before a model is loaded.
+    """Tokenizer, training prompts and held-out prompts; every fault of every file is reported before a model loads.
 
     Every rank reads the files: the prompts are then the same everywhere, and so is what is wrong with them.
     """
@@ -274,7 +274,7 @@ def _load_data(config: Config) -> tuple[Any, PromptDataset, PromptDataset | None
 
 
 def build_multi_turn(config: Config, tokenizer: Any) -> MultiTurn | None:
-    """How responses of several turns are put together, if there is an environment."""
+    """Build the multi-turn loop if an environment is configured."""
     settings = config.rollout.environment
     multi_turn = None
     with fail_together():
@@ -289,7 +289,7 @@ def _verifiers(*datasets: PromptDataset | None) -> list[str]:
 
 
 def build_engine(config: Config, parallel: ParallelContext) -> RolloutEngine:
-    """Before the models: a missing or unfit engine is found early, and vLLM sizes its memory on a device that is still empty."""
+    """Built before the models: a missing or unfit engine is found early, and vLLM sizes its memory on an empty device."""
     return build_rollout_engine(
         config.rollout,
         config.model.path,
@@ -303,7 +303,7 @@ def build_engine(config: Config, parallel: ParallelContext) -> RolloutEngine:
 
 
 def start_verifiers(config: Config, engine: RolloutEngine, stack: ExitStack, verifiers: list[str]) -> VerifierPool | None:
-    """Grading processes on the first rank of each replica, with the verifiers of the data imported."""
+    """Start grading processes on rank 0 of each replica and import the verifiers of the data there."""
     pool = None
     with fail_together():
         if engine.is_replica_leader:

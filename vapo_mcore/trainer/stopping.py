@@ -4,7 +4,7 @@ Three ways to end a run early, for everything that may want to:
 
 - ``trainer.stop_requests.request(reason, exit_code=...)``: the present step is finished, a checkpoint is saved, the run ends. May be
   called on any rank at any time, from a signal handler too.
-- raise ``StepAbandoned`` on all ranks before the step has changed a model (generation failed for good): the checkpoint is that of the
+- raise ``StepAbandoned`` on all ranks before the step has changed a model (generation cannot recover): the checkpoint is that of the
   step before, so that a resumed run does this step again.
 - raise any other error: the run ends as it is; what was saved before stays.
 """

@@ -197,7 +197,7 @@ def write_metadata(folder: Path, parts: Sequence[WrittenPart]) -> None:
 
 
 class _Output:
-    """A stream for ``torch.save``, which loses the error of a failed write and raises one of its own."""
+    """A stream for ``torch.save`` that keeps the error of a failed write; ``torch.save`` would replace it."""
 
     def __init__(self, stream: io.BytesIO | io.BufferedRandom) -> None:
         self.flush = stream.flush
@@ -213,7 +213,7 @@ class _Output:
 
 
 def _torch_save(value: Any, stream: io.BytesIO | io.BufferedRandom) -> None:
-    """``torch.save`` without its CRC-32: nobody reads them, they halve the speed, and conversions keep checksums of their own.
+    """``torch.save`` without its CRC-32: nothing reads it, it halves the speed, and conversions store their own checksums.
     Raises OSError where the disk is full."""
     crc32 = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)

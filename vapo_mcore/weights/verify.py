@@ -86,7 +86,7 @@ class LogitComparison:
 def compare_logits(hf_folder: str | Path, folder: str | Path, texts: Sequence[str], *, config: str | Path | None = None) -> LogitComparison:
     """Run ``texts`` through transformers (``hf_folder``) and through a Megatron model filled from ``folder`` (HF or Megatron).
 
-    Each text has a forward pass of its own on both sides: a matrix product of one row sums in another order than one of many, which
+    Both sides run one forward pass per text: a matrix product of one row sums in another order than one of many, which
     moves SmolLM2's logits by up to 7e-5 (their error against float64 is as large). Both in float32 on the CPU, in this process,
     which must not hold a process group of another size. Raises CheckpointError
     on faults of either folder and texts without tokens.
