@@ -270,10 +270,10 @@ BROKEN = [
     ("kl_loss_has_a_gradient", ["algorithm.kl={place: loss, kind: k1, coef: 0.1}"], {}, "algorithm.kl.kind", "expected gradient of zero"),
     (
         "kl_in_the_reward_reaches_the_advantages",
-        ["algorithm.advantage.estimator=rloo", "algorithm.kl={place: reward, kind: k1, coef: 0.1}"],
+        ["algorithm.advantage.estimator=grpo", "algorithm.kl={place: reward, kind: k1, coef: 0.1}"],
         {},
         "algorithm.kl.place",
-        "'reward' has no effect with algorithm.advantage.estimator = 'rloo'",
+        "'reward' has no effect with algorithm.advantage.estimator = 'grpo'",
     ),
     ("kl_has_a_coefficient", ["algorithm.kl={place: reward}"], {}, "algorithm.kl.coef", "reference model for nothing"),
     ("custom_estimator_is_named", ["algorithm.advantage.estimator=custom"], {}, "algorithm.advantage.custom", "is required with"),
@@ -391,13 +391,14 @@ def test_what_the_rules_allow(tmp_path: Path) -> None:
     load(tmp_path, "parallel.world_size=4", "parallel.tensor_model_parallel_size=4")  # 2 kv heads on 4 ranks: replicated
     load(tmp_path, "parallel.world_size=4", "parallel.pipeline_model_parallel_size=2", "parallel.virtual_pipeline_model_parallel_size=2")
     load(tmp_path, "batch.mini_batch_size=128")
-    load(tmp_path, "batch.mini_batch_size=100")  # a partial last mini-batch
+    load(tmp_path, "batch.mini_batch_size=100")  # not a divisor of the rollout
     load(tmp_path, "batch.max_tokens_per_microbatch=224")
     load(tmp_path, "critic.init=saved", f"critic.path={tmp_path}/model", "critic.value_pretraining.steps=0")
     load(tmp_path, "algorithm.advantage.estimator=reinforce", "batch.responses_per_prompt=1", "batch.mini_batch_size=16")
     load(tmp_path, "algorithm.advantage.estimator=reinforce_pp", "algorithm.advantage.whiten=minibatch", "algorithm.advantage.gamma=0.9")
     load(tmp_path, "algorithm.advantage.estimator=grpo", "algorithm.advantage.whiten=off", "algorithm.advantage.truncation=mask")
     load(tmp_path, "algorithm.advantage.estimator=reinforce_pp", "algorithm.kl={place: reward, kind: k1, coef: 0.1}")
+    load(tmp_path, "algorithm.advantage.estimator=rloo", "algorithm.kl={place: reward, kind: k1, coef: 0.1}")
     load(tmp_path, "algorithm.advantage.estimator=rloo", "algorithm.kl={place: loss, coef: 0.1}")
     load(tmp_path, "algorithm.advantage={estimator: grpo_process, process: {normalise: batch, outcome: false}}")
     load(tmp_path, "eval.temperature=0")

@@ -78,6 +78,7 @@ DIFFERENCES_FROM_VAPO = {
         "positive_lm.coef": 0.0,
         "self_imitation.capacity": 512,
         "self_imitation.keep": "top_reward",
+        "self_imitation.skip_overlong": False,
         "self_imitation.top_k": 1,
         "self_imitation.every_steps": 1,
         "self_imitation.batch_size": 64,
@@ -147,8 +148,11 @@ DIFFERENCES_FROM_VAPO = {
         "advantage.estimator": "rloo",
         "advantage.whiten": "off",
         "policy_loss.clip_high": 0.2,
-        "policy_loss.aggregation": "sequence",
+        "policy_loss.aggregation": "sequence_sum",
         "positive_lm.coef": 0.0,
+        "kl.place": "reward",
+        "kl.kind": "k1",
+        "kl.coef": 0.05,
     },
     "raw_reward": {
         "advantage.estimator": "reinforce",
@@ -191,7 +195,8 @@ OTHER_DIFFERENCES = {
     "ppo": NO_PRETRAINING | {"responses_per_prompt": 1},
     "orz": NO_PRETRAINING,
     "nemo_rl_ppo": NO_PRETRAINING | PLUS_MINUS_ONE | {"policy.epochs": 4, "critic.epochs": 4},
-    "dapo": CRITIC_FREE | PLUS_MINUS_ONE | {"dynamic_sampling": True, "policy.warmup_rollouts": 20},
+    "dapo": CRITIC_FREE | PLUS_MINUS_ONE | {"dynamic_sampling": True, "dynamic_sampling.max_rounds": 10, "policy.warmup_rollouts": 20},
+    "vapo_review": {"critic.head": "mlp", "pretraining.head_only": True},
 } | dict.fromkeys(("grpo", "grpo_process", "dr_grpo", "rloo", "raw_reward", "reinforce_pp"), CRITIC_FREE)
 
 
@@ -207,6 +212,9 @@ def test_preset_settings_outside_the_algorithm(preset: str, tmp_path: Path) -> N
             "reward.scale": None if reward.scale is None else (tuple(reward.scale.source), tuple(reward.scale.target)),
             "reward.overlong": None if reward.overlong is None else (reward.overlong.cache, reward.overlong.penalty),
             "reward.truncated_factor": reward.truncated_factor,
+            "dynamic_sampling.max_rounds": config.rollout.dynamic_sampling.max_rounds,
+            "critic.head": critic.head if config.uses_critic else vapo.critic.head,
+            "pretraining.head_only": critic.value_pretraining.head_only if config.uses_critic else False,
             "policy.epochs": config.policy.epochs,
             "critic.epochs": critic.epochs if config.uses_critic else vapo.critic.epochs,
             "policy.warmup_rollouts": config.policy.optimizer.warmup_rollouts,

@@ -37,7 +37,6 @@ def importance_weights(
     - ``sequence_mask``: w_t for all tokens of a response whose geometric mean of w lies in [low, cap], 0 for all tokens of the
       others. The geometric mean does not grow with the length, so one band suits short and long responses.
     """
-    check_packed(cu_seqlens, mask, old_logprobs=old_logprobs, rollout_logprobs=rollout_logprobs)
     if kind not in ("off", "token_truncate", "token_mask", "sequence_mask"):
         raise ValueError(f"kind must be off, token_truncate, token_mask or sequence_mask, got {kind!r}")
     if not cap > 0.0 or (kind.endswith("_mask") and not 0.0 <= low < cap):
@@ -45,19 +44,58 @@ def importance_weights(
     mask = mask.bool()
     if kind == "off":
         return mask.float()
-    log_ratio = masked_difference(old_logprobs, rollout_logprobs, mask).clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
-    ratio = log_ratio.exp()
+    ratio, judged = _ratios(old_logprobs, rollout_logprobs, mask, cu_seqlens, per_sequence=kind == "sequence_mask")
     if kind == "token_truncate":
         weights = ratio.clamp(max=cap)
-    elif kind == "token_mask":
-        weights = torch.where((ratio >= low) & (ratio <= cap), ratio, torch.zeros_like(ratio))
     else:
-        owner = sequence_ids(cu_seqlens)
-        sums = torch.zeros(cu_seqlens.numel() - 1, dtype=torch.float64, device=mask.device).index_add(0, owner, log_ratio.double())
-        geometric_mean = (sums / response_lengths(mask, cu_seqlens).clamp(min=1)).exp()
-        accepted = ((geometric_mean >= low) & (geometric_mean <= cap))[owner]
-        weights = torch.where(accepted, ratio, torch.zeros_like(ratio))
+        weights = torch.where((judged >= low) & (judged <= cap), ratio, torch.zeros_like(ratio))
     return torch.where(mask, weights, torch.zeros_like(weights))
+
+
+@torch.no_grad()
+def importance_rejections(
+    old_logprobs: Tensor,
+    rollout_logprobs: Tensor,
+    mask: Tensor,
+    cu_seqlens: Tensor,
+    *,
+    kind: Literal["token_mask", "sequence_mask"],
+    cap: float,
+    low: float,
+) -> dict[str, int]:
+    """What a mask of ``importance_weights`` rejects in these sequences, as counts.
+
+    ``tokens``, ``tokens_low``, ``tokens_high``: unmasked tokens, and those rejected because the ratio that is judged (the token's, or the
+    geometric mean of its response) is below ``low`` or above ``cap``; ``responses``, ``responses_rejected``: responses with an unmasked
+    token, and those that lose at least one; ``responses_lost``: those that lose all.
+    """
+    mask = mask.bool()
+    _, judged = _ratios(old_logprobs, rollout_logprobs, mask, cu_seqlens, per_sequence=kind == "sequence_mask")
+    below, above = mask & (judged < low), mask & (judged > cap)
+    lengths, lost = response_lengths(mask, cu_seqlens), response_lengths(below | above, cu_seqlens)
+    counts = {
+        "tokens": mask.sum(),
+        "tokens_low": below.sum(),
+        "tokens_high": above.sum(),
+        "responses": (lengths > 0).sum(),
+        "responses_rejected": (lost > 0).sum(),
+        "responses_lost": ((lengths > 0) & (lost == lengths)).sum(),
+    }
+    return dict(zip(counts, torch.stack(list(counts.values())).tolist(), strict=True))
+
+
+def _ratios(
+    old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, cu_seqlens: Tensor, *, per_sequence: bool
+) -> tuple[Tensor, Tensor]:
+    """``(w_t, what a mask judges)``: [total] each; the second is w_t, or at all tokens of a response its geometric mean over them."""
+    check_packed(cu_seqlens, mask, old_logprobs=old_logprobs, rollout_logprobs=rollout_logprobs)
+    log_ratio = masked_difference(old_logprobs, rollout_logprobs, mask).clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
+    ratio = log_ratio.exp()
+    if not per_sequence:
+        return ratio, ratio
+    owner = sequence_ids(cu_seqlens)
+    sums = torch.zeros(cu_seqlens.numel() - 1, dtype=torch.float64, device=mask.device).index_add(0, owner, log_ratio.double())
+    return ratio, (sums / response_lengths(mask, cu_seqlens).clamp(min=1)).exp()[owner]
 
 
 @torch.no_grad()

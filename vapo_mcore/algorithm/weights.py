@@ -5,14 +5,14 @@ sum over every micro-batch and rank is the mini-batch's loss, however it was spl
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 from vapo_mcore.algorithm.segments import response_lengths
 
-Aggregation = Literal["token", "sequence", "fixed_length"]
+Aggregation = Literal["token", "sequence", "sequence_sum", "fixed_length"]
 
 
 @dataclass(frozen=True)
@@ -53,17 +53,20 @@ def token_weights(
     """float32 ``[total]`` weights w_t, 0 at masked tokens.
 
     ``token``: 1 / N (DAPO Eq. 12, VAPO Eq. 7); ``sequence``: 1 / (n l_i), the mean over responses of their token means (VAPO Eq. 6);
-    ``fixed_length``: 1 / (n L_max), Dr. GRPO, needs ``max_length`` = L_max. N counts unmasked tokens, n responses that have any,
+    ``sequence_sum``: 1 / n, the mean over responses of their token sums (RLOO: the whole response is the action, and its log-probability
+    the sum); ``fixed_length``: 1 / (n L_max), Dr. GRPO, needs ``max_length`` = L_max. N counts unmasked tokens, n responses that have any,
     both of ``denominators`` (None: of this call, which then is the whole mini-batch); l_i counts response i's own, so a response
     must not be split between calls. Without unmasked tokens all weights are 0.
     """
-    if aggregation not in ("token", "sequence", "fixed_length"):
-        raise ValueError(f"aggregation must be token, sequence or fixed_length, got {aggregation!r}")
+    if aggregation not in get_args(Aggregation):
+        raise ValueError(f"aggregation must be one of {', '.join(get_args(Aggregation))}, got {aggregation!r}")
     mask = mask.bool()
     if denominators is None:
         denominators = Denominators.from_mask(mask, cu_seqlens)
     if aggregation == "token":
         return mask.float() / max(denominators.tokens, 1)
+    if aggregation == "sequence_sum":
+        return mask.float() / max(denominators.sequences, 1)
     if aggregation == "fixed_length":
         if max_length is None or max_length <= 0:
             raise ValueError(f"aggregation fixed_length divides by max_length, which must be a positive integer, got {max_length}")

@@ -101,12 +101,18 @@ INAPPLICABLE: tuple[Inapplicable, ...] = (
         lambda c: not c.algorithm.policy_loss.importance_correction.kind.endswith("_mask"),
         "only for the masks",
     ),
+    Inapplicable(
+        ("algorithm.positive_lm.skip_overlong",),
+        ("algorithm.positive_lm.coef",),
+        lambda c: c.algorithm.positive_lm.coef == 0,
+        "there is no positive-example loss",
+    ),
     Inapplicable(("algorithm.kl.kind", "algorithm.kl.coef"), ("algorithm.kl.place",), lambda c: not c.uses_reference, "no KL term is used"),
     Inapplicable(
         ("rollout.vllm", "rollout.tensor_parallel_size"), ("rollout.engine",), lambda c: c.rollout.engine != "vllm", "only for 'vllm'"
     ),
     Inapplicable(
-        ("rollout.dynamic_sampling.max_rounds", "rollout.dynamic_sampling.on_exhausted"),
+        ("rollout.dynamic_sampling.keep", "rollout.dynamic_sampling.max_rounds", "rollout.dynamic_sampling.on_exhausted"),
         ("rollout.dynamic_sampling.enabled",),
         lambda c: not c.rollout.dynamic_sampling.enabled,
         "dynamic sampling is off",
@@ -145,7 +151,7 @@ INAPPLICABLE: tuple[Inapplicable, ...] = (
     ),
     Inapplicable(("eval.top_p",), ("eval.temperature",), lambda c: bool(c.data.eval) and c.eval.temperature == 0, "decoding is greedy"),
     Inapplicable(
-        ("diagnosis.explained_variance", "diagnosis.value_loss_rising"),
+        ("diagnosis.explained_variance", "diagnosis.critic_stuck", "diagnosis.value_loss_rising"),
         (_ESTIMATOR, f"{_CUSTOM}.critic"),
         lambda c: not c.uses_critic,
         "there is no critic",

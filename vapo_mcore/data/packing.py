@@ -21,6 +21,7 @@ import torch
 from numpy.typing import NDArray
 
 from vapo_mcore.config.architecture import ModelArchitecture
+from vapo_mcore.config.schema.run import minibatch_count
 from vapo_mcore.data.balance import balance
 from vapo_mcore.errors import DataError
 
@@ -51,7 +52,7 @@ class Schedule:
     """All mini-batches of a rollout, in training order.
 
     Attributes:
-        minibatches: the optimizer steps; the last may be smaller.
+        minibatches: the optimizer steps, of equal numbers of rows up to one.
         owner: int64 ``[N]``, data-parallel rank of each row of the rollout; -1 for rows that are not scheduled.
     """
 
@@ -96,7 +97,7 @@ def schedule(
 
     Args:
         lengths: tokens of each of the N rows (prompt + response).
-        minibatch_size: rows an optimizer step; a remainder makes a last, smaller mini-batch.
+        minibatch_size: rows an optimizer step; where it does not divide the rows, ``minibatch_count`` mini-batches equal up to one row.
         dp_size: data-parallel ranks.
         max_tokens: hard cap on the padded tokens of a micro-batch, over all its context-parallel ranks together.
         seed: of the shuffle that draws the mini-batches.
@@ -119,8 +120,8 @@ def schedule(
     cost = padded + attention_cost_ratio * padded.astype(np.float64) ** 2
     owner = np.full(length.size, -1, dtype=np.int64)
     minibatches = []
-    for start in range(0, drawn.size, minibatch_size):
-        members = drawn[start : start + minibatch_size]
+    count = minibatch_count(drawn.size, minibatch_size)
+    for members in np.array_split(drawn, count) if count else []:
         ranks = balance(padded[members], cost[members], _token_limits(int(padded[members].sum()), dp_size, cap))
         owner[members] = ranks
         packed = []
@@ -128,10 +129,10 @@ def schedule(
             own = members[ranks == rank]
             packed.append(_pack(own, padded[own], cost[own], cap))
         needed = max(len(bins) for bins in packed)
-        count = -(-max(needed, min_microbatches) // microbatch_multiple) * microbatch_multiple
-        if count > needed:
-            packed = [_spread(bins, padded, cost, cap, count) or bins for bins in packed]
-        minibatches.append(ScheduledMiniBatch([bins + [[] for _ in range(count - len(bins))] for bins in packed]))
+        steps = -(-max(needed, min_microbatches) // microbatch_multiple) * microbatch_multiple
+        if steps > needed:
+            packed = [_spread(bins, padded, cost, cap, steps) or bins for bins in packed]
+        minibatches.append(ScheduledMiniBatch([bins + [[] for _ in range(steps - len(bins))] for bins in packed]))
     return Schedule(minibatches, torch.from_numpy(owner))
 
 

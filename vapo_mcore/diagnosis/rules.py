@@ -16,6 +16,7 @@ from vapo_mcore.config.schema import Config, DiagnosisConfig
 from vapo_mcore.config.schema.diagnosis import (
     ClipRule,
     CountRule,
+    CriticStuckRule,
     EntropyRule,
     ExplainedVarianceRule,
     FirstKlRule,
@@ -77,16 +78,26 @@ def _steps(rows: Rows, window: int) -> str:
 
 def explained_variance(rows: Rows, rule: ExplainedVarianceRule, context: Context) -> str | None:
     """The mean must be below by more than twice its standard error: a critic that has learned nothing yet hovers around 0."""
-    found = recent(rows, "critic/explained_variance", rule.window)
+    return _explains_less(rows, rule)
+
+
+def critic_stuck(rows: Rows, rule: CriticStuckRule, context: Context) -> str | None:
+    """The same with a longer window and a threshold above 0, for a critic that does no harm and no good either."""
+    return _explains_less(rows, rule)
+
+
+def _explains_less(rows: Rows, rule: ExplainedVarianceRule | CriticStuckRule) -> str | None:
+    """Judges the explained variance of Monte-Carlo returns; that of the critic's own targets in rows of runs that logged no other."""
+    logged = "critic/explained_variance_mc"
+    key = logged if any(logged in row for row in rows[-rule.window :]) else "critic/explained_variance"
+    found = recent(rows, key, rule.window)
     if not found:
         return None
     error = stdev(found) / math.sqrt(len(found)) if len(found) > 1 else 0.0
     if fmean(found) + 2 * error >= rule.below:
         return None
-    return (
-        f"critic/explained_variance was {fmean(found):.3f} in the mean of {_steps(rows, rule.window)} (standard error {error:.3f}), "
-        f"below {rule.below:g}"
-    )
+    evidence = f"{key} was {fmean(found):.3f} in the mean of {_steps(rows, rule.window)} (standard error {error:.3f})"
+    return f"{evidence}, below {rule.below:g}"
 
 
 def value_loss_rising(rows: Rows, rule: ValueLossRule, context: Context) -> str | None:
@@ -256,6 +267,14 @@ RULES: tuple[Rule, ...] = (
         explained_variance,
         "the critic predicts worse than a constant, so its advantages are noise",
         "more value pretraining, a higher critic learning rate or more critic epochs; lambda_critic = 1",
+    ),
+    Rule(
+        "critic_stuck",
+        lambda d: d.critic_stuck,
+        critic_stuck,
+        "the critic explains next to nothing, so GAE with it is REINFORCE with a constant baseline",
+        "more passes over each rollout (critic.updates_per_rollout, critic.epochs), more value pretraining, a higher critic learning rate; "
+        "on tasks whose outcome cannot be read off the text before its end no critic does better, and a group baseline costs less",
     ),
     Rule(
         "value_loss_rising",

@@ -77,7 +77,7 @@ class Experience:
         rows: all responses, replicated; ``reward`` is shaped.
         trainable: bool [n] replicated: graded, and not cut where cut responses are masked.
         batch: the rows that this data-parallel rank owns, tensors on the compute device. ``response_mask`` is True at tokens that
-            carry a loss; ``positive_mask`` at tokens of correct responses.
+            carry a loss; ``positive_mask`` at tokens of the positive-example loss.
         cu_seqlens: of ``batch``, on the compute device.
         minibatches: in training order.
         bootstrap_values: float32 [rows of batch], the critic's output at each last token, where cut responses are bootstrapped.
@@ -190,22 +190,26 @@ def distribute(
     sampled: Round,
     rows: Rows,
     trainable: Tensor,
+    positive: Tensor,
     plan: Schedule,
     parallel: ParallelContext,
     dp_rank_of_rank: Sequence[int],
 ) -> Experience:
-    """Move the tokens to their owners and lay out the mini-batches. A collective over all ranks."""
+    """Move the tokens to their owners and lay out the mini-batches. A collective over all ranks.
+
+    trainable, positive: bool [n] replicated, rows whose tokens carry a loss, and rows of the positive-example loss.
+    """
     device = parallel.device
     owned = exchange(sampled.local.to(device), rows, holder=sampled.holder, owner=plan.owner, dp_rank_of_rank=dp_rank_of_rank)
     cu_seqlens = owned.cu_seqlens.to(device)
     owned["response_mask"] = keep_responses(owned["response_mask"], cu_seqlens, trainable[owned.row_ids].to(device))
-    owned["positive_mask"] = broadcast_to_tokens(rows.verdict[owned.row_ids].to(device), owned["response_mask"], cu_seqlens)
+    owned["positive_mask"] = broadcast_to_tokens(positive[owned.row_ids].to(device), owned["response_mask"], cu_seqlens)
     local_row = torch.full((len(rows),), -1, dtype=torch.int64)
     local_row[owned.row_ids] = torch.arange(len(owned))
     lengths = rows.response_length * trainable
     minibatches = [
         MiniBatch(
-            Denominators.from_lengths(lengths[scheduled.rows], rows.verdict[scheduled.rows]),
+            Denominators.from_lengths(lengths[scheduled.rows], positive[scheduled.rows]),
             pack_microbatches(scheduled, owned, local_row, parallel, ("tokens", "response_mask")),
         )
         for scheduled in plan.minibatches

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from vapo_mcore.collectives import broadcast_object, world
 from vapo_mcore.config.schema import Config
@@ -17,7 +17,10 @@ from vapo_mcore.rollout.base import SamplingConfig
 
 @dataclass(frozen=True)
 class SamplingCounts:
-    """What dynamic sampling tried and dropped in a step."""
+    """What a step sampled, and what dynamic sampling dropped of it.
+
+    ``responses``, ``graded``, ``correct`` and ``tokens`` (of responses) count everything that was sampled, before any group is dropped.
+    """
 
     rounds: int
     prompts_tried: int
@@ -25,6 +28,21 @@ class SamplingCounts:
     dropped_all_wrong: int = 0
     dropped_ungraded: int = 0
     dropped_surplus: int = 0
+    responses: int = 0
+    graded: int = 0
+    correct: int = 0
+    tokens: int = 0
+
+    def with_responses(self, rounds: Sequence[Round]) -> SamplingCounts:
+        """The same with the responses of ``rounds`` counted; their rows are on all ranks."""
+        rows = [part.rows for part in rounds]
+        return replace(
+            self,
+            responses=sum(len(part) for part in rows),
+            graded=sum(int(part.graded.sum()) for part in rows),
+            correct=sum(int((part.graded & part.verdict).sum()) for part in rows),
+            tokens=sum(int(part.response_length.sum()) for part in rows),
+        )
 
 
 def training_sampling(config: Config) -> SamplingConfig:
@@ -60,16 +78,19 @@ def collect(
 
     wanted = config.batch.prompts_per_step
     if not dynamic:
-        return draw(wanted), SamplingCounts(rounds=1, prompts_tried=wanted)
-    collector = GroupCollector(target=wanted, max_rounds=config.rollout.dynamic_sampling.max_rounds)
+        drawn = draw(wanted)
+        return drawn, SamplingCounts(rounds=1, prompts_tried=wanted).with_responses([drawn])
+    settings = config.rollout.dynamic_sampling
+    collector = GroupCollector(target=wanted, max_rounds=settings.max_rounds)
     rounds: list[Round] = []
     while (prompts := collector.next_draw()) > 0:
         rounds.append(draw(prompts))
         if world()[0] == 0:
             rows = rounds[-1].rows
-            collector.add_round(rows.verdict.view(-1, size).tolist(), rows.graded.view(-1, size).tolist())
+            earned = rows.score + rows.step_reward if settings.keep == "different_scores" else rows.verdict.float()
+            collector.add_round(*(column.view(-1, size).tolist() for column in (rows.verdict, rows.graded, earned)))
         collector = broadcast_object(collector)
-    if collector.exhausted and config.rollout.dynamic_sampling.on_exhausted == "stop":
+    if collector.exhausted and settings.on_exhausted == "stop":
         raise StepAbandoned(
             f"dynamic sampling kept {len(collector.kept)} of {wanted} prompts after {collector.rounds} rounds "
             f"({collector.tried} prompts tried, {collector.all_right} groups all right, {collector.all_wrong} all wrong, "
@@ -78,5 +99,5 @@ def collect(
             "what there is"
         )
     dropped = (collector.all_right, collector.all_wrong, collector.ungraded, collector.surplus)
-    counts = SamplingCounts(collector.rounds, collector.tried, *dropped)
+    counts = SamplingCounts(collector.rounds, collector.tried, *dropped).with_responses(rounds)
     return keep_groups(rounds, collector.kept), counts

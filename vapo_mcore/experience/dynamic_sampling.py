@@ -10,15 +10,18 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+SAME_SCORE = 1e-6
+"""Scores that differ by no more are equal: float32 sums of step rewards."""
 
-def is_uniform(verdicts: Sequence[bool], graded: Sequence[bool]) -> bool:
-    """True if the raw verdicts of a group are all right or all wrong.
 
-    Responses whose grading failed do not count; a group with fewer than one right and one wrong verdict is uniform. Raw
-    verdicts, not shaped rewards: length penalties must not make an all-wrong group look informative.
+def is_uniform(earned: Sequence[float], graded: Sequence[bool]) -> bool:
+    """True if all graded responses of a group earned the same; also where fewer than two are graded.
+
+    ``earned``: the raw verdicts as 0 and 1, or scores with partial credit (with the rewards of steps and turns). Never shaped rewards:
+    length penalties must not make an all-wrong group look informative.
     """
-    known = [verdict for verdict, ok in zip(verdicts, graded, strict=True) if ok]
-    return not (any(known) and not all(known))
+    known = [float(number) for number, ok in zip(earned, graded, strict=True) if ok]
+    return not known or max(known) - min(known) <= SAME_SCORE
 
 
 @dataclass
@@ -39,11 +42,16 @@ class GroupCollector:
     ungraded: int = 0
     surplus: int = 0
 
-    def add_round(self, verdicts: Sequence[Sequence[bool]], graded: Sequence[Sequence[bool]]) -> None:
-        """Take one round of groups: ``verdicts[g][i]`` of response i of group g."""
-        for group, (right, known) in enumerate(zip(verdicts, graded, strict=True)):
+    def add_round(
+        self, verdicts: Sequence[Sequence[bool]], graded: Sequence[Sequence[bool]], earned: Sequence[Sequence[float]] | None = None
+    ) -> None:
+        """Take one round of groups: ``verdicts[g][i]`` of response i of group g.
+
+        ``earned``: what the responses of a group must differ in to be kept (None: the verdicts).
+        """
+        for group, (right, known, numbers) in enumerate(zip(verdicts, graded, verdicts if earned is None else earned, strict=True)):
             self.tried += 1
-            if is_uniform(right, known):
+            if is_uniform(numbers, known):
                 if not any(known):
                     self.ungraded += 1
                 elif any(verdict for verdict, ok in zip(right, known, strict=True) if ok):

@@ -45,7 +45,7 @@ def workload(config: Config, mean_response_length: int | None) -> Workload:
     prompt = max(1, config.data.max_prompt_length // 2)
     tokens = batch.responses_per_step * (prompt + response)
     ranks = parallel.data_parallel_size
-    update_tokens = min(batch.mini_batch_size, batch.responses_per_step) * (prompt + response) / ranks
+    update_tokens = tokens / batch.updates_per_step / ranks
     microbatches = max(1, -(-int(update_tokens) // int(_PACKING * batch.max_tokens_per_microbatch)))
     if parallel.virtual_pipeline_model_parallel_size:
         stages = parallel.pipeline_model_parallel_size

@@ -30,7 +30,7 @@ _RESPONSES = (
     Metric("reward/raw_mean", SAME, "graded responses", "Mean raw score of the verifier."),
     Metric("reward/steps_mean", SAME, "graded responses", "Mean sum of the rewards of a response's steps and turns (0 without any)."),
     Metric("reward/steps_per_response", SAME, "graded responses", "Mean number of rewards inside a response."),
-    Metric("accuracy/mean", SAME, "graded responses", 'Share of responses whose raw verdict is "correct".'),
+    Metric("accuracy/mean", SAME, "graded responses", 'Share of responses whose raw verdict is "correct", after dynamic sampling.'),
     Metric(
         "groups/mixed_frac",
         SAME,
@@ -77,6 +77,15 @@ _RESPONSES = (
     ),
     Metric("sampling/rounds", SAME, "-", "Rounds of dynamic sampling (1 without it)."),
     Metric("sampling/prompts_tried", SAME, "prompts", "Prompts sampled, dropped ones included."),
+    Metric("sampling/responses", SAME, "responses", "Responses sampled, those of dropped groups included."),
+    Metric("sampling/tokens", SAME, "response tokens", "Tokens of all of them."),
+    Metric(
+        "sampling/accuracy",
+        SAME,
+        "graded responses sampled",
+        "Share of all sampled responses that are correct. Dynamic sampling drops the groups that are all right, so `accuracy/mean`, which "
+        "is of the kept ones, hides progress.",
+    ),
     Metric("sampling/dropped_all_right", SAME, "groups", "Groups dropped by dynamic sampling because all verdicts were right."),
     Metric("sampling/dropped_all_wrong", SAME, "groups", "Groups dropped by dynamic sampling because all verdicts were wrong."),
     Metric("sampling/dropped_ungraded", SAME, "groups", "Groups dropped by dynamic sampling because no response had a verdict."),
@@ -160,7 +169,15 @@ _CRITIC = (
         "critic/explained_variance",
         POOLED,
         "response tokens",
-        "1 - Var(R - V) / Var(R), from the values predicted before the step's updates; null when the returns are constant.",
+        "1 - Var(R - V) / Var(R), R the critic's targets, from the values predicted before the step's updates; null when the returns are "
+        "constant. With `lambda_critic` < 1 the targets contain the values, which flatters: a critic of pure noise reaches 0.6 at 0.95.",
+    ),
+    Metric(
+        "critic/explained_variance_mc",
+        POOLED,
+        "response tokens",
+        "The same against the reward-to-go (Monte-Carlo returns), whatever `lambda_critic` is; what the diagnosis judges. Its ceiling is "
+        "the task's, often far below 1: no critic predicts what sampling has yet to decide.",
     ),
     Metric("critic/grad_norm", MEAN, "updates", "Global gradient norm before clipping."),
     Metric("critic/lr", SAME, "-", "Learning rate of the step's last update."),
@@ -245,6 +262,18 @@ _MISMATCH = (
         "Share of these weights above `importance_correction.cap` (2 where nothing is corrected).",
     ),
 )
+_REJECTED = (
+    Metric(
+        "mismatch/rejected_low_frac",
+        MEAN,
+        "response tokens",
+        "Share of tokens that a mask of `importance_correction` rejects because the ratio it judges (the token's or its response's) is "
+        "below `low`.",
+    ),
+    Metric("mismatch/rejected_high_frac", MEAN, "response tokens", "Share that it rejects because that ratio is above `cap`."),
+    Metric("mismatch/responses_rejected_frac", MEAN, "responses", "Share of responses that lose at least one token to the mask."),
+    Metric("mismatch/responses_lost_frac", MEAN, "responses", "Share of responses that lose all their tokens to it."),
+)
 _SYSTEM = (
     Metric("warnings", SAME, "-", "Rules of the diagnosis that hold after this step (diagnosis.md says which there are)."),
     Metric("trackers/failed", SAME, "-", "Trackers (TensorBoard, W&B) that failed and are switched off; absent without any."),
@@ -297,7 +326,7 @@ def metrics_of(loss_terms: Iterable[str], sources: Collection[str] = ()) -> tupl
     return (*METRICS, *(replace(metric, name=metric.name.replace("<name>", name)) for metric, name in named))
 
 
-METRICS: tuple[Metric, ...] = (*_PROGRESS, *_RESPONSES, *_ADVANTAGES, *_POLICY, *_CRITIC, *_IMITATION, *_MISMATCH, *_SYSTEM)
+METRICS: tuple[Metric, ...] = (*_PROGRESS, *_RESPONSES, *_ADVANTAGES, *_POLICY, *_CRITIC, *_IMITATION, *_MISMATCH, *_REJECTED, *_SYSTEM)
 
 EVALUATION = (
     ("avg@k", "Mean over problems of the mean verdict of their k graded responses."),

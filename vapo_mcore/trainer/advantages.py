@@ -20,10 +20,17 @@ from vapo_mcore.algorithm.advantages import (
     whiten,
 )
 from vapo_mcore.algorithm.checks import check_finite
-from vapo_mcore.algorithm.importance import importance_weights
+from vapo_mcore.algorithm.importance import importance_rejections, importance_weights
 from vapo_mcore.algorithm.kl import kl_estimate
 from vapo_mcore.algorithm.lambdas import lambda_statistics, length_adaptive_lambda, sigmoid_lambda
-from vapo_mcore.algorithm.segments import broadcast_to_tokens, keep_responses, place_rewards, place_terminal_rewards
+from vapo_mcore.algorithm.segments import (
+    all_reduce_sum,
+    broadcast_to_tokens,
+    keep_responses,
+    place_rewards,
+    place_terminal_rewards,
+    sequence_ids,
+)
 from vapo_mcore.algorithm.shaping import kl_penalised_rewards, shape_rewards
 from vapo_mcore.collectives import fail_together
 from vapo_mcore.config.schema import Config
@@ -51,6 +58,15 @@ def trainable_rows(config: Config, rows: Rows) -> Tensor:
     """bool [n]: responses whose tokens carry a loss: graded, and with ``truncation: mask`` not cut by the length limit."""
     masked = config.algorithm.advantage.truncation == "mask"
     return rows.graded & ~rows.truncated if masked else rows.graded.clone()
+
+
+def imitable_rows(config: Config, rows: Rows, *, skip_overlong: bool) -> Tensor:
+    """bool [n]: correct responses (raw verdict); with ``skip_overlong`` only those that were neither truncated nor punished for length."""
+    overlong = config.reward.overlong
+    if not skip_overlong:
+        return rows.verdict.clone()
+    unpunished = config.rollout.max_response_length - (overlong.cache if overlong is not None else 0)
+    return rows.verdict & ~rows.truncated & (rows.response_length <= unpunished)
 
 
 class AdvantageEstimator:
@@ -109,6 +125,15 @@ class AdvantageEstimator:
             self._bootstrap(experience),
         )
 
+    def monte_carlo_returns(self, experience: Experience) -> Tensor:
+        """The reward-to-go of each token, float [total]: what explained variance is judged by, whatever lambda_critic is.
+
+        Returns at lambda_critic < 1 contain the values themselves, so a critic explains them in part by being equal to itself. With
+        ``truncation: bootstrap`` the value after a truncated response is all that is known of its future and is included.
+        """
+        batch = experience.batch
+        return reward_to_go(batch["rewards"], experience.mask, experience.cu_seqlens, self.settings.gamma, self._bootstrap(experience))
+
     def advantages(self, experience: Experience, metrics: StepMetrics) -> None:
         """The policy's advantages, whitened as configured; a collective over data parallelism."""
         batch, mask, cu_seqlens = experience.batch, experience.mask, experience.cu_seqlens
@@ -135,11 +160,27 @@ class AdvantageEstimator:
         else:
             # Rewards of cut responses that are masked from the losses stay in their group's statistics.
             rows = experience.rows
-            per_response = group_advantages(rows.total_reward, rows.group, estimator, rows.graded)  # type: ignore[arg-type]
+            earned = rows.total_reward
+            if estimator == "rloo" and self.kl.place == "reward":
+                earned = earned - self._kl_of_responses(experience)
+            per_response = group_advantages(earned, rows.group, estimator, rows.graded)  # type: ignore[arg-type]
             advantages = broadcast_to_tokens(experience.on_rows(per_response), mask, cu_seqlens)
         for name in ("mean", "std", "min", "max"):
             metrics.add_tokens(f"advantages/{name}", advantages, mask)
         batch["advantages"] = self._whiten(experience, advantages)
+
+    def _kl_of_responses(self, experience: Experience) -> Tensor:
+        """float64 [n], replicated: coef x the KL estimates summed over each response (RLOO, arXiv:2402.14740, Eq. 2); a collective.
+
+        0 for a response that carries no loss: it has no old log-probs that count.
+        """
+        batch = experience.batch
+        estimate = kl_estimate(batch["old_logprobs"], batch["ref_logprobs"], self.kl.kind, experience.mask).double()
+        owned = torch.zeros(len(batch), dtype=torch.float64, device=estimate.device)
+        owned.index_add_(0, sequence_ids(experience.cu_seqlens), estimate)
+        table = torch.zeros(len(experience.rows), dtype=torch.float64, device=estimate.device)
+        table[batch.row_ids.to(table.device)] = owned
+        return self.kl.coef * all_reduce_sum(table, self.group).cpu()
 
     def _custom_inputs(self, experience: Experience) -> dict[str, Any]:
         """What a user's estimator may ask for; the names are ``extensions.points.ESTIMATOR_INPUTS``."""
@@ -173,20 +214,22 @@ class AdvantageEstimator:
         tokens.index_add_(0, positions, normalised[mine].to(tokens))
         return rewards_of_own_and_later_steps(tokens, experience.mask, experience.cu_seqlens).float()
 
-    def correct_importance(self, experience: Experience) -> None:
-        """``importance_weights`` of the policy loss, if a correction is configured."""
-        if self.correction.kind == "off":
+    def correct_importance(self, experience: Experience, metrics: StepMetrics) -> None:
+        """``importance_weights`` of the policy loss, if a correction is configured; what a mask rejects is recorded."""
+        kind, cap, low = self.correction.kind, self.correction.cap, self.correction.low
+        if kind == "off":
             return
         batch = experience.batch
-        batch["importance_weights"] = importance_weights(
-            batch["old_logprobs"],
-            batch["rollout_logprobs"],
-            experience.mask,
-            experience.cu_seqlens,
-            kind=self.correction.kind,
-            cap=self.correction.cap,
-            low=self.correction.low if self.correction.kind.endswith("_mask") else 0.0,
-        )
+        read = (batch["old_logprobs"], batch["rollout_logprobs"], experience.mask, experience.cu_seqlens)
+        if kind == "token_truncate":
+            batch["importance_weights"] = importance_weights(*read, kind=kind, cap=cap)
+            return
+        batch["importance_weights"] = importance_weights(*read, kind=kind, cap=cap, low=low)
+        counts = importance_rejections(*read, kind=kind, cap=cap, low=low)
+        for side in ("low", "high"):
+            metrics.add(f"mismatch/rejected_{side}_frac", counts[f"tokens_{side}"], counts["tokens"])
+        for what in ("rejected", "lost"):
+            metrics.add(f"mismatch/responses_{what}_frac", counts[f"responses_{what}"], counts["responses"])
 
     def record_reference_kl(self, experience: Experience, metrics: StepMetrics) -> None:
         """KL estimate to the reference before the updates, if there is a reference."""

@@ -26,6 +26,7 @@ from vapo_mcore.megatron.engine import MegatronModel
 from vapo_mcore.megatron.losses import CriticLoss, SupervisedLoss
 from vapo_mcore.megatron.parallel import ParallelContext
 from vapo_mcore.records.metrics import StepMetrics
+from vapo_mcore.trainer.advantages import imitable_rows
 
 _TENSORS = ("tokens", "response_mask", "returns")
 
@@ -46,7 +47,8 @@ class SelfImitation:
         """Offer the rollout's correct responses, their token rewards placed; ``pretraining``: only a frozen buffer takes those."""
         if pretraining and self.settings.keep != "frozen":
             return
-        chosen = best_rows(experience.rows, experience.trainable, self.settings.top_k)
+        imitable = imitable_rows(self.config, experience.rows, skip_overlong=self.settings.skip_overlong)
+        chosen = best_rows(experience.rows, experience.trainable & imitable, self.settings.top_k)
         batch = experience.batch
         gamma = self.config.algorithm.advantage.gamma
         returns = reward_to_go(batch["rewards"], experience.mask, experience.cu_seqlens, gamma)

@@ -32,7 +32,7 @@ from vapo_mcore.records.metrics import StepMetrics
 from vapo_mcore.records.run_dir import faults_folder
 from vapo_mcore.records.timing import PhaseTimer
 from vapo_mcore.rollout.base import SyncReport
-from vapo_mcore.trainer.advantages import AdvantageEstimator, check_experience, shaped_rewards, trainable_rows
+from vapo_mcore.trainer.advantages import AdvantageEstimator, check_experience, imitable_rows, shaped_rewards, trainable_rows
 from vapo_mcore.trainer.bad_batch import BadUpdate, save_bad_batch
 from vapo_mcore.trainer.bad_updates import UpdateGuard
 from vapo_mcore.trainer.self_imitation import SelfImitation
@@ -171,7 +171,7 @@ class StepRunner:
     def _update_policy(self, step: _Step, experience: Experience) -> None:
         self.models.residency.enter("policy_update")
         with step.timer.phase("policy_update"):
-            self.estimator.correct_importance(experience)
+            self.estimator.correct_importance(experience, step.metrics)
             self._check(step, experience)
             stopped = update_policy(self.config, self.models.policy, experience, step.metrics, self.guards["policy"])
             self.models.residency.mark_changed("policy")
@@ -234,7 +234,7 @@ class StepRunner:
                 # The policy still is the reference, so a KL penalty in the reward would be zero: none is computed.
                 self.estimator.place_rewards(experience, kl=False)
                 self.estimator.returns(experience, monte_carlo=True)
-                record_values(step.metrics, experience, self.config.rollout.max_response_length, self.parallel.data_parallel_group)
+                self._record_values(step, experience)
                 self._check(step, experience)
                 self._remember(step, experience)
             self._update_critic(step, experience)
@@ -253,7 +253,8 @@ class StepRunner:
             rows = replace(sampled.rows, reward=shaped_rewards(config, sampled.rows))
             trainable = trainable_rows(config, rows)
             plan = plan_minibatches(config, self.models.architecture, self.parallel, rows, self.rollouts)
-            experience = distribute(sampled, rows, trainable, plan, self.parallel, self._dp_rank_of_rank)
+            positive = imitable_rows(config, rows, skip_overlong=config.algorithm.positive_lm.skip_overlong)
+            experience = distribute(sampled, rows, trainable, positive, plan, self.parallel, self._dp_rank_of_rank)
             shown = {row: record for part in all_gather_objects(sampled.shown) for row, record in part.items()}
         step.samples = {row: record | {"reward": float(rows.reward[row])} for row, record in sorted(shown.items())}
         record_rows(step.metrics, rows, trainable, counts, config.rollout.max_response_length)
@@ -327,6 +328,11 @@ class StepRunner:
             if bootstrap:
                 experience.bootstrap_values = experience.store_rows(found["bootstrap_values"])
 
+    def _record_values(self, step: _Step, experience: Experience) -> None:
+        monte_carlo = self.estimator.monte_carlo_returns(experience)
+        longest = self.config.rollout.max_response_length
+        record_values(step.metrics, experience, monte_carlo, longest, self.parallel.data_parallel_group)
+
     def _advantages_and_critic(self, step: _Step, experience: Experience) -> None:
         """Advantages from the values before the critic's update, or with ``values: after_update`` from new ones after it."""
         estimator, critic = self.estimator, self.models.critic
@@ -335,7 +341,7 @@ class StepRunner:
             estimator.place_rewards(experience)
             if critic is not None:
                 estimator.returns(experience)
-                record_values(step.metrics, experience, self.config.rollout.max_response_length, self.parallel.data_parallel_group)
+                self._record_values(step, experience)
             if not late:
                 estimator.advantages(experience, step.metrics)
             self._check(step, experience)

@@ -50,6 +50,9 @@ def record_rows(metrics: StepMetrics, rows: Rows, trainable: Tensor, counts: Sam
     metrics.put("tokens/trained", int((rows.response_length * trainable).sum()))
     metrics.put("sampling/rounds", counts.rounds)
     metrics.put("sampling/prompts_tried", counts.prompts_tried)
+    metrics.put("sampling/responses", counts.responses)
+    metrics.put("sampling/tokens", counts.tokens)
+    metrics.put("sampling/accuracy", counts.correct / counts.graded if counts.graded else None)
     metrics.put("sampling/dropped_all_right", counts.dropped_all_right)
     metrics.put("sampling/dropped_all_wrong", counts.dropped_all_wrong)
     metrics.put("sampling/dropped_ungraded", counts.dropped_ungraded)
@@ -107,10 +110,11 @@ def record_mismatch(metrics: StepMetrics, experience: Experience, cap: float, gr
         metrics.put(f"mismatch/{name}", found[name])
 
 
-def record_values(metrics: StepMetrics, experience: Experience, max_length: int, group: dist.ProcessGroup) -> None:
-    """Values predicted before the critic's update, and its targets; a collective over data parallelism."""
+def record_values(metrics: StepMetrics, experience: Experience, monte_carlo: Tensor, max_length: int, group: dist.ProcessGroup) -> None:
+    """Values predicted before the critic's update, its targets, and the Monte-Carlo returns; a collective over data parallelism."""
     values, returns, mask = experience.batch["values"], experience.batch["returns"], experience.mask
     metrics.put("critic/explained_variance", explained_variance(values, returns, mask, group))
+    metrics.put("critic/explained_variance_mc", explained_variance(values, monte_carlo, mask, group))
     for name in ("mean", "min", "max"):
         metrics.add_tokens(f"critic/values_{name}", values, mask)
     for name in ("mean", "std"):

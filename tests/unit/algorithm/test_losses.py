@@ -22,7 +22,7 @@ from vapo_mcore.algorithm.losses import (
 from vapo_mcore.algorithm.segments import keep_responses, response_lengths
 from vapo_mcore.algorithm.weights import Denominators, positive_token_weights, token_weights
 
-AGGREGATIONS = ["token", "sequence", "fixed_length"]
+AGGREGATIONS = ["token", "sequence", "sequence_sum", "fixed_length"]
 CLIPS = {"clip_low": 0.2, "clip_high": 0.28}
 
 
@@ -45,9 +45,9 @@ def policy_oracle(
     tokens = sum(len(terms) for terms in per_response)
     if aggregation == "token":
         return math.fsum(x for terms in per_response for x in terms) / tokens
-    return math.fsum(math.fsum(terms) / (len(terms) if aggregation == "sequence" else max_length) for terms in per_response) / len(
-        per_response
-    )
+    divisors = {"sequence": None, "sequence_sum": 1, "fixed_length": max_length}
+    sums = [math.fsum(terms) / (divisors[aggregation] or len(terms)) for terms in per_response]
+    return math.fsum(sums) / len(sums)
 
 
 @st.composite
@@ -275,7 +275,8 @@ def test_trap_5_the_critic_learns_on_response_tokens_only() -> None:
 
 
 @pytest.mark.parametrize(
-    ("aggregation", "expected"), [("token", [1 / 5] * 5), ("sequence", [1 / 4] * 2 + [1 / 6] * 3), ("fixed_length", [1 / 20] * 5)]
+    ("aggregation", "expected"),
+    [("token", [1 / 5] * 5), ("sequence", [1 / 4] * 2 + [1 / 6] * 3), ("fixed_length", [1 / 20] * 5), ("sequence_sum", [1 / 2] * 5)],
 )
 def test_token_weights_by_hand(aggregation: Any, expected: list[float]) -> None:
     mask = torch.tensor([0, 1, 1, 0, 0, 1, 1, 1], dtype=torch.bool)

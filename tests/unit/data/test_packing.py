@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vapo_mcore.config.architecture import ModelArchitecture
+from vapo_mcore.config.schema.run import minibatch_count
 from vapo_mcore.data.packing import Schedule, attention_cost_ratio, schedule
 from vapo_mcore.errors import DataError
 
@@ -22,6 +23,8 @@ def check_invariants(result: Schedule, lengths: np.ndarray, minibatch_size: int,
     pad, total_multiple = rules.get("pad_multiple", 1), rules.get("total_multiple", 1)
     multiple, least = rules.get("microbatch_multiple", 1), rules.get("min_microbatches", 1)
     seen: list[int] = []
+    ratio = len(lengths) / minibatch_size
+    assert abs(len(result.minibatches) - max(ratio, 1)) <= 0.5
     for number, minibatch in enumerate(result.minibatches):
         assert len(minibatch.microbatches) == dp_size
         counts = {len(rank) for rank in minibatch.microbatches}
@@ -34,7 +37,8 @@ def check_invariants(result: Schedule, lengths: np.ndarray, minibatch_size: int,
                 assert math.ceil(padded / total_multiple) * total_multiple <= cap
                 assert all(result.owner[row] == rank for row in rows)
         size = len(minibatch.rows)
-        assert size == (minibatch_size if number < len(result.minibatches) - 1 else (len(lengths) - 1) % minibatch_size + 1)
+        share, rest = divmod(len(lengths), len(result.minibatches))
+        assert size == share + (number < rest)
         seen += minibatch.rows
     assert sorted(seen) == list(range(len(lengths)))
 
@@ -113,10 +117,28 @@ def test_lists_tensors_and_arrays_give_the_same_schedule() -> None:
     assert results[0] == results[1] == results[2]
 
 
-def test_minibatches_mix_groups_and_keep_a_partial_last_one() -> None:
+def test_minibatches_mix_groups_and_spread_a_remainder() -> None:
     result = schedule([1] * 10, 4, 2, 8, seed=0)
-    assert [len(m.rows) for m in result.minibatches] == [4, 4, 2]
+    assert [len(m.rows) for m in result.minibatches] == [4, 3, 3]
+    assert sorted(row for m in result.minibatches for row in m.rows) == list(range(10))
     assert sorted(result.minibatches[0].rows) != [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("rows", "size", "sizes"),
+    [
+        (7681, 512, [513] + [512] * 14),
+        (7679, 512, [512] * 14 + [511]),
+        (8192, 512, [512] * 16),
+        (3, 512, [3]),
+        (768, 512, [384] * 2),
+        (0, 4, []),
+    ],
+)
+def test_no_optimizer_step_is_made_on_a_few_rows_left_over(rows: int, size: int, sizes: list[int]) -> None:
+    result = schedule([1] * rows, size, 1, 10_000, seed=0)
+    assert [len(m.rows) for m in result.minibatches] == sizes
+    assert minibatch_count(rows, size) == len(sizes)
 
 
 def test_fewer_rows_than_ranks_gives_empty_microbatches() -> None:

@@ -49,6 +49,20 @@ def test_explained_variance():
     assert holds("explained_variance", rows(critic__explained_variance=[0.15] * 10), below=0.2) is not None
 
 
+def test_explained_variance_is_judged_by_monte_carlo_returns_where_they_were_logged():
+    flattered = {"critic__explained_variance": [0.59] * 10, "critic__explained_variance_mc": [-0.37] * 10}
+    assert holds("explained_variance", rows(**flattered)) == (
+        "critic/explained_variance_mc was -0.370 in the mean of steps 1 to 10 (standard error 0.000), below 0"
+    )
+
+
+def test_a_critic_that_stays_near_zero_is_stuck():
+    assert holds("critic_stuck", rows(critic__explained_variance_mc=[0.3] * 10 + [0.03, -0.01] * 10)) is not None
+    assert holds("critic_stuck", rows(critic__explained_variance_mc=[0.03, -0.01] * 9)) is None, "before there are 20 steps"
+    assert holds("critic_stuck", rows(critic__explained_variance_mc=[0.2, -0.1] * 10)) is None, "too noisy to say"
+    assert holds("critic_stuck", rows(critic__explained_variance_mc=[0.1] * 20)) is None
+
+
 def test_value_loss_rising():
     spread = {"critic__returns_std": 0.5}
     rising = rows(critic__loss=[0.1] * 6 + [0.12, 0.16, 0.22, 0.28, 0.34], **spread)

@@ -10,7 +10,8 @@ from tests.unit.trainer.rollouts import make_config, make_experience, make_rows
 from vapo_mcore.errors import TrainingError
 from vapo_mcore.records.metric_table import METRICS
 from vapo_mcore.records.metrics import StepMetrics
-from vapo_mcore.trainer.advantages import AdvantageEstimator, check_experience
+from vapo_mcore.trainer.advantages import AdvantageEstimator, check_experience, imitable_rows, shaped_rewards
+from vapo_mcore.trainer.step_metrics import record_values
 
 FIXED = {"kind": "fixed", "value": 1.0}
 
@@ -234,5 +235,66 @@ def test_importance_weights_of_the_three_corrections():
         config = make_config(advantage={"estimator": "reinforce"}, policy_loss={"importance_correction": {"kind": kind}})
         experience = make_experience(config, make_rows([3], [1.0]))
         experience.batch["old_logprobs"] = experience.batch["rollout_logprobs"] + torch.cat([torch.tensor([math.nan] * 2), gaps])
-        AdvantageEstimator(config, None).correct_importance(experience)
+        AdvantageEstimator(config, None).correct_importance(experience, StepMetrics(METRICS))
         assert responses(experience, "importance_weights")[0] == pytest.approx(weights, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "low", "high", "rejected", "lost"), [("token_mask", 2 / 5, 1 / 5, 2 / 3, 2 / 3), ("sequence_mask", 3 / 5, 0.0, 2 / 3, 2 / 3)]
+)
+def test_what_a_mask_rejects_is_counted_on_both_sides_in_tokens_and_responses(kind, low, high, rejected, lost):
+    """Ratios 0.01, 4 | 1, 1 | 0.1: the first response's geometric mean is 0.2."""
+    gaps = torch.tensor([0.01, 4.0, 1.0, 1.0, 0.1]).log()
+    config = make_config(advantage={"estimator": "reinforce"}, policy_loss={"importance_correction": {"kind": kind}})
+    experience = make_experience(config, make_rows([2, 2, 1], [1.0, 0.0, 1.0]))
+    old = experience.batch["rollout_logprobs"].clone()
+    old[experience.mask] += gaps
+    experience.batch["old_logprobs"] = old
+    metrics = StepMetrics(METRICS)
+    AdvantageEstimator(config, None).correct_importance(experience, metrics)
+    row = metrics.reduce(None)
+    assert (row["mismatch/rejected_low_frac"], row["mismatch/rejected_high_frac"]) == pytest.approx((low, high))
+    assert (row["mismatch/responses_rejected_frac"], row["mismatch/responses_lost_frac"]) == pytest.approx((rejected, lost))
+    zero = (experience.batch["importance_weights"][experience.mask] == 0).double().mean()
+    assert float(zero) == pytest.approx(low + high)
+
+
+def test_explained_variance_of_bootstrapped_returns_flatters_a_critic_of_noise():
+    """lambda_critic = 0.95 puts the values into their own targets; the Monte-Carlo returns know nothing of them."""
+    generator = torch.Generator().manual_seed(0)
+    config = make_config(advantage={"lambda_critic": 0.95}, rollout={"max_response_length": 128})
+    experience = make_experience(config, make_rows([100] * 40, [float(i % 2) for i in range(40)]))
+    estimator = AdvantageEstimator(config, None)
+    estimator.place_rewards(experience)
+    experience.batch["values"] = (0.5 + 0.6 * torch.randn(40, generator=generator)).repeat_interleave(102)
+    estimator.returns(experience)
+    metrics = StepMetrics(METRICS)
+    record_values(metrics, experience, estimator.monte_carlo_returns(experience), 128, None)
+    row = metrics.reduce(None)
+    expected = torch.tensor([float(i % 2) for i in range(40)]).repeat_interleave(100)
+    values = experience.batch["values"][experience.mask]
+    assert row["critic/explained_variance_mc"] == pytest.approx(float(1 - (expected - values).var() / expected.var()), abs=1e-5)
+    assert row["critic/explained_variance_mc"] < -1.0 and row["critic/explained_variance"] > 0.5
+
+
+def test_rloo_subtracts_each_responses_summed_kl_before_the_baseline():
+    config = make_config(advantage={"estimator": "rloo"}, positive_lm={"coef": 0.0}, kl={"place": "reward", "kind": "k1", "coef": 0.1})
+    experience = make_experience(config, make_rows([3, 1, 2], [1.0, 0.0, 0.0], groups=[0, 0, 0]))
+    batch, mask = experience.batch, experience.mask
+    batch["old_logprobs"] = torch.where(mask, -1.0, math.nan)
+    gaps = torch.tensor([0.5, 0.5, 1.0, -1.0, 2.0, 1.0])  # log pi - log pi_ref: sums 2, -1, 3
+    batch["ref_logprobs"] = batch["old_logprobs"].clone()
+    batch["ref_logprobs"][mask] -= gaps
+    estimate(config, experience)
+    rewards = [1 - 0.2, 0 + 0.1, 0 - 0.3]
+    expected = [reward - (sum(rewards) - reward) / 2 for reward in rewards]
+    assert [response[0] for response in responses(experience, "advantages")] == pytest.approx(expected, abs=1e-6)
+
+
+def test_correct_responses_that_were_cut_or_punished_for_length_can_be_left_out_of_imitation():
+    config = make_config(reward={"overlong": {"cache": 8}}, rollout={"max_response_length": 32})
+    rows = make_rows([24, 25, 32, 10, 5], [1.0, 1.0, 1.0, 1.0, 0.0], cut=[2, 3])
+    assert imitable_rows(config, rows, skip_overlong=False).tolist() == [True, True, True, True, False]
+    assert imitable_rows(config, rows, skip_overlong=True).tolist() == [True, False, False, False, False]
+    punished = shaped_rewards(config, rows) < rows.score
+    assert punished.tolist() == [False, True, True, False, False]

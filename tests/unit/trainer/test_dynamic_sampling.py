@@ -48,3 +48,18 @@ def test_a_group_without_a_verdict_is_neither_right_nor_wrong():
     collector = GroupCollector(target=2, max_rounds=1)
     collector.add_round([[F, F], [F, F], [T, F]], [[F, F], [T, F], [T, F]])
     assert (collector.ungraded, collector.all_wrong, collector.all_right, collector.kept) == (1, 1, 1, [])
+
+
+def test_groups_that_differ_in_partial_credit_only_are_kept_by_their_scores():
+    verdicts, graded, scores = (
+        [[F, F], [F, F], [T, T], [F, F]],
+        [[T, T], [T, T], [T, T], [T, F]],
+        [[0.2, 0.7], [0.5, 0.5], [1.0, 1.0], [0.1, 0.9]],
+    )
+    collector = GroupCollector(target=4, max_rounds=1)
+    collector.add_round(verdicts, graded, scores)
+    assert collector.kept == [(0, 0)]
+    assert (collector.all_wrong, collector.all_right) == (2, 1)
+    by_verdict = GroupCollector(target=4, max_rounds=1)
+    by_verdict.add_round(verdicts, graded)
+    assert by_verdict.kept == []

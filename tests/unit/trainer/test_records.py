@@ -7,6 +7,7 @@ from tests.unit.trainer.rollouts import make_batch, make_rows
 from vapo_mcore.data.rollout_batch import Rows
 from vapo_mcore.experience.batches import Experience
 from vapo_mcore.experience.collecting import SamplingCounts
+from vapo_mcore.experience.sampling import Round, keep_groups
 from vapo_mcore.experience.token_records import COLUMNS, token_columns
 from vapo_mcore.records.metric_table import METRICS, TOKEN_LISTS
 from vapo_mcore.records.metrics import StepMetrics
@@ -30,6 +31,19 @@ def test_groups_by_their_share_of_right_verdicts():
     row = recorded(make_rows([3] * len(scores), scores, groups=groups, graded=graded))
     assert row["groups/accuracy_histogram"] == [1, 0, 1, 0, 0, 0, 0, 1, 1, 0, 0, 1]
     assert row["groups/mixed_frac"] == pytest.approx(3 / 6)
+
+
+def test_dynamic_sampling_does_not_hide_the_accuracy_of_what_was_sampled():
+    """Two rounds: a group of two all right and one mixed, then one all wrong with one response that has no verdict."""
+    first = make_rows([1, 2, 3, 4], [1.0, 1.0, 1.0, 0.0], groups=[0, 0, 1, 1])
+    second = make_rows([5, 6], [0.0, 0.0], groups=[0, 0], graded=[True, False])
+    rounds = [Round(rows, torch.zeros(len(rows), dtype=torch.int64), make_batch(rows), {}) for rows in (first, second)]
+    kept = keep_groups(rounds, [(0, 1)])
+    metrics = StepMetrics(METRICS)
+    record_rows(metrics, kept.rows, kept.rows.graded, SamplingCounts(2, 3, 1, 1).with_responses(rounds), 32)
+    row = metrics.reduce(None)
+    assert (row["accuracy/mean"], row["sampling/accuracy"]) == (0.5, 3 / 5)
+    assert (row["response/count"], row["sampling/responses"], row["sampling/tokens"]) == (2, 6, 21)
 
 
 def test_lengths_in_bins_of_two_tokens():

@@ -38,6 +38,12 @@ def test_the_best_correct_responses_of_each_group_are_chosen() -> None:
     assert best_rows(make_rows([1], [0.0]), torch.ones(1, dtype=torch.bool), 1).tolist() == []
 
 
+def test_a_truncated_correct_response_is_remembered_unless_overlong_ones_are_skipped() -> None:
+    rows = make_rows([2, 3], [1.0, 1.0], groups=[0, 1], cut=[1])
+    assert remembered(rows).state_dict()["prompt_ids"] == ["set/0", "set/1"]
+    assert remembered(rows, skip_overlong=True).state_dict()["prompt_ids"] == ["set/0"]
+
+
 def test_remembered_with_tokens_returns_and_without_the_pass_of_the_data() -> None:
     imitation = remembered(make_rows([2, 3, 2], [0.0, 1.0, 1.0], groups=[0, 0, 1], steps={1: [(0, 4.0)]}))
     state = imitation.state_dict()

@@ -81,11 +81,11 @@ def kl_loss_has_a_gradient(s: Subject) -> str | None:
 @rule("algorithm.kl.place", "algorithm.advantage.estimator")
 def kl_in_the_reward_reaches_the_advantages(s: Subject) -> str | None:
     estimator = s.config.algorithm.advantage.estimator
-    if s.config.algorithm.kl.place != "reward" or estimator not in GROUP_ESTIMATORS:
+    if s.config.algorithm.kl.place != "reward" or estimator not in GROUP_ESTIMATORS or estimator == "rloo":
         return None
     return (
         f"'reward' has no effect with algorithm.advantage.estimator = {estimator!r}, which compares one reward a response and reads no "
-        "token's penalty; use place: loss, or an estimator that does ('gae', 'reinforce', 'reinforce_pp')"
+        "token's penalty; use place: loss, or an estimator that does ('gae', 'rloo', 'reinforce', 'reinforce_pp')"
     )
 
 

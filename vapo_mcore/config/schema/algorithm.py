@@ -82,7 +82,8 @@ class PolicyLossConfig(Section):
     clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2  # the ratio is clipped to [1 - clip_low, 1 + clip_high]
     clip_high: PositiveFloat = 0.28  # 0.2 is the symmetric clip, 0.28 Clip-Higher
     dual_clip: Annotated[float, Field(gt=1)] | None = None  # c: where A < 0 the objective is not below c A; null: off
-    aggregation: Literal["token", "sequence", "fixed_length"] = "token"  # fixed_length divides by rollout.max_response_length
+    # Mean over tokens; over responses of their token means; of their token sums; of these by rollout.max_response_length.
+    aggregation: Literal["token", "sequence", "sequence_sum", "fixed_length"] = "token"
     importance_correction: ImportanceCorrectionConfig = ImportanceCorrectionConfig()
 
 
@@ -92,6 +93,7 @@ class ValueLossConfig(Section):
 
 class PositiveLmConfig(Section):
     coef: NonNegativeFloat = 0.1  # of the mean NLL of correct responses; 0: off
+    skip_overlong: bool = False  # leave out those that were truncated or punished for length (reward.overlong)
 
 
 class KlConfig(Section):
@@ -125,6 +127,7 @@ class SelfImitationConfig(Section):
     capacity: PositiveInt = 512  # responses kept
     # Which stay: the best of all time, the newest, or the first (of value pretraining, if there is one) for good.
     keep: Literal["top_reward", "fifo", "frozen"] = "top_reward"
+    skip_overlong: bool = False  # keep none that was truncated or punished for length (reward.overlong)
     top_k: PositiveInt = 1  # of each prompt, the best in each rollout
     every_steps: PositiveInt = 1  # RL steps between imitation steps
     batch_size: PositiveInt = 64  # responses of an imitation step, drawn uniformly

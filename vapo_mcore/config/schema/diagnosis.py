@@ -10,6 +10,7 @@ from vapo_mcore.config.schema.base import Fraction, NonNegativeFloat, PositiveFl
 
 Illness = Literal[
     "explained_variance",
+    "critic_stuck",
     "value_loss_rising",
     "entropy_collapse",
     "length_collapse",
@@ -28,7 +29,12 @@ Ratio = Annotated[float, Field(gt=1)]
 
 class ExplainedVarianceRule(Section):
     window: PositiveInt = 10  # RL steps
-    below: Annotated[float, Field(le=1)] = 0.0  # mean of critic/explained_variance, by more than twice its standard error
+    below: Annotated[float, Field(le=1)] = 0.0  # mean of critic/explained_variance_mc, by more than twice its standard error
+
+
+class CriticStuckRule(Section):
+    window: PositiveInt = 20  # RL steps
+    below: Annotated[float, Field(le=1)] = 0.05  # mean of critic/explained_variance_mc, by more than twice its standard error
 
 
 class ValueLossRule(Section):
@@ -84,6 +90,7 @@ class DiagnosisConfig(Section):
     """Rules over the metrics of past steps. One that holds is printed with its evidence and counted; ``null`` switches it off."""
 
     explained_variance: ExplainedVarianceRule | None = ExplainedVarianceRule()
+    critic_stuck: CriticStuckRule | None = CriticStuckRule()
     value_loss_rising: ValueLossRule | None = ValueLossRule()
     entropy_collapse: EntropyRule | None = EntropyRule()
     length_collapse: LengthRule | None = LengthRule()

@@ -23,6 +23,8 @@ class DynamicSamplingConfig(Section):
     """Groups with all verdicts alike are dropped and further prompts drawn (DAPO, arXiv 2503.14476, Eq. 11)."""
 
     enabled: bool = False  # not in value pretraining and evaluation
+    # Groups that are kept: with right and wrong verdicts both, or with scores (steps and turns included) that are not all equal.
+    keep: Literal["mixed_verdicts", "different_scores"] = "mixed_verdicts"
     max_rounds: PositiveInt = 3  # of sampling in a step, the first included
     on_exhausted: Literal["train", "stop"] = "train"  # batch not full after max_rounds: train on what there is, or stop the run
 

@@ -87,10 +87,20 @@ def _derived_data_parallel_size(data: dict[str, Any]) -> int:
     return max(1, data["world_size"] // degrees)
 
 
+def minibatch_count(responses: int, size: int) -> int:
+    """Mini-batches of one pass over so many responses: the nearest whole number to responses / size, at least 1.
+
+    They are equally large up to one response. A remainder mini-batch would make a whole AdamW step (whose length does not shrink with the
+    gradient) on a few responses.
+    """
+    return max(1, (2 * responses + size) // (2 * size)) if responses else 0
+
+
 class BatchConfig(Section):
     prompts_per_step: PositiveInt = 512  # of a rollout
     responses_per_prompt: PositiveInt = 16  # G, the group size
-    mini_batch_size: PositiveInt = 512  # responses per optimizer step, over all data-parallel ranks
+    # Responses per optimizer step, over all data-parallel ranks; where it does not divide a rollout, its mini-batches are made equal.
+    mini_batch_size: PositiveInt = 512
     max_tokens_per_microbatch: PositiveInt  # hard cap on the padded tokens of a packed micro-batch of one data-parallel rank
 
     @property
@@ -99,8 +109,8 @@ class BatchConfig(Section):
 
     @property
     def updates_per_step(self) -> int:
-        """Optimizer steps per epoch over one full rollout; a partial last mini-batch counts."""
-        return -(-self.responses_per_step // self.mini_batch_size)
+        """Optimizer steps per epoch over one full rollout."""
+        return minibatch_count(self.responses_per_step, self.mini_batch_size)
 
 
 class BestExportConfig(Section):
