@@ -13,6 +13,7 @@ apart, which is what the tests look at.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -39,7 +40,7 @@ RESIDENCY: Mapping[Stage, Mapping[str, frozenset[Part]]] = {
     "policy_update": {"policy": frozenset(PARTS)},
     "sync": {"policy": frozenset({"params"})},
 }
-"""Who is on the device in each stage: model -> parts; what a row does not name is on the host (gradients: nowhere)."""
+"""Who is on the device in each stage: model -> parts. Unlisted parts are on the host; gradients are freed."""
 
 
 class HostPool:
@@ -84,7 +85,9 @@ class HostPool:
         for key in [key for key in self._buffers if key[0] == owner]:
             buffer = self._buffers.pop(key)
             if HAS_CUDA and buffer.numel() > 0:
-                torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())  # type: ignore[attr-defined]
+                code = int(torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr()))  # type: ignore[attr-defined]
+                if code != 0:
+                    raise RuntimeError(f"cannot unlock the host buffer {key}: CUDA error {code} ({clear_cuda_error(code)})")
 
 
 def _allocate(numel: int, dtype: torch.dtype) -> Tensor:
@@ -98,9 +101,23 @@ def _allocate(numel: int, dtype: torch.dtype) -> Tensor:
 
 
 def _page_lock(buffer: Tensor) -> None:
-    status = torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.untyped_storage().nbytes(), 0)  # type: ignore[attr-defined]
-    if int(status) != 0:
-        raise MemoryError(f"cannot page-lock {buffer.untyped_storage().nbytes()} bytes of host memory for offloading (CUDA error {status})")
+    num_bytes = buffer.untyped_storage().nbytes()
+    code = int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), num_bytes, 0))  # type: ignore[attr-defined]
+    if code != 0:
+        meaning = clear_cuda_error(code)
+        raise MemoryError(f"cannot page-lock {num_bytes} bytes of host memory for offloading: CUDA error {code} ({meaning})")
+
+
+def clear_cuda_error(code: int) -> str:
+    """Take back the error that a failed CUDA runtime call left in this thread, and return what ``code`` means.
+
+    CUDA keeps the error of a failed call, and PyTorch asks for it after every kernel launch: the next kernel would raise it in code that
+    did nothing wrong. PyTorch binds no function that clears it; the runtime library itself is in the process's global scope, where
+    ``import torch`` loads it.
+    """
+    ctypes.CDLL(None).cudaGetLastError()
+    cudart: Any = torch.cuda.cudart()  # type: ignore[attr-defined]
+    return str(cudart.cudaGetErrorString(cudart.cudaError(code)))
 
 
 @dataclass
