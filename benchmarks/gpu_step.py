@@ -89,7 +89,8 @@ def random_weights(chunks: list[Any]) -> None:
 
 
 def build(role: Any, shape: ModelArchitecture, dtype: Any, parallel: ParallelContext) -> MegatronModel:
-    settings = ModelConfig(path="unused: weights are random", dtype=dtype)
+    # float32 is for the comparison with the CPU: Transformer Engine would compute it in TF32
+    settings = ModelConfig(path="unused: weights are random", dtype=dtype, attention="sdpa" if dtype == "float32" else "auto")
     return MegatronModel(
         role, shape, settings, parallel, load_weights=random_weights, optimizer=OptimizerConfig(lr=1e-6, warmup_rollouts=0)
     )
@@ -206,7 +207,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if not HAS_CUDA and not arguments.small and not arguments.write_parity:
         parser.error("no CUDA device; --small runs everything on the CPU")
-    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.set_float32_matmul_precision("highest")
     parallel = initialize_parallel(ParallelConfig())
     if arguments.write_parity:
         save_file(parity_numbers(parallel), arguments.write_parity)

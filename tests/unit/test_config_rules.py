@@ -240,6 +240,13 @@ BROKEN = [
         "parallel.context_parallel_size = 2; use te, sdpa or auto",
     ),
     (
+        "varlen_attention_is_for_bfloat16",
+        ["model.attention=varlen", "model.dtype=float32"],
+        {},
+        "model.attention",
+        "takes bfloat16 alone, but model.dtype = float32; use sdpa, auto or dtype bfloat16",
+    ),
+    (
         "greedy_evaluation_takes_one_sample",
         ["eval.temperature=0", "eval.samples_per_prompt=4"],
         {},

@@ -25,13 +25,18 @@ Attention = Literal["te", "varlen", "sdpa"]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def choose_attention(requested: str, context_parallel_size: int) -> Attention:
-    """The attention implementation: what was asked for, or for ``auto`` the best that this machine has.
+def choose_attention(requested: str, context_parallel_size: int, dtype: str) -> Attention:
+    """The attention implementation: the requested one, or for ``auto`` the best that this machine has.
 
-    Raises ConfigError when the one asked for cannot run here.
+    ``auto`` takes ``sdpa`` for float32: Transformer Engine computes float32 matrix products in TF32 (10 bits of mantissa) and its flash
+    attention, like torch's variable-length kernel, takes 16-bit types only.
+
+    Raises ConfigError when the requested one cannot run here.
     """
     has_te = HAS_CUDA and find_spec("transformer_engine") is not None
     if requested == "auto":
+        if dtype == "float32":
+            return "sdpa"
         if has_te:
             return "te"
         return "varlen" if HAS_CUDA and context_parallel_size == 1 else "sdpa"
@@ -42,6 +47,20 @@ def choose_attention(requested: str, context_parallel_size: int) -> Attention:
     if requested == "varlen" and context_parallel_size > 1:
         raise ConfigError("model.attention = varlen does not do context parallelism; use te or sdpa")
     return requested  # type: ignore[return-value]
+
+
+def recompute_settings(recompute: str, attention: Attention) -> dict[str, Any]:
+    """Megatron's recomputation settings for ``model.recompute``.
+
+    ``selective`` recomputes the MLP. Attention too with ``sdpa``, whose kernels may keep the scores [heads, length, length]; flash
+    attention (``te``, ``varlen``) keeps its inputs, its output and one number a row, and runs its forward again in its backward.
+    """
+    if recompute == "selective":
+        modules = ["core_attn", "mlp"] if attention == "sdpa" else ["mlp"]
+        return {"recompute_granularity": "selective", "recompute_modules": modules}
+    if recompute == "full":
+        return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    return {}
 
 
 class ValueHead(nn.Linear):
@@ -116,12 +135,7 @@ def transformer_config(architecture: ModelArchitecture, model: ModelConfig, para
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     dtype = DTYPES[model.dtype]
-    attention = choose_attention(model.attention, parallel.context_parallel_size)
-    recompute: dict[str, Any] = {}
-    if model.recompute == "selective":
-        recompute = {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]}
-    elif model.recompute == "full":
-        recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    attention = choose_attention(model.attention, parallel.context_parallel_size, model.dtype)
     return TransformerConfig(
         num_layers=architecture.num_layers,
         hidden_size=architecture.hidden_size,
@@ -162,7 +176,7 @@ def transformer_config(architecture: ModelArchitecture, model: ModelConfig, para
         apply_rope_fusion=attention == "te",
         persist_layer_norm=attention == "te",
         deallocate_pipeline_outputs=True,
-        **recompute,
+        **recompute_settings(model.recompute, attention),
         **_expert_settings(architecture),
     )
 
@@ -268,7 +282,7 @@ def build_chunks(
         _refuse_unsupported(architecture)
     with megatron_scope(device):
         config = transformer_config(architecture, model, parallel)
-        attention = choose_attention(model.attention, parallel.context_parallel_size)
+        attention = choose_attention(model.attention, parallel.context_parallel_size, model.dtype)
         stages = parallel.virtual_pipeline_model_parallel_size
         numbers = range(stages) if stages else (None,)
         chunks = [_build_chunk(role, architecture, config, attention, parallel, stage) for stage in numbers]

@@ -407,6 +407,8 @@ def _use_gpu_stand_ins(chunks: Sequence[Any]) -> None:
     for chunk in chunks:
         chunk.config.bias_activation_fusion = True
         for module in chunk.modules():
+            if hasattr(module, "checkpoint_core_attention"):
+                module.checkpoint_core_attention = False  # as model.recompute_settings has it for flash attention
             if isinstance(module, SegmentAttention):
                 module.forward = _flash_attention  # type: ignore[method-assign]
             elif isinstance(module, RMSNorm):

@@ -149,7 +149,8 @@ class StepTimer:
         # Causal attention: two products of q_dim x length, over half of the positions.
         attention = 2 * arch.num_layers * arch.num_attention_heads * arch.head_dim * work.sequence_length
         once = 2 * parameters + attention
-        again = {"none": 0, "selective": 2 * mlp_parameters(arch) + attention, "full": once}[config.model.recompute]
+        selective = 2 * mlp_parameters(arch) + (0 if device.is_gpu else attention)  # as megatron.model.recompute_settings
+        again = {"none": 0, "selective": selective, "full": once}[config.model.recompute]
         operations = times * work.tokens * (3 * once + again if training else once)
         efficiency = device.train_efficiency if training else device.forward_efficiency
         virtual = p.virtual_pipeline_model_parallel_size or 1

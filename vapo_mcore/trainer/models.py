@@ -23,6 +23,8 @@ Say = Callable[[str], None]
 def build_models(config: Config, parallel: ParallelContext, say: Say) -> Models:
     """Build and load all models of the run. Raises CheckpointError or ConfigError for folders that do not fit."""
     architecture = read_architecture(config.model.path)
+    if config.model.dtype == "float32" and config.model.attention == "te":
+        say("warning: model.dtype = float32 with model.attention = te: Transformer Engine multiplies float32 in TF32 (10 bits of mantissa)")
     policy = MegatronModel(
         "policy",
         architecture,

@@ -87,8 +87,8 @@ def compare_logits(hf_folder: str | Path, folder: str | Path, texts: Sequence[st
     """Run ``texts`` through transformers (``hf_folder``) and through a Megatron model filled from ``folder`` (HF or Megatron).
 
     Both sides run one forward pass per text: a matrix product of one row sums in another order than one of many, which
-    moves SmolLM2's logits by up to 7e-5 (their error against float64 is as large). Both in float32 on the CPU, in this process,
-    which must not hold a process group of another size. Raises CheckpointError
+    moves SmolLM2's logits by up to 7e-5 (their error against float64 is as large). transformers computes on the CPU, Megatron on this
+    process's device, both in float32 without TF32. This process must not hold a process group of another size. Raises CheckpointError
     on faults of either folder and texts without tokens.
     """
     sequences = _tokenize(hf_folder, texts)
@@ -137,7 +137,8 @@ def _megatron_outputs(view: HfView, sequences: Sequence[Sequence[int]]) -> list[
     from vapo_mcore.megatron.parallel import initialize_parallel
 
     parallel = initialize_parallel(ParallelConfig(world_size=1))
-    settings = ModelConfig(path=str(view.companions), dtype="float32")
+    torch.set_float32_matmul_precision("highest")  # some images switch TF32 on by an environment variable
+    settings = ModelConfig(path=str(view.companions), dtype="float32", attention="sdpa")  # Transformer Engine would compute in TF32
     (chunk,) = build_chunks(view.role, view.architecture, settings, parallel, for_training=False)
     fill_from_view(chunk, view)
     width = 1 if view.role == "critic" else view.architecture.vocab_size

@@ -146,6 +146,13 @@ def varlen_attention_has_no_context_parallelism(s: Subject) -> str | None:
     return f"'varlen' does not split sequences over context-parallel ranks, but parallel.context_parallel_size = {cp}; use te, sdpa or auto"
 
 
+@rule("model.attention", "model.dtype")
+def varlen_attention_is_for_bfloat16(s: Subject) -> str | None:
+    if s.config.model.attention != "varlen" or s.config.model.dtype == "bfloat16":
+        return None
+    return f"the kernel of 'varlen' takes bfloat16 alone, but model.dtype = {s.config.model.dtype}; use sdpa, auto or dtype bfloat16"
+
+
 @rule("rollout.tensor_parallel_size", "parallel.world_size")
 def rollout_replicas_fill_the_world(s: Subject) -> str | None:
     tp, world = s.config.rollout.tensor_parallel_size, s.config.parallel.world_size

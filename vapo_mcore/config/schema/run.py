@@ -47,9 +47,10 @@ class RunConfig(Section):
 class ModelConfig(Section):
     path: Path  # Hugging Face folder with config.json, safetensors and tokenizer
     dtype: Literal["float32", "bfloat16"] = "bfloat16"  # of weights and activations
-    # te: Transformer Engine; varlen: torch's kernel, CUDA without CP; sdpa: any device; auto: the first of these that can run.
+    # te: Transformer Engine; varlen: torch's kernel, CUDA without CP, bfloat16; sdpa: any device; auto: the first of these that can run,
+    # for float32 sdpa (te computes float32 in TF32).
     attention: Literal["auto", "te", "varlen", "sdpa"] = "auto"
-    # Activations made again in the backward pass; selective: attention and MLP; full: all but each layer's input.
+    # Activations computed again in the backward pass; selective: the MLP, and attention with sdpa; full: all but each layer's input.
     recompute: Literal["none", "selective", "full"] = "none"
     offload: bool | None = None  # policy, critic and vLLM take turns on the device, the others wait in host memory; null: with CUDA
 

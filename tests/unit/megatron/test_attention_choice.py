@@ -1,0 +1,82 @@
+"""Which attention and which recomputation a machine with CUDA gets; float32 never by way of TF32 unless Transformer Engine is asked for."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.rollout_models import write_model
+from vapo_mcore.megatron import model as module
+from vapo_mcore.megatron.model import choose_attention, recompute_settings
+from vapo_mcore.weights import verify
+from vapo_mcore.weights.views import open_view
+
+
+class Built(Exception):
+    """Carries the settings that a model would have been built with."""
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
+    def pretend(has_te: bool) -> None:
+        monkeypatch.setattr(module, "HAS_CUDA", True)
+        monkeypatch.setattr(module, "find_spec", lambda name: SimpleNamespace() if has_te else None)
+
+    return pretend
+
+
+@pytest.mark.parametrize(
+    ("has_te", "cp", "dtype", "chosen"),
+    [
+        (True, 1, "bfloat16", "te"),
+        (True, 2, "bfloat16", "te"),
+        (False, 1, "bfloat16", "varlen"),
+        (False, 2, "bfloat16", "sdpa"),
+        (True, 1, "float32", "sdpa"),
+        (False, 1, "float32", "sdpa"),
+    ],
+)
+def test_auto_on_a_gpu(gpu: Callable[[bool], None], has_te: bool, cp: int, dtype: str, chosen: str) -> None:
+    gpu(has_te)
+    assert choose_attention("auto", cp, dtype) == chosen
+
+
+def test_te_is_taken_for_float32_where_it_is_asked_for(gpu: Callable[[bool], None]) -> None:
+    gpu(True)
+    assert choose_attention("te", 1, "float32") == "te"
+
+
+def test_selective_recomputes_attention_only_where_it_keeps_scores() -> None:
+    modules = {attention: recompute_settings("selective", attention)["recompute_modules"] for attention in ("te", "varlen", "sdpa")}  # type: ignore[arg-type]
+    assert modules == {"te": ["mlp"], "varlen": ["mlp"], "sdpa": ["core_attn", "mlp"]}
+    assert recompute_settings("none", "te") == {}
+
+
+def test_comparisons_with_the_cpu_avoid_tf32(gpu: Callable[[bool], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``verify --logits`` and the parity benchmark on a machine with Transformer Engine."""
+    gpu(True)
+
+    def stop(*arguments: Any, **_: Any) -> None:
+        raise Built(next(value for value in arguments if hasattr(value, "attention")))
+
+    def chosen(build: Callable[[], object]) -> str:
+        with pytest.raises(Built) as caught:
+            build()
+        settings = caught.value.args[0]
+        return choose_attention(settings.attention, 1, settings.dtype)
+
+    gpu_step = importlib.import_module("benchmarks.gpu_step")
+    monkeypatch.setattr(gpu_step, "MegatronModel", stop)
+    parallel: Any = SimpleNamespace(device=None)
+    assert chosen(lambda: gpu_step.parity_numbers(parallel)) == "sdpa"
+    assert chosen(lambda: gpu_step.train_step(gpu_step.SMALL, [[8]], parallel)) == "te"
+
+    monkeypatch.setattr("vapo_mcore.megatron.model.build_chunks", stop)
+    monkeypatch.setattr("vapo_mcore.megatron.parallel.initialize_parallel", lambda _: parallel)
+    with open_view(write_model("qwen2", tmp_path / "model")) as view:
+        assert chosen(lambda: verify._megatron_outputs(view, [[1, 2]])) == "sdpa"
