@@ -24,6 +24,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     try:
         options = _parse(arguments)
+        if options.command in ("train", "eval", "replay-step"):
+            from vapo_mcore.launch.allocator import prepare_allocator
+
+            prepare_allocator(os.environ)
         if options.command == "config":
             return _config(options)
         if options.command == "convert":

@@ -38,6 +38,12 @@ class EngineFailure(RolloutError):
     """The rollout engine broke down while generating; a new one may well do it."""
 
 
+class EngineRemains(RolloutError):
+    """The memory of a failed rollout engine was not released: this process can have no other one, a new process can."""
+
+    exit_code = EXIT_REQUEUE
+
+
 class RewardError(VapoError):
     """The verifiers cannot be started or kept alive."""
 
@@ -51,7 +57,14 @@ class StepBroken(TrainingError):
 
 
 class StepAbandoned(TrainingError):
-    """A step that cannot be done, raised on all ranks before it changed a model: the run stops with a checkpoint of the step before."""
+    """A step that cannot be done, raised on all ranks before it changed a model: the run stops with a checkpoint of the step before.
+
+    ``exit_code``: EXIT_REQUEUE where a new start may well do the step.
+    """
+
+    def __init__(self, message: str, exit_code: int = 2) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
 
 
 class RunStopped(VapoError):

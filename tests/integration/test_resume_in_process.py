@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -84,19 +85,24 @@ def test_a_stopped_run_continues_bit_for_bit(folder: Path, whole: Path, capfd: p
 
 
 def test_a_step_that_cannot_be_done_leaves_the_one_before(folder: Path, whole: Path) -> None:
-    """What it has drawn before it failed does not count: the resumed run does the step again."""
+    """What it has drawn before it failed does not count: the resumed run does the step again. The exit code asks for a new process after a
+    step of this start, and ends the run where a resumed one fails at once."""
     original = StepRunner.rl_step
 
     def failing(self: StepRunner, number: int) -> StepOutcome:
         if number == 2:
             self.next_prompts(3)
             self.rollouts += 1
-            raise StepAbandoned("the rollout engine is gone")
+            raise StepAbandoned("the rollout engine is gone", EXIT_REQUEUE)
         return original(self, number)
 
     rarely = "checkpoint.every_steps=0"
-    with mock.patch.object(StepRunner, "rl_step", failing), pytest.raises(StepAbandoned):
-        run(folder, "abandoned", None, rarely)
+    with mock.patch.object(StepRunner, "rl_step", failing):
+        for resume, exit_code in ((None, EXIT_REQUEUE), (ResumeOptions(), 2)):
+            with pytest.raises(StepAbandoned) as caught:
+                run(folder, "abandoned", resume, rarely)
+            assert caught.value.exit_code == exit_code
+    assert json.loads((folder / "abandoned" / "engine.json").read_text())["engine"] == "transformers"
     assert [path.name for path in list_checkpoints(folder / "abandoned")] == ["step_000001"]
     with pytest.raises(ConfigError, match=r"(?s)seed: 5 -> 6.*--allow-config-change"):
         run(folder, "abandoned", ResumeOptions(), rarely, "seed=6")

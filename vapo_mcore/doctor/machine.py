@@ -9,12 +9,14 @@ import resource
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from vapo_mcore import __version__
 from vapo_mcore.config import Config
 from vapo_mcore.doctor.report import Finding, Status
 from vapo_mcore.errors import ConfigError, VapoError
+from vapo_mcore.launch.allocator import EXPANDABLE, allocator_variable, is_expandable
 from vapo_mcore.launch.checks import check_folder_writable
 from vapo_mcore.planning.host_memory import available_host_bytes, host_bytes
 
@@ -31,6 +33,8 @@ def machine_findings(config: Config | None, processes: int, import_seconds: floa
     cuda = torch.cuda.is_available()
     findings = [versions(), devices(processes, cuda)]
     findings += [open_files(), locked_memory(cuda), shared_memory()]
+    if cuda:
+        findings.append(allocator(os.environ))
     findings += imports(config, cuda, import_seconds)
     findings.append(host_memory(config, processes, cuda))
     if config is not None:
@@ -94,6 +98,17 @@ def locked_memory(cuda: bool) -> Finding:
     if cuda and soft != resource.RLIM_INFINITY:
         return Finding("locked memory", "warn", f"{detail}: InfiniBand and RoCE need unlimited (ulimit -l unlimited in setup)")
     return Finding("locked memory", "ok", detail)
+
+
+def allocator(environment: Mapping[str, str]) -> Finding:
+    """Micro-batches of varying length fragment fixed segments of PyTorch's CUDA allocator."""
+    variable = allocator_variable(environment)
+    if variable is None:
+        return Finding("CUDA allocator", "ok", f"not configured: train sets {EXPANDABLE}")
+    detail = f"{variable}={environment[variable]}"
+    if not is_expandable(environment[variable]):
+        return Finding("CUDA allocator", "warn", f"{detail}: memory will fragment; add {EXPANDABLE}, or unset the variable")
+    return Finding("CUDA allocator", "ok", detail)
 
 
 def shared_memory(folder: str = "/dev/shm") -> Finding:

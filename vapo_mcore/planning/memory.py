@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from vapo_mcore.config.architecture import ModelArchitecture
+from vapo_mcore.config.schema.rollout import runs_eagerly
 from vapo_mcore.megatron.offload import RESIDENCY, Stage
 from vapo_mcore.planning.devices import Device
 from vapo_mcore.planning.measure import ChunkActivations, forward_peak, training_peak
@@ -82,10 +83,18 @@ def vllm_memory(config: Config, arch: ModelArchitecture, device: Device) -> Vllm
     if settings.num_gpu_blocks is not None:
         kv = settings.num_gpu_blocks * VLLM_BLOCK * per_token
     elif device.is_gpu:
-        kv = settings.gpu_memory_utilization * device.memory - weights - workspace - _residual(config, device)
+        graphs = cuda_graph_bytes(config, device)  # vLLM measures them and leaves them room
+        kv = settings.gpu_memory_utilization * device.memory - weights - workspace - graphs - _residual(config, device)
     else:
         kv = settings.kv_cache_gib * 2**30
     return Vllm(weights, kv, per_token, workspace)
+
+
+def cuda_graph_bytes(config: Config, device: Device) -> float:
+    """Of vLLM's CUDA graphs: on the device while vLLM's weights are there, in page-locked host memory while it sleeps."""
+    if config.rollout.engine != "vllm" or runs_eagerly(config.rollout.vllm, cuda=device.is_gpu):
+        return 0.0
+    return device.cuda_graph_bytes
 
 
 def _vllm_parameters(arch: ModelArchitecture, tp: int) -> float:
@@ -155,13 +164,12 @@ def _stage_memory(
     sleeps = device.is_gpu and config.rollout.engine == "vllm"  # vLLM's CPU backend cannot give its memory back
     if stage in ("generate", "sync") or not sleeps:
         memory.add("vLLM weights", vllm.weight_bytes)
+        memory.add("CUDA graphs", cuda_graph_bytes(config, device))
     if stage == "sync":
         memory.add("sync bucket", DEFAULT_BUCKET_BYTES)
     if stage == "generate" or not sleeps:
         memory.add("KV cache", max(0.0, vllm.kv_bytes))
         memory.add("vLLM workspace", vllm.workspace_bytes)
-    if not config.rollout.vllm.enforce_eager:
-        memory.add("CUDA graphs", device.cuda_graph_bytes)
     return memory
 
 

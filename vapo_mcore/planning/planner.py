@@ -17,6 +17,7 @@ from vapo_mcore.planning.memory import (
     StageMemory,
     Vllm,
     build_bytes,
+    cuda_graph_bytes,
     disk_bytes,
     offload_enabled,
     rank_memory,
@@ -130,7 +131,8 @@ class Planner:
         snapshots = snapshot_host_bytes(
             config, subject.policy, subject.critic, processes_per_node=cluster.processes_per_node, cuda=device.is_gpu
         )
-        host = HostMemory(offloaded, snapshots, device.process_host_bytes * cluster.processes_per_node)
+        per_process = device.process_host_bytes + cuda_graph_bytes(config, device)
+        host = HostMemory(offloaded, snapshots, per_process * cluster.processes_per_node)
         timer = StepTimer(config, subject.policy, subject.critic, work, device)
         step = timer.estimate(fullest, vllm, cluster.processes_per_node)
         capacity = device.memory if device.is_gpu else (device.node_memory - host.total) / cluster.processes_per_node

@@ -1,6 +1,7 @@
 """The run directory: made once by rank 0, never reused without ``--resume`` or ``--clean``, and only deleted if it is one of ours.
 
 <run.dir>/config.yaml            the resolved configuration
+<run.dir>/engine.json            what the rollout engine of the last start ran with
 <run.dir>/metrics.jsonl          one JSON object a step
 <run.dir>/samples/step_NNNN.jsonl   sampled responses with their scores
 <run.dir>/evaluations/step_NNNN.json, .md   results on the evaluation sets
@@ -116,6 +117,10 @@ class RunDirectory:
         written = sorted(file.relative_to(self.path).as_posix() for file in _written(self.path))
         dumps = sorted(dump.name for dump in _dumps(self.path))
         return {"metrics_bytes": self._last_row if without_last_row else self._metrics.tell(), "written": written, "dumps": dumps}
+
+    def write_engine(self, settings: Mapping[str, Any]) -> None:
+        """Record the rollout engine's settings, defaults resolved."""
+        (self.path / "engine.json").write_text(json.dumps(settings, indent=1, default=str) + "\n", encoding="utf-8")
 
     def mark_finished(self, steps: int) -> None:
         """The run has reached its end after so many RL steps."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from vapo_mcore.errors import RolloutError
 
@@ -197,6 +197,10 @@ class RolloutEngine(Protocol):
 
     @property
     def last_sync(self) -> SyncReport | None: ...
+
+    def settings(self) -> dict[str, Any]:
+        """What the engine runs with, defaults resolved, for the record of the run (``engine.json``)."""
+        ...
 
     def generate(self, requests: Sequence[GenerationRequest], sampling: SamplingConfig) -> list[Generation]:
         """The responses to this replica's requests, in their order.

@@ -6,6 +6,7 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -121,6 +122,9 @@ class StatefulEngine(ABC):
         self._require("wake_kv_cache", EngineState.WEIGHTS_LOADED)
         self._wake_kv_cache()
         self._state = EngineState.READY
+
+    @abstractmethod
+    def settings(self) -> dict[str, Any]: ...
 
     @abstractmethod
     def _generate(self, requests: Sequence[GenerationRequest], sampling: SamplingConfig) -> list[Generation]: ...

@@ -5,6 +5,7 @@ Prompts are padded on the left inside this engine, because transformers batches 
 
 from __future__ import annotations
 
+import importlib.metadata
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,15 @@ class TransformersEngine(StatefulEngine):
         values_per_token = 2 * architecture.num_layers * architecture.num_key_value_heads * architecture.head_dim
         self._cached_tokens = CACHE_BYTES // (values_per_token * dtype.itemsize)
         self._sleep()
+
+    def settings(self) -> dict[str, Any]:
+        return {
+            "engine": "transformers",
+            "version": importlib.metadata.version("transformers"),
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "device": str(self.device),
+            "cached_tokens": self._cached_tokens,
+        }
 
     def _rebuild(self) -> None:
         self._sleep()  # nothing but the weights outlives a generation

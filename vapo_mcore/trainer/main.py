@@ -139,6 +139,8 @@ def train(config: Config, parallel: ParallelContext, *, clean: bool, resume: Res
             trainer.state.load_state_dict(past.state["objects"] | {"prompts": prompts.state_dict()})
         fresh = (clean or resume is not None) and locked
         run.run_dir = _open_run_directory(config, parallel, past, stack, watchdog, console, fresh=fresh, locked=locked)
+        if run.run_dir is not None:
+            run.run_dir.write_engine(engine.settings())
         if past is not None:
             restore_random(past.checkpoint, parallel.rank)
         stack.enter_context(StopSignals(lambda name: trainer.stop_requests.request(name, exit_code=EXIT_REQUEUE), console.print))

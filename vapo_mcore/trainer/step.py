@@ -371,8 +371,8 @@ class StepRunner:
     def recover_engine(self, failures: dict[int, str], timer: PhaseTimer) -> None:
         """A new rollout engine in place of one that failed, with the policy's present weights; a collective over all ranks.
 
-        ``failures``: what went wrong, by rank, the same on all. Raises StepAbandoned when that has happened too often, or the new engine
-        cannot be had.
+        ``failures``: what went wrong, by rank, the same on all. Raises StepAbandoned after too many failures or without a new engine; with
+        EXIT_REQUEUE where a new process can build one.
         """
         limit = self.config.faults.engine_rebuilds
         text = "; ".join(f"rank {rank}: {reason}" for rank, reason in failures.items())
@@ -387,10 +387,11 @@ class StepRunner:
             try:
                 self.sampler.engine.rebuild()
             except VapoError as error:
-                failure = str(error)
-            told = [reason for reason in all_gather_objects(failure) if reason is not None]
+                failure = str(error), error.exit_code
+            told = [found for found in all_gather_objects(failure) if found is not None]
             if told:
-                raise StepAbandoned(f"the rollout engine failed ({text}) and cannot be rebuilt: {told[0]}")
+                reason, exit_code = told[0]
+                raise StepAbandoned(f"the rollout engine failed ({text}) and cannot be rebuilt: {reason}", exit_code)
             self.sync_weights()
 
     def state_dict(self) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from tests.rollout_models import PROMPTS, in_buckets, load_model, named_weights,
 from tests.training_setup import write_tokenizer
 from vapo_mcore.config.schema import FaultsConfig
 from vapo_mcore.data.prompts import Prompt
-from vapo_mcore.errors import RewardError, StepAbandoned
+from vapo_mcore.errors import EXIT_REQUEUE, EngineRemains, RewardError, StepAbandoned
 from vapo_mcore.experience.sampling import ResponseSampler, Round
 from vapo_mcore.records.timing import PhaseTimer
 from vapo_mcore.rewards import VerifierPool
@@ -124,6 +124,20 @@ def test_a_new_engine_that_cannot_be_had_ends_the_step(sampler: ResponseSampler,
         StepAbandoned, match=r"the device is lost.* and cannot be rebuilt: no new rollout engine: AssertionError: no memory for"
     ):
         sample(sampler)
+
+
+def test_an_engine_that_keeps_its_memory_asks_for_a_new_process(
+    sampler: ResponseSampler, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def remains() -> None:
+        raise EngineRemains("the failed engine still holds device memory")
+
+    trainer_of(sampler, folder, rebuilds=1)
+    fail(sampler, monkeypatch, 1)
+    monkeypatch.setattr(sampler.engine, "_rebuild", remains)
+    with pytest.raises(StepAbandoned, match=r"the device is lost.* and cannot be rebuilt: the failed engine still holds") as caught:
+        sample(sampler)
+    assert caught.value.exit_code == EXIT_REQUEUE
 
 
 def test_graders_that_are_gone_end_the_step(sampler: ResponseSampler, monkeypatch: pytest.MonkeyPatch) -> None:

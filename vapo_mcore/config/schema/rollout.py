@@ -11,12 +11,17 @@ from vapo_mcore.config.schema.base import Fraction, Interval, PositiveFloat, Pos
 
 
 class VllmConfig(Section):
-    enforce_eager: bool = True  # false: CUDA graphs
+    enforce_eager: bool | None = None  # false: CUDA graphs, which make decoding fast (on CPU: compiled); null: false with CUDA, true on CPU
     kv_cache_gib: PositiveFloat = 1.0  # on CPU
     gpu_memory_utilization: Fraction = 0.5  # on GPU
     max_num_seqs: PositiveInt = 256  # responses that a replica generates at a time
     max_num_batched_tokens: PositiveInt | None = None  # of one engine step; null: vLLM's own
     num_gpu_blocks: PositiveInt | None = None  # pins the KV block count, for exact repeats
+
+
+def runs_eagerly(config: VllmConfig, *, cuda: bool) -> bool:
+    """Whether vLLM runs without CUDA graphs (``rollout.vllm.enforce_eager``; by default on CPU alone)."""
+    return not cuda if config.enforce_eager is None else config.enforce_eager
 
 
 class DynamicSamplingConfig(Section):
