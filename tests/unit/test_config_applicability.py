@@ -13,6 +13,7 @@ CRITIC_FREE = "algorithm.advantage.estimator=grpo"
 LAMBDA = "algorithm.advantage.lambda_policy"
 CORRECTION = "algorithm.policy_loss.importance_correction"
 PER_PROMPT = ["batch.prompts_per_step=128", "batch.responses_per_prompt=1"]
+INTERLEAVED = ["parallel.world_size=2", "parallel.pipeline_model_parallel_size=2", "parallel.virtual_pipeline_model_parallel_size=2"]
 WITHOUT_EFFECT = [
     ([CRITIC_FREE, "critic.epochs=2"], "critic.epochs"),
     ([CRITIC_FREE, "critic.optimizer.lr=1.0"], "critic.optimizer.lr"),
@@ -31,6 +32,8 @@ WITHOUT_EFFECT = [
     ([f"{LAMBDA}.max=0.9"], f"{LAMBDA}.max"),
     ([f"{CORRECTION}.cap=3.0"], f"{CORRECTION}.cap"),
     ([f"{CORRECTION}={{kind: token_truncate, low: 0.1}}"], f"{CORRECTION}.low"),
+    (["parallel.equal_microbatches=true"], "parallel.equal_microbatches"),
+    ([*INTERLEAVED, "parallel.equal_microbatches=true"], "parallel.equal_microbatches"),
     (["algorithm.kl.coef=0.1"], "algorithm.kl.coef"),
     (["algorithm.kl.kind=k2"], "algorithm.kl.kind"),
     (["rollout.engine=transformers", "rollout.vllm.kv_cache_gib=2.0"], "rollout.vllm.kv_cache_gib"),

@@ -107,6 +107,18 @@ INAPPLICABLE: tuple[Inapplicable, ...] = (
         lambda c: c.algorithm.positive_lm.coef == 0,
         "there is no positive-example loss",
     ),
+    Inapplicable(
+        ("parallel.equal_microbatches",),
+        ("parallel.pipeline_model_parallel_size",),
+        lambda c: c.parallel.pipeline_model_parallel_size == 1,
+        "without pipeline stages no shapes are exchanged",
+    ),
+    Inapplicable(
+        ("parallel.equal_microbatches",),
+        ("parallel.virtual_pipeline_model_parallel_size",),
+        lambda c: c.parallel.virtual_pipeline_model_parallel_size is not None,
+        "interleaved stages always take micro-batches of one size",
+    ),
     Inapplicable(("algorithm.kl.kind", "algorithm.kl.coef"), ("algorithm.kl.place",), lambda c: not c.uses_reference, "no KL term is used"),
     Inapplicable(
         ("rollout.vllm", "rollout.tensor_parallel_size"), ("rollout.engine",), lambda c: c.rollout.engine != "vllm", "only for 'vllm'"

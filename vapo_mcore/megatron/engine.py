@@ -256,12 +256,8 @@ class MegatronModel:
     # ------------------------------------------------------------------ shared
 
     def _equal_shapes(self, microbatches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
-        """The same micro-batches, padded to one size where the interleaved schedule runs.
-
-        Megatron's exchange of shapes mixes up the two directions between two interleaved stages (both neighbours are the same
-        rank), so shapes do not travel there: they are equal instead.
-        """
-        if self.config.variable_seq_lengths:
+        """The same micro-batches, padded to one size where pipeline stages exchange no shapes (``ParallelContext.variable_lengths``)."""
+        if self.parallel.variable_lengths:
             return microbatches
         size = max(microbatch.layout.num_padded_tokens for microbatch in microbatches)
         return [replace(microbatch, layout=microbatch.layout.with_padding(size)) for microbatch in microbatches]

@@ -160,7 +160,7 @@ def transformer_config(architecture: ModelArchitecture, model: ModelConfig, para
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
-        variable_seq_lengths=parallel.virtual_pipeline_model_parallel_size is None,  # see MegatronModel._equal_shapes
+        variable_seq_lengths=parallel.variable_lengths,
         moe_token_dispatcher_type="alltoall",  # variable_seq_lengths is refused with the default one, dense models included
         calculate_per_token_loss=True,
         batch_p2p_comm=False,

@@ -44,6 +44,16 @@ class ParallelContext:
     data_parallel_group: dist.ProcessGroup
     data_context_parallel_group: dist.ProcessGroup
     sequence_parallel: bool
+    equal_microbatches: bool
+
+    @property
+    def variable_lengths(self) -> bool:
+        """Whether micro-batches differ in length, so that pipeline stages must exchange shapes.
+
+        Never with interleaved stages: Megatron's exchange of shapes mixes up the two directions between two of them (both neighbours are
+        the same rank).
+        """
+        return self.virtual_pipeline_model_parallel_size is None and not self.equal_microbatches
 
     @property
     def last_stage_rank(self) -> int:
@@ -135,6 +145,7 @@ def initialize_parallel(config: ParallelConfig) -> ParallelContext:
         data_parallel_group=ps.get_data_parallel_group(),
         data_context_parallel_group=ps.get_data_parallel_group(with_context_parallel=True),
         sequence_parallel=sequence_parallel and tp > 1,
+        equal_microbatches=config.equal_microbatches,
     )
 
 

@@ -41,7 +41,13 @@ UPDATES = 3
 def context(**degrees: int) -> ParallelContext:
     layout: dict[str, Any] = {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, "context_parallel_size": 1} | degrees
     layout.setdefault("virtual_pipeline_model_parallel_size", None)
-    layout |= {"world_size": dist.get_world_size(), "expert_model_parallel_size": 1, "sequence_parallel": None, "timeout_minutes": 5}
+    layout |= {
+        "world_size": dist.get_world_size(),
+        "expert_model_parallel_size": 1,
+        "sequence_parallel": None,
+        "equal_microbatches": False,
+        "timeout_minutes": 5,
+    }
     return initialize_parallel(SimpleNamespace(**layout))  # type: ignore[arg-type]
 
 

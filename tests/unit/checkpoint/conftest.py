@@ -25,6 +25,7 @@ LAYOUT = {
     "context_parallel_size": 1,
     "expert_model_parallel_size": 1,
     "sequence_parallel": None,
+    "equal_microbatches": False,
     "timeout_minutes": 5,
 }
 

@@ -68,6 +68,8 @@ class ParallelConfig(Section):
     data_parallel_size: PositiveInt = Field(default_factory=lambda data: _derived_data_parallel_size(data))
     # Activations between the layers split over TP; by default with TP.
     sequence_parallel: bool = Field(default_factory=lambda data: data["tensor_model_parallel_size"] > 1)
+    # Micro-batches of an optimizer step padded to one size: pipeline stages then exchange no shapes, each of which costs a synchronisation.
+    equal_microbatches: bool = False
     # Of the process groups; above the longest skew between ranks in generation.
     timeout_minutes: Annotated[float, Field(gt=0, le=100_000)] = 30.0
 
