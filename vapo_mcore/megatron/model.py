@@ -333,7 +333,26 @@ def _build_chunk(
         vp_stage=vp_stage,
     )
     chunk.rotary_pos_emb.inv_freq = _inverse_frequencies(architecture, chunk.rotary_pos_emb.inv_freq)
+    chunk.rotary_pos_emb.forward = RotaryTable(chunk.rotary_pos_emb.get_emb)
     return chunk
+
+
+class RotaryTable:
+    """Rotary angles of one chunk, [longest sequence so far, 1, 1, head_dim] float32.
+
+    Stands in for Megatron's ``RotaryEmbedding.forward``, which keeps a table for each of the last 32 lengths on the device: with packed
+    sequences of any length up to 32 times the memory of the longest.
+    """
+
+    def __init__(self, make: Callable[[int], Tensor]) -> None:
+        self.make = make
+        self.table: Tensor | None = None
+
+    def __call__(self, max_seq_len: int, offset: int = 0, packed_seq: bool = False, cp_group: Any = None) -> Tensor:
+        assert packed_seq and offset == 0, "unpacked sequences would need their share of a context-parallel rank"
+        if self.table is None or self.table.shape[0] < max_seq_len:
+            self.table = self.make(max_seq_len)
+        return self.table[:max_seq_len]
 
 
 def _inverse_frequencies(architecture: ModelArchitecture, plain: Tensor) -> Tensor:

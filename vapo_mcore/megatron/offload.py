@@ -331,6 +331,7 @@ class Residency:
         for name, offloader in self.offloaders.items():
             offloader.offload(offloader.resident - row.get(name, frozenset()))
         _synchronize()
+        release_gather_buffers()
         if HAS_CUDA:
             torch.cuda.empty_cache()
         for name, offloader in self.offloaders.items():
@@ -362,6 +363,14 @@ class Residency:
     def host_bytes(self) -> int:
         """Bytes of host memory held for offloading, and by optimizers on the CPU."""
         return self.pool.num_bytes + sum(offloader.host_state_bytes() for offloader in self.offloaders.values())
+
+
+def release_gather_buffers() -> None:
+    """Free the buffers that Megatron keeps for the gathers of sequence parallelism; the next pass allocates them again."""
+    from megatron.core import parallel_state
+
+    if parallel_state._GLOBAL_MEMORY_BUFFER is not None:  # no process groups, no buffers
+        parallel_state.get_global_memory_buffer().buffer.clear()
 
 
 def _storage_id(tensor: Tensor) -> int:

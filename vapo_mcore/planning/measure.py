@@ -30,6 +30,7 @@ from vapo_mcore.megatron.host import import_megatron, megatron_scope
 from vapo_mcore.megatron.logprob import CHUNK_ELEMENTS, vocab_parallel_logprobs
 from vapo_mcore.megatron.losses import CriticLoss, PolicyLoss
 from vapo_mcore.megatron.model import build_chunks
+from vapo_mcore.megatron.offload import release_gather_buffers
 from vapo_mcore.megatron.parallel import ParallelContext, initialize_parallel
 from vapo_mcore.planning.live_bytes import LiveBytes
 from vapo_mcore.planning.state import FlatBuffer, Role, StateBytes, cpu_offload, states_by_data_rank
@@ -245,7 +246,7 @@ class _ChunkRun:
 
     def measure(self) -> ChunkActivations:
         with megatron_scope(META), _CpuAttentionOnMeta():
-            release_shared_buffers()
+            release_gather_buffers()
             with torch.no_grad(), LiveBytes("meta", self.ignored, casts=self.on_cpu) as live:
                 output = self._forward(live)
                 num_bytes = output.untyped_storage().nbytes()
@@ -254,7 +255,7 @@ class _ChunkRun:
                 forward_peak = live.peak
                 del output
             logits = num_bytes if self.module.post_process and self.role == "policy" else 0
-            release_shared_buffers()
+            release_gather_buffers()
             with LiveBytes("meta", self.ignored, casts=self.on_cpu) as live:
                 saved, forward, peak = self._train(live)
             received = 0 if self.module.pre_process else self._message_bytes()
@@ -320,13 +321,6 @@ class _ChunkRun:
         gradient = torch.empty(gradient_shape, dtype=output.dtype, device=META)
         custom_backward(output, gradient)
         return saved, forward, live.peak
-
-
-def release_shared_buffers() -> None:
-    """Free the buffers that Megatron keeps for gathers of sequence parallelism, so that the next pass is seen to allocate them."""
-    from megatron.core.parallel_state import get_global_memory_buffer
-
-    get_global_memory_buffer().buffer.clear()
 
 
 def _terms_of_loss(config: Config, role: Role) -> tuple[Any, ...]:

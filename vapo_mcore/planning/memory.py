@@ -29,12 +29,14 @@ _VLLM_BATCHED_TOKENS = {True: 16384, False: 8192}  # vLLM's own limit of an engi
 class RankModel:
     """One model on one pipeline rank: its state on the fullest data-parallel rank, and each chunk's activations.
 
-    ``reduction``: bytes that the reduction of gradients takes when all activations are gone.
+    ``reduction``: bytes that the reduction of gradients takes when all activations are gone. ``hidden_size``, ``head_dim``: of the model.
     """
 
     state: StateBytes
     chunks: tuple[ChunkActivations, ...]
     reduction: int = 0
+    hidden_size: int = 0
+    head_dim: int = 0
 
 
 @dataclass
@@ -159,6 +161,9 @@ def _stage_memory(
         memory.add(f"{role} gradients", model.state.grads if "grads" in parts else 0)
         memory.add(f"{role} optimizer", model.state.optimizer if "optimizer" in parts else 0)
     _add_activations(memory, config, models, workload, device, pp_rank, stage)
+    memory.add("rotary tables", _rotary_bytes(config, models))
+    if stage in ("generate", "sync") and not offload_enabled(config, device):
+        memory.add("gather buffer", _gather_bytes(config, models))
     if stage not in ("generate", "sync"):
         memory.add("rollout batch", workload.tokens_per_data_rank * (_BATCH_BYTES_A_TOKEN + _PACKED_BYTES_A_TOKEN))
     sleeps = device.is_gpu and config.rollout.engine == "vllm"  # vLLM's CPU backend cannot give its memory back
@@ -171,6 +176,20 @@ def _stage_memory(
         memory.add("KV cache", max(0.0, vllm.kv_bytes))
         memory.add("vLLM workspace", vllm.workspace_bytes)
     return memory
+
+
+def _rotary_bytes(config: Config, models: dict[Role, RankModel]) -> float:
+    """Of each chunk's table of rotary angles for the longest sequence, float32 (``megatron.model.RotaryTable``), in every stage."""
+    return sum(len(model.chunks) * config.max_sequence_length * model.head_dim * 4 for model in models.values())
+
+
+def _gather_bytes(config: Config, models: dict[Role, RankModel]) -> float:
+    """Of the buffer that Megatron keeps for gathers of sequence parallelism; activations hold it while a model runs, entering a stage
+    with ``model.offload`` frees it."""
+    if not config.parallel.sequence_parallel:
+        return 0.0
+    tokens = config.batch.max_tokens_per_microbatch / config.parallel.context_parallel_size
+    return tokens * max(model.hidden_size for model in models.values()) * ITEM_BYTES[config.model.dtype]
 
 
 def _add_activations(

@@ -161,7 +161,8 @@ class Planner:
         config, arch = subject.config, subject.roles[role]
         reduction = 0 if device.is_gpu else reduction_copy_bytes(arch, role, config.model.dtype, config.parallel, stage=stage)
         largest = max(states, key=lambda state: state.optimizer + state.host)
-        return RankModel(largest, self._chunks(subject, role, work, stage, device), reduction)
+        chunks = self._chunks(subject, role, work, stage, device)
+        return RankModel(largest, chunks, reduction, hidden_size=arch.hidden_size, head_dim=arch.head_dim)
 
     def _chunks(self, subject: Subject, role: Role, work: Workload, stage: int, device: Device) -> tuple[ChunkActivations, ...]:
         config, arch = subject.config, as_dense(subject.roles[role])

@@ -23,7 +23,7 @@ from vapo_mcore.data.microbatch import MicroBatch
 from vapo_mcore.data.thd import ThdLayout
 from vapo_mcore.megatron.engine import MegatronModel
 from vapo_mcore.megatron.losses import CriticLoss, PolicyLoss
-from vapo_mcore.megatron.offload import Residency
+from vapo_mcore.megatron.offload import Residency, release_gather_buffers
 from vapo_mcore.megatron.parallel import ParallelContext, initialize_distributed, initialize_parallel
 from vapo_mcore.planning.catalog import find_architecture
 from vapo_mcore.planning.devices import DEVICES
@@ -33,7 +33,6 @@ from vapo_mcore.planning.measure import (
     build_state,
     forward_peak,
     pipeline_rank,
-    release_shared_buffers,
     run_chunks,
     training_peak,
 )
@@ -139,7 +138,7 @@ def allocated_peak(function: Any) -> int:
 
 
 def _allocated_peak(function: Any) -> int:
-    release_shared_buffers()
+    release_gather_buffers()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         function()
     assert profile.profiler is not None
