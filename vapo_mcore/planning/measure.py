@@ -348,6 +348,7 @@ def training_peak(chunks: Sequence[ChunkActivations], stage: int, stages: int, m
         stage: of the rank among ``stages``.
         microbatches: of one update; with several chunks, groups of ``stages`` go through one chunk before the next one.
     """
+    import_megatron()
     from megatron.core.pipeline_parallel.schedules import get_schedule_table
 
     count = len(chunks)
