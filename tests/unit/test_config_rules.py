@@ -234,7 +234,7 @@ BROKEN = [
     ),
     (
         "varlen_attention_has_no_context_parallelism",
-        ["model.attention=varlen", "parallel.world_size=2", "parallel.context_parallel_size=2"],
+        ["model.attention=varlen", "model.dtype=bfloat16", "parallel.world_size=2", "parallel.context_parallel_size=2"],
         {},
         "model.attention",
         "parallel.context_parallel_size = 2; use te, sdpa or auto",
