@@ -194,14 +194,16 @@ class ThdLayout:
     def packed_seq_params(self) -> PackedSeqParams:
         """Megatron-Core's description of the padded frame (global offsets; its rotary code divides them by CP itself).
 
-        Real and padded offsets are given as the same padded ones: pads trail their sequence and are ordinary, ignored tokens
-        of it, so attention kernels need no support for gaps and the causal mask keeps real tokens exact.
+        Offsets are those of the padded frame: pads trail their sequence and are ordinary, ignored tokens of it, so attention kernels need
+        no support for gaps and the causal mask keeps real tokens exact. Transformer Engine needs them as ``*_padded`` too with context
+        parallelism alone, and compares both on the device, waiting for the answer twice in every layer; so they are left out otherwise.
         """
         from megatron.core.packed_seq_params import PackedSeqParams
 
-        offsets: dict[str, Any] = dict.fromkeys(
-            ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded"), self.cu_seqlens_padded
-        )
+        names = ["cu_seqlens_q", "cu_seqlens_kv"]
+        if self.context_parallel_size > 1:
+            names += ["cu_seqlens_q_padded", "cu_seqlens_kv_padded"]
+        offsets: dict[str, Any] = dict.fromkeys(names, self.cu_seqlens_padded)
         return PackedSeqParams(qkv_format="thd", max_seqlen_q=self.max_seqlen, max_seqlen_kv=self.max_seqlen, **offsets)
 
     @staticmethod

@@ -190,6 +190,17 @@ def test_megatrons_rotary_code_sees_our_positions(lengths: list[int], cp: int) -
         frequencies = torch.cat([angles, angles], dim=-1)[:, None, None]
         torch.manual_seed(0)
         query = torch.randn(layout.num_local_tokens, 2, 4)
-        rotated = _apply_rotary_pos_emb_thd(query, parameters.cu_seqlens_q_padded, frequencies, cp_group=_Group(cp, rank))
+        offsets = parameters.cu_seqlens_q if parameters.cu_seqlens_q_padded is None else parameters.cu_seqlens_q_padded  # as Megatron does
+        rotated = _apply_rotary_pos_emb_thd(query, offsets, frequencies, cp_group=_Group(cp, rank))
         expected = _apply_rotary_pos_emb_bshd(query[:, None], frequencies[layout.position_ids])[:, 0]
         assert torch.equal(rotated, expected)
+
+
+def test_transformer_engine_compares_no_offsets_without_context_parallelism() -> None:
+    """Its attention asks the device whether padded offsets differ from the real ones, if it is given both."""
+    (alone,), shared = layouts([5, 3], 1, tp=1), layouts([5, 3], 2, tp=1)
+    assert alone.packed_seq_params().cu_seqlens_q_padded is alone.packed_seq_params().cu_seqlens_kv_padded is None
+    for layout in shared:
+        parameters = layout.packed_seq_params()
+        assert parameters.cu_seqlens_q_padded is parameters.cu_seqlens_q
+        assert parameters.cu_seqlens_kv_padded is parameters.cu_seqlens_kv
