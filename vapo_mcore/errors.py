@@ -5,7 +5,8 @@ of these, with a message that says what is wrong, where, with which value, and w
 """
 
 EXIT_REQUEUE = 75
-"""Exit code of a run that was told to stop (SIGTERM, SIGUSR1) and saved: start it again with ``--resume`` (EX_TEMPFAIL of sysexits.h)."""
+"""Exit code of a run that saved and stopped because of a signal (SIGTERM, SIGUSR1), or because only a new process can have a rollout
+engine: start it again with ``--resume`` (EX_TEMPFAIL of sysexits.h)."""
 
 
 EXIT_HANG = 76
