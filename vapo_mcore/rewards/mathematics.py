@@ -20,25 +20,31 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
+from vapo_mcore.rewards import forms
 from vapo_mcore.rewards.extraction import answer_line, marked_answer, marked_answer_or_last_number
 from vapo_mcore.rewards.normalization import as_words, normalize_answer, units_differ, unwrap_text
 from vapo_mcore.rewards.quantities import as_union, number_of, quantities_equal
 from vapo_mcore.rewards.types import UngradableError
 
 MAX_ANSWER_LENGTH = 1000
-MAX_NESTING = 25
+MAX_NESTING = 12
+MAX_SUBSCRIPTS = 2
 MAX_DIGITS = 100_000
 
-# At most 9 digits before the point and 6 behind: there math-verify's rounding of floats to 6 places changes nothing.
-_DECIMAL = re.compile(r"[-+]?(?:\d{1,9}\.\d{1,6}|\.\d{1,6})")
+_DECIMAL = re.compile(r"[-+]?(?:\d{1,300}\.\d{0,300}|\.\d{1,300})")
 _INTEGER = re.compile(r"[-+]?\d{1,1000}")
+_SCIENTIFIC = re.compile(r"([-+]?\d{1,30}(?:\.\d{1,30})?)\s*(?:\\times|\\cdot|\*)\s*10\s*\^\s*\{?\s*([-+]?\d{1,3})\s*\}?")
 _COMMAS = re.compile(r"([-+]?)(\d{1,3}(?:,\d{3}){1,5}(?:\.\d{1,6})?)")
 _FRACTION = re.compile(
     r"(?P<sign>[-+]?)(?:\\[dt]?frac\{(?P<n1>-?\d{1,100})\}\{(?P<d1>-?\d{1,100})\}"
     r"|\\[dt]?frac(?P<n2>\d)(?P<d2>\d)|(?P<n3>\d{1,100})/(?P<d3>\d{1,100}))"
 )
-_CLEARLY_APART = 2e-6
-"""Numbers further apart than this never round to the same 6 decimals."""
+MIN_DECIMALS = 6
+MIN_SIGNIFICANT = 4
+"""A decimal number stands for the value that rounds to it if it has so many decimals and significant digits."""
+PRINTED_DECIMALS = 10
+PRINTED_NOISE = Fraction(1, 10**9)
+"""Relative difference that floating-point arithmetic leaves in a result of so many decimals."""
 
 
 def math(response: str, ground_truth: str, metadata: Mapping[str, Any]) -> float:
@@ -96,9 +102,8 @@ def is_equal(answer: str | None, ground_truth: str) -> bool:
     truth = _normalized(ground_truth)
     truth_number = _plain_number(truth)
     truth_words = None if truth_number is not None else as_words(truth)
-    truth_expression = None
     if truth_number is None and truth_words is None:
-        truth_expression = _parsed_truth(truth, ground_truth)
+        _check_readable(truth, ground_truth)
     if not answer or _is_outlandish(answer):
         return False
     same_quantity = quantities_equal(answer, ground_truth)
@@ -109,33 +114,46 @@ def is_equal(answer: str | None, ground_truth: str) -> bool:
     candidate = normalize_answer(answer)
     if candidate == truth:
         return True
-    same_in_bases = _based_equal(candidate, truth)
-    if same_in_bases is not None:
-        return same_in_bases
-    if "mod" not in truth:
-        candidate = _without_modulus(candidate)
     if r"\cup" in truth:
         candidate = as_union(candidate)
     if truth_words is not None:
         return _listed(" ".join(unwrap_text(candidate).split()).casefold()) == _listed(truth_words)
     if truth_number is not None:
-        if _is_percentage(candidate, truth):
-            return True
+        number = _plain_number(number_of(answer) or candidate)
+        if number is not None:
+            return _numbers_equal(truth_number, number)
         if _is_false_equation(candidate):
             return False
-        number = _plain_number(number_of(answer) or candidate)
-        verdict = None if number is None else _numbers_equal(truth_number, number)
+    for form in _FORMS:
+        verdict = form(candidate, truth, _part_equal)
         if verdict is not None:
             return verdict
-        truth_expression = _parsed_truth(truth, ground_truth)
-    if _is_percentage(candidate, truth):
-        return True
-    by_parts = _tuples_equal(candidate, truth)
-    if by_parts is not None:
-        return by_parts
     if as_words(candidate) is not None and len(unwrap_text(candidate)) > 1:
         return False
-    return _equals_expression(candidate, truth_expression)
+    return _equals_expression(number_of(answer) or candidate if truth_number else candidate, truth, truth_number)
+
+
+_FORMS = (
+    forms.based_equal,
+    forms.percentages_equal,
+    forms.congruences_equal,
+    forms.assigned_equal,
+    forms.conditions_equal,
+    forms.dotted_equal,
+    forms.names_equal,
+    forms.ratios_equal,
+    forms.tuples_equal,
+    forms.points_equal,
+    forms.lists_equal,
+)
+
+
+def _part_equal(part: str, truth_part: str) -> bool:
+    """``is_equal`` of parts of an answer and of a ground truth; a part of the ground truth that cannot be read equals itself alone."""
+    try:
+        return is_equal(part, truth_part)
+    except UngradableError:
+        return "".join(normalize_answer(part).split()) == "".join(_normalized(truth_part).split())
 
 
 def _listed(words: str) -> str:
@@ -150,10 +168,14 @@ def _normalized(ground_truth: str) -> str:
 
 @dataclass(frozen=True)
 class _Number:
-    """A number written plainly. ``is_decimal``: with a decimal point, so that it may stand for a rounded value."""
+    """A number written plainly. ``places``: digits behind its decimal point, with which it may stand for a rounded value."""
 
     value: Fraction
-    is_decimal: bool
+    places: int = 0
+
+    @property
+    def is_decimal(self) -> bool:
+        return self.places > 0
 
 
 def _plain_number(text: str) -> _Number | None:
@@ -161,61 +183,41 @@ def _plain_number(text: str) -> _Number | None:
     if grouped := _COMMAS.fullmatch(text):
         text = grouped[1] + grouped[2].replace(",", "")
     if _INTEGER.fullmatch(text):
-        return _Number(Fraction(int(text)), False)
+        return _Number(Fraction(int(text)))
     if _DECIMAL.fullmatch(text):
-        return _Number(Fraction(text), True)
+        return _Number(Fraction(text), len(text.partition(".")[2]))
+    if power := _SCIENTIFIC.fullmatch(text):
+        exponent = int(power[2])
+        return _Number(Fraction(power[1]) * Fraction(10) ** exponent, max(0, len(power[1].partition(".")[2]) - exponent))
     if match := _FRACTION.fullmatch(text):
         numerator = int(match["n1"] or match["n2"] or match["n3"])
         denominator = int(match["d1"] or match["d2"] or match["d3"])
         if denominator != 0:
-            return _Number(Fraction(-numerator if match["sign"] == "-" else numerator, denominator), False)
+            return _Number(Fraction(-numerator if match["sign"] == "-" else numerator, denominator))
     return None
 
 
-def _numbers_equal(a: _Number, b: _Number) -> bool | None:
-    """None: a fraction and a decimal so close that rounding decides; math-verify must."""
-    if a.value == b.value:
+def _numbers_equal(a: _Number, b: _Number) -> bool:
+    """Exactly, but for a decimal of at least 6 decimals, which equals whatever rounds to it."""
+    return a.value == b.value or _rounds_to(a, b) or _rounds_to(b, a)
+
+
+def _rounds_to(decimal: _Number, other: _Number) -> bool:
+    scale = 10**decimal.places
+    return is_rounding(decimal.value * scale, decimal.places, other.value * scale, other.places)
+
+
+def is_rounding(scaled: Fraction, places: int, value: Any, value_places: int = 0) -> bool:
+    """Whether a decimal with so many places, times ``10**places``, stands for ``value``, times the same.
+
+    It does if the value rounds to it (and has no fewer places itself, if it is a decimal) and it is precise enough; or if both are the
+    same to 9 digits and it has the 10 places or more that floating-point arithmetic prints.
+    """
+    apart = abs(value - scaled)
+    if places >= PRINTED_DECIMALS and apart <= PRINTED_NOISE * abs(scaled):
         return True
-    if a.is_decimal == b.is_decimal or abs(a.value - b.value) > _CLEARLY_APART:
-        return False
-    return None
-
-
-# A letter alone is a term of a sequence, such as Fibonacci's F_{17}, and no digit.
-_BASED = re.compile(r"(-?)\(?([0-9]|[0-9A-Fa-f]{2,100})\)?_(?:(\d)|\{(?:\\text\{)?(\d{1,2})\}?\})")
-
-
-def _based_equal(candidate: str, truth: str) -> bool | None:
-    """Whether two numbers in stated bases are one; None: not both of this form, or digits that their base does not have.
-
-    math-verify drops the base, so that ``12_8`` would equal ``12_7``.
-    """
-    numbers = []
-    for text in (candidate, truth):
-        match = _BASED.fullmatch(text)
-        try:
-            if match is None:
-                return None
-            numbers.append(int(match[1] + match[2], int(match[3] or match[4])))
-        except ValueError:
-            return None
-    return numbers[0] == numbers[1]
-
-
-_PERCENTAGE = re.compile(r"(.{1,40}?)\s*\\?%")
-
-
-def _is_percentage(candidate: str, truth: str) -> bool:
-    """Whether one is a percentage and the other its number: ``12.5 %`` is 12.5 as well as 0.125.
-
-    math-verify takes whole percentages so, but not those with a decimal point.
-    """
-    ours, theirs = _PERCENTAGE.fullmatch(candidate), _PERCENTAGE.fullmatch(truth)
-    if (ours is None) == (theirs is None):
-        return False
-    share = _plain_number((ours or theirs)[1])  # type: ignore[index]
-    other = _plain_number(truth if ours else candidate)
-    return share is not None and other is not None and other.value in (share.value, share.value / 100)
+    finer = value_places == 0 or value_places > places
+    return bool(finer and places >= MIN_DECIMALS and abs(scaled) >= 10 ** (MIN_SIGNIFICANT - 1) and 2 * apart <= 1)
 
 
 _ROUNDED_WITHIN = Fraction(1, 50)
@@ -232,34 +234,6 @@ def _is_false_equation(candidate: str) -> bool:
     return False
 
 
-_MODULUS = re.compile(
-    r"(?:[a-z]\s*(?:\\equiv|\u2261|=)\s*)?(.{1,60}?)\s*(?:\\pmod\s*\{?\s*\w+\s*\}?|(?:\\)?\(\s*(?:\\b?mod|mod)\s*\w+\s*\))"
-)
-
-
-def _without_modulus(candidate: str) -> str:
-    """``x \\equiv 12 \\pmod{17}`` as ``12``, where the ground truth states no modulus."""
-    match = _MODULUS.fullmatch(candidate) if "mod" in candidate else None
-    return candidate if match is None else match[1]
-
-
-_BRACKETED = re.compile(r"(?:\\left\s*)?([(\[])([^()\[\]{}=|;]*,[^()\[\]{}=|;]*?)(?:\\right\s*)?([)\]])")
-
-
-def _tuples_equal(candidate: str, truth: str) -> bool | None:
-    """Intervals and tuples in the same kind of brackets are equal if their parts are; None: not of this form.
-
-    Reading ``(1,2]`` takes math-verify twenty times as long as reading its two ends.
-    """
-    ours, theirs = _BRACKETED.fullmatch(candidate), _BRACKETED.fullmatch(truth)
-    if ours is None or theirs is None or (ours[1], ours[3]) != (theirs[1], theirs[3]):
-        return None
-    parts, truth_parts = ours[2].split(","), theirs[2].split(",")
-    if len(parts) != len(truth_parts) or not all(part.strip() for part in truth_parts):
-        return None
-    return all(is_equal(part, truth_part) for part, truth_part in zip(parts, truth_parts, strict=True))
-
-
 _BINOMIAL = re.compile(r"\\[dt]?binom\s*\{\s*(\d+)")
 
 
@@ -268,39 +242,70 @@ def _is_outlandish(answer: str) -> bool:
         return True
     if any(len(match[1]) > 5 for match in _BINOMIAL.finditer(answer)):  # worked out by the parser, before its digits can be counted
         return True
-    depth = deepest = 0
-    for character in answer:
+    return _is_nested(answer)
+
+
+def _is_nested(text: str) -> bool:
+    """Whether brackets are nested deeper than anybody writes them; the reader's time would grow with a power of the depth."""
+    depth = deepest = subscripts = 0
+    opened: list[bool] = []
+    for index, character in enumerate(text):
         if character in "([{":
+            is_subscript = character == "{" and text[max(0, index - 1) : index] == "_"
+            opened.append(is_subscript)
+            subscripts += is_subscript
             depth += 1
             deepest = max(deepest, depth)
+            if deepest > MAX_NESTING or subscripts > MAX_SUBSCRIPTS:
+                return True
         elif character in ")]}":
             depth -= 1
-    return deepest > MAX_NESTING
+            if opened:
+                subscripts -= opened.pop()
+    return False
 
 
-def _parsed_truth(truth: str, ground_truth: str) -> Any:
+@lru_cache(maxsize=4096)
+def _is_readable(truth: str) -> bool:
+    """Whether something can be compared with it: by one of the forms, or as an expression."""
     from vapo_mcore.rewards.reading import read_expression
-    from vapo_mcore.rewards.shortcuts import has_more_digits_than
+
+    if forms.is_compared_as_text(truth) or read_expression(truth) is not None:
+        return True
+    parts = forms.readable_parts(truth)
+    return parts != [truth] and bool(parts) and all(_plain_number(part) is not None or _is_readable(part) for part in parts)
+
+
+def _check_readable(truth: str, ground_truth: str) -> None:
+    from vapo_mcore.rewards.magnitude import has_more_digits_than
+    from vapo_mcore.rewards.reading import read_expression
 
     shown = ground_truth if len(ground_truth) <= 100 else ground_truth[:100] + "..."
-    expression = read_expression(truth)
-    if expression is None:
+    if len(truth) > 10 * MAX_ANSWER_LENGTH or _is_nested(truth) or not _is_readable(truth):
         raise UngradableError(
             f"ground truth {shown!r} cannot be read as mathematics; the verifiers 'exact' and 'multiple_choice' compare text"
         )
-    if has_more_digits_than(expression, MAX_DIGITS):
+    if has_more_digits_than(read_expression(truth), MAX_DIGITS):
         raise UngradableError(f"ground truth {shown!r} contains a number of more than {MAX_DIGITS:,} digits, which cannot be evaluated")
-    return expression
 
 
-def _equals_expression(candidate: str, truth: Any) -> bool:
-    from vapo_mcore.rewards.reading import expressions_equal, read_expression
-    from vapo_mcore.rewards.shortcuts import has_more_digits_than
+def _equals_expression(candidate: str, truth: str, truth_number: _Number | None) -> bool:
+    """As expressions. A plain decimal, whose number of places is known, stands for what rounds to it."""
+    from vapo_mcore.rewards.magnitude import has_more_digits_than
+    from vapo_mcore.rewards.reading import expressions_equal, is_rounded, read_expression
 
     expression = read_expression(candidate)
     if expression is None or has_more_digits_than(expression, MAX_DIGITS):
         return False
-    return expressions_equal(truth, expression, _CLEARLY_APART)
+    expected = read_expression(truth)
+    if expected is None:
+        return False
+    if expressions_equal(expected, expression):
+        return True
+    for number, other in ((truth_number, expression), (_plain_number(candidate), expected)):
+        if number is not None and number.is_decimal and is_rounded(number.value, number.places, other):
+            return True
+    return False
 
 
 def warm_up() -> None:

@@ -38,6 +38,10 @@ _REPEATING = re.compile(r"([-+]?)(\d{0,15})\.(\d{0,30})\\overline\s*\{(\d{1,30})
 _GOING_ON = re.compile(r"([-+]?)(\d{0,15}\.\d{1,30})(?:\.\.\.|\u2026|\\[ld]?dots)")
 _SHOWN_PERIOD = re.compile(r"(\d*)\.(\d*?)(\d{1,6}?)\3+")
 _SEGMENT = re.compile(r"\\overline\s*\{\s*([A-Z]{2})\s*\}")
+_CURRENCY = re.compile(r"\\?\$\s*(?=[-+.\d])")
+_GROUPED_BY_COMMAS = re.compile(r"[-+]?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
+_ROMAN_CONSTANT = re.compile(r"\\(?:mathrm|text|rm|operatorname)\s*\{\s*(e|i)\s*\}")
+_APPROXIMATELY = re.compile(r"^\s*(?:\\approx|\\simeq|\u2248)\s*")
 _CELSIUS = re.compile(r"\^\s*(?:\\circ|\{\s*\\circ\s*\})\s*(?:[CF]|\\(?:text|mathrm)\s*\{\s*[CF]\s*\})")
 _NEGATIVE_POWER = re.compile(r"\^\s*-\s*(\d+)")
 _PLAIN_ROOT = re.compile(r"(?<![\\A-Za-z])sqrt\s*\(([^()]*)\)")
@@ -78,7 +82,12 @@ def normalize_answer(text: str) -> str:
     text = _ROOT.sub(lambda match: rf"\sqrt{{{match[1] or match[2] or match[3]}}}", text)
     text = text.translate(_SYMBOLS).strip()
     text = text.replace(r"\varnothing", r"\emptyset").replace(r"\langle", "(").replace(r"\rangle", ")")
-    text = _SEGMENT.sub(r"\1", text)
+    text = text if _SEGMENT.fullmatch(text) else _SEGMENT.sub(r"\1", text)
+    text = _CURRENCY.sub("", text.replace(r"\!", ""))
+    text = text.replace(",", "") if _GROUPED_BY_COMMAS.fullmatch(text) else text
+    text = _ROMAN_CONSTANT.sub(r"\1", text)
+    text = _without_doubled_braces(text)
+    text = _APPROXIMATELY.sub("", text)
     text = _ABOUT.sub("", text, count=1) if _ABOUT.match(text) else text
     text = _GROUPED_DIGITS.sub(lambda match: _SEPARATOR.sub("", match[0]), text)
     text = _TIMES_A_POWER.sub(lambda _: r"\times ", text)
@@ -114,22 +123,50 @@ def _without_noun(text: str) -> str:
     return text if counted is None or _NUMBER_WORDS.search(counted[2]) else counted[1]
 
 
+_MEASURES = re.compile(
+    r"\b(?:percent|cents?|dollars?|euros?|pounds?|pence|penny|pennies|yen|rupees?|degrees?|radians?|celsius|fahrenheit|kelvin|"
+    r"(?:milli|micro|nano)?seconds?|minutes?|hours?|days?|nights?|weeks?|months?|quarters?|years?|decades?|century|centuries|"
+    r"(?:milli|centi|deci|kilo|nano)?(?:met(?:er|re)s?|grams?|lit(?:er|re)s?)|inch(?:es)?|feet|foot|yards?|miles?|acres?|hectares?|"
+    r"ounces?|tons?|tonnes?|cups?|pints?|quarts?|gallons?|barrels?|knots|volts?|amperes?|watts?|joules?|newtons?|hertz|pascals?|"
+    r"mph|kph|square|cubic|points?|bits?|bytes?|nickels?|dimes?|pesos?|francs?)\b",
+    re.IGNORECASE,
+)
+
+
 def units_differ(answer: str, truth: str) -> bool:
-    """Whether both say what their number counts, or the scale of a temperature, and not the same: ``5 cents`` and ``5 dollars``."""
-    ours = _counted_words(answer)
-    theirs = _counted_words(truth) if ours else ours
-    return bool(theirs) and not (ours <= theirs or theirs <= ours)
+    """Whether both say in which measure their number is, and not in the same: ``5 cents`` and ``5 dollars``.
+
+    Nouns for what is counted do not matter: ``6 ways`` are ``6 arrangements``.
+    """
+    ours = _measures(answer)
+    theirs = _measures(truth) if ours else ours
+    return bool(theirs) and ours != theirs
 
 
-def _counted_words(text: str) -> frozenset[str]:
-    """Their stems (``boxes`` and ``box`` have one), or the scale's letter; none where nothing is said."""
+def _measures(text: str) -> frozenset[str]:
+    """Their stems, or the scale's letter; none where nothing is said."""
     if not any(character.isalpha() for character in text):
         return frozenset()
     text = _unwrapped(text).translate(_SYMBOLS).strip()
     if scale := _CELSIUS.search(text):
         return frozenset(scale[0].rstrip(" }")[-1])
     counted = _COUNTED.fullmatch(text) if text[-1:].isalpha() else None
-    return frozenset() if counted is None else frozenset(word.rstrip("eisy") for word in re.split(r"[ -]", counted[2].casefold()))
+    return frozenset() if counted is None else frozenset(word.casefold().rstrip("eisy") for word in _MEASURES.findall(counted[2]))
+
+
+def _without_doubled_braces(text: str) -> str:
+    """``{{{1}}}`` as ``{1}``: braces around nothing but braces change nothing, and reading them takes long. Linear."""
+    if "{{" not in text:
+        return text
+    partner: dict[int, int] = {}
+    opened: list[int] = []
+    for match in re.finditer(r"\\.|[{}]", text):
+        if match[0] == "{":
+            opened.append(match.start())
+        elif match[0] == "}" and opened:
+            partner[opened.pop()] = match.start()
+    doubled = {index for start, end in partner.items() if partner.get(start + 1) == end - 1 for index in (start, end)}
+    return "".join(character for index, character in enumerate(text) if index not in doubled)
 
 
 def _in_radians(match: re.Match[str]) -> str:

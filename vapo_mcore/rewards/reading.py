@@ -7,20 +7,24 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
+from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
+import sympy  # type: ignore[import-untyped]
 from antlr4.atn.PredictionMode import PredictionMode  # type: ignore[import-untyped]
 from latex2sympy2_extended.latex2sympy2 import _Latex2Sympy
-from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+from math_verify import LatexExtractionConfig, grader, verify
+from math_verify.parser import normalize_latex, parse_latex_cached
 
-from vapo_mcore.rewards.shortcuts import compare_linear_equations, compare_scalars
+from vapo_mcore.rewards.scalars import relations_equal, rounds_to, scalars_equal
 
 # math-verify warns that its own time-out is off. It is: it needs SIGALRM in the main thread, and the pool has a better one.
 for _name in ("math_verify", "latex2sympy2_extended"):
     logging.getLogger(_name).setLevel(logging.CRITICAL)
 
-_TARGETS = [LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()]
+_SPELLING = replace(LatexExtractionConfig().normalization_config, boxed="last")
 
 
 def in_two_stages(create_parser: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
@@ -50,24 +54,63 @@ def in_two_stages(create_parser: Callable[[Any, str], Any]) -> Callable[[Any, st
 _Latex2Sympy.create_parser = in_two_stages(_Latex2Sympy.create_parser)
 
 
+def _numerically_equal(a: Any, b: Any, *_: int) -> bool:
+    """In place of math-verify's comparison, which rounds to 6 decimals and takes anything below 1e-15 for zero."""
+    if isinstance(a, sympy.MatrixBase) and isinstance(b, sympy.MatrixBase):
+        return a.shape == b.shape and all(scalars_equal(one, other) for one, other in zip(a.flat(), b.flat(), strict=True))
+    return bool(scalars_equal(a, b))
+
+
+_simplify_and_compare = grader.sympy_symbolic_eq
+
+
+def _symbolically_equal(a: Any, b: Any) -> bool:
+    """math-verify's attempt to simplify the difference, only where numbers do not decide."""
+    return scalars_equal(a, b) is None and bool(_simplify_and_compare(a, b))
+
+
+grader.sympy_numeric_eq = _numerically_equal
+grader.sympy_symbolic_eq = _symbolically_equal
+
+
 @lru_cache(maxsize=4096)
 def read_expression(text: str) -> Any:
-    """The sympy object that an answer in LaTeX or plain notation stands for; None if it is not mathematics.
+    """The sympy object that the whole of an answer in LaTeX or plain notation stands for; None if it is not mathematics.
 
+    math-verify's own ``parse`` would search an answer that it cannot read for a number in it: ``1, 2, \\ldots, n`` would be 2.
     Powers and the like stay unevaluated. The responses of a group share their ground truth, hence the cache.
     """
-    found = parse(rf"\boxed{{{text}}}", _TARGETS, fallback_mode="no_fallback", parsing_timeout=None)
-    return found[0] if found else None
+    try:
+        return parse_latex_cached(normalize_latex(text, config=_SPELLING))
+    except MemoryError:
+        raise
+    except Exception:  # noqa: BLE001 - plain Exceptions for syntax errors, and whatever sympy raises for nonsense
+        return None
 
 
-def expressions_equal(truth: Any, answer: Any, tolerance: float) -> bool:
-    """math-verify's verdict on two sympy objects; scalars further apart than ``tolerance`` somewhere are not equal.
+def expressions_equal(truth: Any, answer: Any) -> bool:
+    """Whether two sympy objects are equal. Intervals and inequalities may answer each other.
 
-    Intervals and inequalities may answer each other.
+    What the library cannot compare (it raises TypeError where it would subtract a set from a symbol) is unequal.
     """
-    quick = compare_scalars(truth, answer, tolerance)
-    if quick is None:
-        quick = compare_linear_equations(truth, answer)
-    if quick is not None:
-        return bool(quick)
-    return bool(verify(truth, answer, allow_set_relation_comp=True, timeout_seconds=None))
+    try:
+        if (quick := relations_equal(truth, answer)) is not None:
+            return quick
+        if isinstance(truth, sympy.Expr) and isinstance(answer, sympy.Expr):
+            quick = scalars_equal(truth, answer)
+            if quick is not None:
+                return quick
+        return bool(verify(truth, answer, allow_set_relation_comp=True, timeout_seconds=None))
+    except MemoryError:
+        raise
+    except Exception:  # noqa: BLE001 - an answer that was read and that the library cannot compare is not equal
+        return False
+
+
+def is_rounded(decimal: Fraction, places: int, value: Any) -> bool:
+    """Whether an expression is a real number that rounds to this decimal of so many places."""
+    try:
+        side = value.rhs if isinstance(value, sympy.Eq) else value
+        return isinstance(side, sympy.Expr) and rounds_to(sympy.Rational(decimal.numerator, decimal.denominator), places, side)
+    except (TypeError, ValueError, ArithmeticError, AttributeError, NotImplementedError, RecursionError):
+        return False

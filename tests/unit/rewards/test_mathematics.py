@@ -18,20 +18,15 @@ from vapo_mcore.rewards.mathematics import is_equal, math, math_answer_line, mat
 from vapo_mcore.rewards.normalization import as_words, normalize_answer
 from vapo_mcore.rewards.quantities import quantities_equal
 from vapo_mcore.rewards.reading import read_expression
-from vapo_mcore.rewards.shortcuts import compare_linear_equations, compare_scalars, has_more_digits_than
+from vapo_mcore.rewards.magnitude import has_more_digits_than
+from vapo_mcore.rewards.scalars import relations_equal, scalars_equal
 
 PAIRS = [json.loads(line) for line in (Path(__file__).parents[2] / "cases" / "answer_pairs.jsonl").read_text("utf-8").splitlines()]
 
 # Known disagreements, each explained in docs/verifiers.md; anything else that differs from its label is a fault.
 DISAGREEMENTS = {
-    ("i", r"\sqrt{-1}"),  # to math-verify, i is a symbol like any other
-    (r"e^{i\pi}", "-1"),  # the same
-    ("12:30", "2:5"),  # a time is read as a ratio
-    ("1,-2", "-2, 1, 1"),  # a list is read as a set
-    ("-1", r"e^{i\pi}"),
     ("C", "C) 12"),
     ("C", r"\textbf{(C)}\ 12"),
-    ("17.75\\%", r"17\frac{3}{4}\%"),
     (r"-2<x<1\text{ or }x>3", r"(-2,1)\cup(3,\infty)"),
 }
 
@@ -185,7 +180,7 @@ def test_a_truth_that_cannot_be_read_is_no_verdict_whatever_the_response(truth, 
 
 
 def test_labelled_pairs():
-    """660 pairs, exactly the listed ones differ (98.6 % right): a new mistake fails here, and so does a stale list and no new mistake."""
+    """660 pairs, exactly the listed ones differ (99.5 % right): a new mistake fails here, and so does a stale list and no new mistake."""
     assert len(PAIRS) == 660
     assert min(sum(pair["equal"] for pair in PAIRS), sum(not pair["equal"] for pair in PAIRS)) >= 50
     wrong = {(pair["ground_truth"], pair["answer"]) for pair in PAIRS if is_equal(pair["answer"], pair["ground_truth"]) != pair["equal"]}
@@ -379,7 +374,8 @@ def test_number_of_digits_without_evaluation():
     assert not has_more_digits_than(pow_(ten, sympy.Integer(99_999)), 100_000)
     assert has_more_digits_than(pow_(ten, sympy.Integer(100_001)), 100_000)
     assert has_more_digits_than(1 + pow_(ten, pow_(ten, ten)), 100_000)
-    assert not has_more_digits_than(pow_(sympy.Symbol("x"), sympy.Integer(10**9)), 100_000)
+    assert has_more_digits_than(pow_(sympy.Symbol("x"), sympy.Integer(10**9)), 100_000)
+    assert not has_more_digits_than(pow_(sympy.Symbol("x"), sympy.Integer(2024)), 100_000)
     assert has_more_digits_than(sympy.factorial(10**6, evaluate=False), 100_000)
     assert not has_more_digits_than(sympy.factorial(20_000, evaluate=False), 100_000)
 
@@ -395,11 +391,14 @@ def test_number_of_digits_without_evaluation():
         ("x^2=4", "x=2", None),
         ("x=5", "y=5", None),
         ("x=\\sqrt{2}", "x=\\sqrt{2}", None),
+        ("4x^2+9y^2=36", r"\frac{x^2}{9}+\frac{y^2}{4}=1", True),
+        ("-x<3", "x>-3", True),
+        ("-x<3", "x<-3", False),
         ("5", "x=5", None),
     ],
 )
 def test_linear_equations_without_solving(answer, truth, expected):
-    verdict = compare_linear_equations(read_expression(answer), read_expression(truth))
+    verdict = relations_equal(read_expression(answer), read_expression(truth))
     assert verdict is expected or verdict == expected
     if expected is not None:
         assert _raw_verdict(answer, truth) == expected
@@ -410,18 +409,18 @@ def test_linear_equations_without_solving(answer, truth, expected):
     [
         ("x(x+1)", "x^2+x", True),
         ("2(x+3)-x", "x+6", True),
-        (r"\sqrt{8}", r"2\sqrt{2}", None),
+        (r"\sqrt{8}", r"2\sqrt{2}", True),
         ("x+1", "x-1", False),
         (r"\pi", r"\frac{22}{7}", False),
-        ("x+1", "y+1", None),
-        (r"50\%", "0.5", None),
-        ("x", "x+1", None),
+        ("x+1", "y+1", False),
+        (r"50\%", "0.5", True),
+        ("x", "x+1", False),
         (r"\{1\}", r"\{1\}", None),
         ("1/0", "1", None),
     ],
 )
 def test_scalars_without_simplifying(answer, truth, expected):
-    assert compare_scalars(read_expression(truth), read_expression(answer), 2e-6) is expected
+    assert scalars_equal(read_expression(truth), read_expression(answer)) is expected
     if expected is not None:
         assert _raw_verdict(answer, truth) == expected
 

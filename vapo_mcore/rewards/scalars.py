@@ -1,0 +1,142 @@
+"""Are two sympy scalars the same number, or the same function of their symbols? And two relations between polynomials?
+
+Numbers are compared by their difference, evaluated with as many digits as it takes to tell it from zero, so that neither tiny nor huge
+values are equal because they are close; functions by their values at several points.
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from functools import lru_cache
+from typing import Any
+
+import sympy  # type: ignore[import-untyped]
+
+from vapo_mcore.rewards.magnitude import log10_of
+from vapo_mcore.rewards.mathematics import is_rounding
+
+_DIGITS = 80
+"""A difference that is zero to so many digits (below the larger of 1 and the values) is zero."""
+
+_POINTS = (((7, 4), (5, 2)), ((-9, -4), (5, 3)), ((-13, 11), (7, 2)), ((47, 30), (3, 2)), ((-83, -16), (3, 4)))
+"""Values of symbol number i are (a + b i) / (c + d i)."""
+_UNEVALUATED = (sympy.Sum, sympy.Product, sympy.Integral, sympy.Limit, sympy.Derivative)
+
+
+def scalars_equal(a: Any, b: Any) -> bool | None:
+    """Whether two scalar expressions are equal wherever both are real, and real at the same places; None: not to be told.
+
+    A decimal number of at least 6 decimals equals what rounds to it.
+    """
+    if not (isinstance(a, sympy.Expr) and isinstance(b, sympy.Expr)):
+        return None
+    try:
+        ours, theirs = exact(a), exact(b)
+        difference = ours - theirs
+        if difference.is_zero:
+            return True
+        if difference.free_symbols:
+            return _functions_equal(ours, theirs, difference)
+        verdict = _is_zero(difference, ours, theirs)
+        if verdict is False:
+            return _rounds_to(a, theirs) or _rounds_to(b, ours)
+        return verdict
+    except (TypeError, ValueError, ArithmeticError, AttributeError, NotImplementedError, RecursionError):
+        return None  # no number comes out, infinity for instance
+
+
+@lru_cache(maxsize=4096)
+def exact(expression: Any) -> Any:
+    """With decimals as the fractions that they are, and with the constants e and i for the letters."""
+    replaced = {}
+    for atom in expression.atoms(sympy.Float, sympy.Symbol):
+        if isinstance(atom, sympy.Float):
+            replaced[atom] = sympy.Rational(str(atom))
+        elif str(atom) in _CONSTANTS:
+            replaced[atom] = _CONSTANTS[str(atom)]
+    expression = expression.xreplace(replaced) if replaced else expression
+    return expression.doit() if expression.has(sympy.UnevaluatedExpr, *_UNEVALUATED) else expression
+
+
+_CONSTANTS = {"e": sympy.E, "i": sympy.I, "pi": sympy.pi}
+
+
+def _is_zero(difference: Any, *values: Any) -> bool | None:
+    """Whether a difference of numbers is zero; None if it cannot be evaluated."""
+    if difference.is_Rational:
+        return bool(difference == 0)
+    sizes = [size for value in values if (size := log10_of(value)) is not None]
+    extra = int(min(max([0.0, *sizes]), 20_000))
+    value = difference.evalf(15, maxn=_DIGITS + extra)
+    if value.has(sympy.nan, sympy.zoo, sympy.oo) or not value.is_number:
+        return None
+    parts = value.as_real_imag()
+    if not all(part.is_Number for part in parts):
+        return None
+    return not any(_is_significant(part) for part in parts)
+
+
+def _is_significant(number: Any) -> bool:
+    """sympy marks a value of which it could not find a single digit with a precision of 1 bit."""
+    return bool(number != 0) and not (number.is_Float and number._prec == 1)
+
+
+def _functions_equal(a: Any, b: Any, difference: Any) -> bool | None:
+    if difference.is_polynomial() and sympy.expand(difference) == 0:
+        return True
+    symbols = sorted(difference.free_symbols, key=str)
+    is_complex = a.has(sympy.I) or b.has(sympy.I)
+    compared = 0
+    points = _POINTS if difference.has(sympy.floor, sympy.ceiling, sympy.Mod) else _POINTS[:3]
+    for (up, up_step), (down, down_step) in points:
+        point = {symbol: sympy.Rational(up + up_step * n, down + down_step * n) for n, symbol in enumerate(symbols)}
+        value = difference.evalf(15, subs=point, maxn=_DIGITS)
+        if not value.is_number or value.has(sympy.nan, sympy.zoo, sympy.oo):
+            continue
+        if not any(_is_significant(part) for part in value.as_real_imag()):
+            compared += 1
+            continue
+        reals = [is_complex or not _is_significant(side.evalf(15, subs=point, maxn=_DIGITS).as_real_imag()[1]) for side in (a, b)]
+        if any(reals):
+            return False
+    return True if compared else None
+
+
+def _rounds_to(decimal: Any, value: Any) -> bool:
+    """Whether ``decimal`` is a decimal number, precise enough, to which the other one rounds."""
+    if not isinstance(decimal, sympy.Float):
+        return False
+    digits = str(decimal).rstrip("0")
+    return "e" not in digits and rounds_to(sympy.Rational(digits), len(digits.partition(".")[2]), value)
+
+
+def rounds_to(decimal: Any, places: int, value: Any) -> bool:
+    """Whether a real number rounds to this decimal of so many places, and these are enough to speak of the same number."""
+    scaled = decimal * 10**places
+    found = exact(value).evalf(60 + places)
+    return bool(found.is_real) and is_rounding(Fraction(scaled.p, scaled.q), places, found * 10**places)
+
+
+_MIRRORED = {sympy.Gt: sympy.Lt, sympy.Ge: sympy.Le, sympy.Lt: sympy.Gt, sympy.Le: sympy.Ge, sympy.Eq: sympy.Eq}
+
+
+def relations_equal(a: Any, b: Any) -> bool | None:
+    """Whether two equations or inequalities between polynomials with rational coefficients in the same symbols are the same but for a
+    factor; for linear ones that decides, for others it can only say yes. None: not to be told by this."""
+    kinds = type(a), type(b)
+    if kinds[0] not in _MIRRORED or kinds[1] not in _MIRRORED or a.free_symbols != b.free_symbols or not a.free_symbols:
+        return None
+    sides = (a.lhs, a.rhs, b.lhs, b.rhs)
+    if not all(isinstance(side, sympy.Expr) for side in sides) or any(str(symbol) in _CONSTANTS for symbol in a.free_symbols):
+        return None
+    symbols = sorted(a.free_symbols, key=str)
+    ours, theirs = (sympy.expand(exact(side.lhs) - exact(side.rhs)).as_poly(*symbols) for side in (a, b))
+    if ours is None or theirs is None or not all(c.is_Rational for c in [*ours.coeffs(), *theirs.coeffs()]):
+        return None  # roots: whether products are equal is a matter of simplification
+    if ours.is_zero or theirs.is_zero:
+        return None
+    factor = ours.LC() / theirs.LC()
+    same_kind = kinds[0] is kinds[1] if factor > 0 or kinds[0] is sympy.Eq else kinds[0] is _MIRRORED[kinds[1]]
+    if (ours - theirs * factor).is_zero and same_kind:
+        return True
+    return False if ours.total_degree() == theirs.total_degree() == 1 else None
