@@ -3,6 +3,8 @@
 import json
 import re
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 from pathlib import Path
 
@@ -13,15 +15,22 @@ from hypothesis import strategies as st
 from latex2sympy2_extended.latex2sympy2 import _Latex2Sympy
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, parser, verify
 
-from vapo_mcore.rewards import GradeItem, UngradableError, VerifierPool, knows_answers, stated_answer
+from vapo_mcore.rewards import GradeItem, UngradableError, VerifierPool, knows_answers, reading, stated_answer
+from vapo_mcore.rewards.magnitude import has_more_digits_than
 from vapo_mcore.rewards.mathematics import is_equal, math, math_answer_line, math_last_number
 from vapo_mcore.rewards.normalization import as_words, normalize_answer
 from vapo_mcore.rewards.quantities import quantities_equal
 from vapo_mcore.rewards.reading import read_expression
-from vapo_mcore.rewards.magnitude import has_more_digits_than
 from vapo_mcore.rewards.scalars import relations_equal, scalars_equal
 
-PAIRS = [json.loads(line) for line in (Path(__file__).parents[2] / "cases" / "answer_pairs.jsonl").read_text("utf-8").splitlines()]
+
+def _pairs(name: str) -> list[dict]:
+    return [json.loads(line) for line in (Path(__file__).parents[2] / "cases" / name).read_text("utf-8").splitlines()]
+
+
+PAIRS = _pairs("answer_pairs.jsonl")
+HELD_OUT = _pairs("answer_pairs_holdout.jsonl")
+ATTACKS = _pairs("answer_attacks.jsonl")
 
 # Known disagreements, each explained in docs/verifiers.md; anything else that differs from its label is a fault.
 DISAGREEMENTS = {
@@ -186,6 +195,81 @@ def test_labelled_pairs():
     wrong = {(pair["ground_truth"], pair["answer"]) for pair in PAIRS if is_equal(pair["answer"], pair["ground_truth"]) != pair["equal"]}
     print(f"accuracy {1 - len(wrong) / len(PAIRS):.4f} on {len(PAIRS)} pairs")
     assert wrong == DISAGREEMENTS
+
+
+def test_no_attack_is_called_right():
+    """Wrong answers written against the rules: neighbours of the right value, its parts, its digits in another order."""
+    assert len(ATTACKS) > 300 and not any(pair["equal"] for pair in ATTACKS)
+    assert [pair for pair in ATTACKS if is_equal(pair["answer"], pair["ground_truth"])] == []
+
+
+BOTH_WAYS = [
+    (r"\frac{1}{2^{99}}", r"\frac{1}{2^{98}}", False),
+    (r"\frac{1}{20!}", r"\frac{1}{19!}", False),
+    ("0.0000001", "10^{-8}", False),
+    (r"1, 2, \ldots, n", r"1, 3, 5, \ldots, 2n-1", False),
+    (r"\overline{AB}", r"\overline{BA}", False),
+    ("19_8", "19_9", False),
+    ("n=2, 3, 4", "n=1, 2, 3", False),
+    ("D = (0, 1)", "D = (0, 1.5)", False),
+    (r"1-\frac{1}{\mathrm{e}}", r"1-\frac1e", True),
+    (r"\mathrm{e}^2", "e^2", True),
+    (r"-1+\exp(16)", "e^{16}-1", True),
+    ("14.0-1.0i", "14-i", True),
+    (r"\sqrt{1/n}", r"\frac{1}{\sqrt n}", True),
+    ("6 ways", "6 arrangements", True),
+    ("{" * 14 + "1" + "}" * 14, "5", False),
+    (r"2^{1000}\sqrt{2}", r"2^{1000}\sqrt{2}+1", False),
+    ("x=10^{-8}", "x=10^{-9}", False),
+    ("(0,10^{-8})", "(0,10^{-7})", False),
+    (r"\begin{pmatrix}10^{-8}\\0\end{pmatrix}", r"\begin{pmatrix}10^{-9}\\0\end{pmatrix}", False),
+    ("0.000012", r"1.2\times 10^{-5}", True),
+    ("3:4", "4:3", False),
+    (r"x \equiv 3 \pmod 7", r"x \equiv 10 \pmod 7", True),
+    ("073", "73", True),
+]
+
+
+def _written(answer: str) -> list[tuple[str, str]]:
+    """Verifier and response: alone, in a box, after ``Answer:``."""
+    return [("math", rf"\boxed{{{answer}}}"), ("math", f"<answer>{answer}</answer>"), ("math_answer_line", f"so\nAnswer: {answer}")]
+
+
+def test_pairs_both_ways_and_in_every_place():
+    for one, other, equal in BOTH_WAYS:
+        for answer, truth in ((one, other), (other, one)):
+            assert is_equal(answer, truth) is equal, (answer, truth)
+            for verifier, response in _written(answer):
+                score = {"math": math, "math_answer_line": math_answer_line}[verifier](response, truth, {})
+                assert score == equal, (verifier, response, truth)
+
+
+def test_readable_and_unequal_is_wrong_from_a_pool_asked_by_threads():
+    ways = [(a, t, equal) for one, other, equal in BOTH_WAYS for a, t in ((one, other), (other, one))]
+    items = [GradeItem(verifier, response, truth) for answer, truth, _ in ways for verifier, response in _written(answer)]
+    expected = [equal for *_, equal in ways for _ in range(3)]
+    with VerifierPool(2, 60.0, cache_size=0) as pool, ThreadPoolExecutor(4) as threads:
+        for verdicts in threads.map(lambda _: pool.grade(items), range(4)):
+            assert [verdict.error for verdict in verdicts] == [None] * len(items)
+            assert [verdict.correct for verdict in verdicts] == expected
+
+
+@pytest.mark.parametrize("levels", [14, 25, 200, 10_000])
+def test_nested_braces_are_wrong_and_quick(levels):
+    start = time.process_time()
+    for text in ("{" * levels + "1" + "}" * levels, r"\boxed{" * levels + "1" + "}" * levels, "{x_" * levels + "1" + "}" * levels):
+        assert is_equal(text, "5") is False
+        assert math(rf"\boxed{{{text}}}", "5", {}) == 0.0
+    assert time.process_time() - start < 10
+
+
+def test_what_the_library_raises_for_a_readable_answer_is_wrong(monkeypatch):
+    def raising(*_, **__):
+        raise TypeError("unsupported operand")
+
+    monkeypatch.setattr(reading, "verify", raising)
+    assert is_equal(r"\{x : x > 2\}", r"(2,\infty)") is False
+    assert is_equal("x>3", "(3,4)") is False
 
 
 def _documented_pairs() -> list[tuple[str, str, bool]]:
