@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import re
 
+from vapo_mcore.rewards.quantities import unit_name
+
 _WRAPPERS = (
     re.compile(r"\$\$(.*)\$\$", re.DOTALL),
     re.compile(r"\$([^$]*)\$", re.DOTALL),
@@ -40,6 +42,13 @@ _SHOWN_PERIOD = re.compile(r"(\d*)\.(\d*?)(\d{1,6}?)\3+")
 _SEGMENT = re.compile(r"\\overline\s*\{\s*([A-Z]{2})\s*\}")
 _CURRENCY = re.compile(r"\\?\$\s*(?=[-+.\d])")
 _GROUPED_BY_COMMAS = re.compile(r"[-+]?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
+_NATURAL_LOG = re.compile(r"\\log\s*_\s*(?:e|\{\s*e\s*\})\s*")
+_POWERS_OF_TEN = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+_MULTIPLE = re.compile(
+    rf"([-+]?\d[\d,]{{0,20}}(?:\.\d{{1,20}})?)(?:\s|\\ |~)*(?:\\text\s*\{{\s*)?({'|'.join(_POWERS_OF_TEN)})(?:\s+[a-z]{{4,20}})?\s*\}}?",
+    re.IGNORECASE,
+)
+_TOLD_IN_TEXT = re.compile(r"([-+]?[\d.,]{1,40})(?:\s|\\ |~)*\\(?:text|mathrm|textrm|mbox)\s*\{\s*([^{}]{1,80}?)\s*\}")
 _ROMAN_CONSTANT = re.compile(r"\\(?:mathrm|text|rm|operatorname)\s*\{\s*(e|i)\s*\}")
 _APPROXIMATELY = re.compile(r"^\s*(?:\\approx|\\simeq|\u2248)\s*")
 _CELSIUS = re.compile(r"\^\s*(?:\\circ|\{\s*\\circ\s*\})\s*(?:[CF]|\\(?:text|mathrm)\s*\{\s*[CF]\s*\})")
@@ -96,8 +105,13 @@ def normalize_answer(text: str) -> str:
     text = _TRIGONOMETRIC.sub(_in_radians, text)  # elsewhere the degree sign is dropped, as a unit
     text = _SPACED_IMAGINARY.sub("i", text)  # math-verify takes the i of "7 i" and that of "7i" for two symbols
     text = _PI.sub(lambda _: r"\pi ", text)
-    if text.lower() in ("infinity", "inf", "+infinity"):
+    text = _NATURAL_LOG.sub(lambda _: r"\ln ", text)
+    if _TEXT_COMMAND.sub(r"\1", text).strip().lower() in ("infinity", "inf", "+infinity"):
         return r"\infty"
+    if multiple := _MULTIPLE.fullmatch(text):
+        return rf"{multiple[1].replace(',', '')}\times 10^{{{_POWERS_OF_TEN[multiple[2].lower()]}}}"
+    if (told := _TOLD_IN_TEXT.fullmatch(text)) and _NUMBER_WORDS.search(told[2]):
+        text = f"{told[1]} {told[2]}"  # the reader drops what stands in \\text
     if scientific := _SCIENTIFIC.fullmatch(text):
         return rf"{scientific[1]}\times 10^{{{int(scientific[2])}}}"
     if mixed := _MIXED.fullmatch(text):
@@ -150,8 +164,25 @@ def _measures(text: str) -> frozenset[str]:
     text = _unwrapped(text).translate(_SYMBOLS).strip()
     if scale := _CELSIUS.search(text):
         return frozenset(scale[0].rstrip(" }")[-1])
-    counted = _COUNTED.fullmatch(text) if text[-1:].isalpha() else None
-    return frozenset() if counted is None else frozenset(word.casefold().rstrip("eisy") for word in _MEASURES.findall(counted[2]))
+    match = _WITH_WORDS.fullmatch(text)
+    if match is None:
+        return frozenset()
+    words = [part for word in re.findall(r"[A-Za-z]+", match[1]) for part in _SPEEDS.get(word.casefold(), (word,))]
+    return frozenset(stem for word in words if (stem := _measure(word)) is not None)
+
+
+_SPEEDS = {"mph": ("mile", "hour"), "kph": ("kilometer", "hour"), "kmh": ("kilometer", "hour")}
+_WITH_WORDS = re.compile(
+    r"[-+]?(?:\d[\d,]*(?:\.\d+)?|\.\d+|\d+/\d+|\\[dt]?frac\{\d+\}\{\d+\})(?:\s|\\[ ,;:]|~)*"
+    r"(?:\\(?:text|mathrm|textrm|mbox)\s*\{)?\s*([A-Za-z][A-Za-z \-]{0,60}?)\.?\s*\}?"
+)
+
+
+def _measure(word: str) -> str | None:
+    """One name for a unit's spellings; None for other words."""
+    if (unit := unit_name(word)) is not None:
+        return unit
+    return word.casefold().rstrip("eisy") if _MEASURES.fullmatch(word) else None
 
 
 def _without_doubled_braces(text: str) -> str:

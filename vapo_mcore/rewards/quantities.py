@@ -47,6 +47,14 @@ def _table() -> dict[str, tuple[str, Fraction]]:
 
 
 _UNITS = _table()
+
+
+def unit_name(word: str) -> str | None:
+    """One name for all spellings of a unit (``m`` for ``metres``); None for other words. A single letter is no unit by itself."""
+    known = None if len(word) == 1 else _UNITS.get(word) or _UNITS.get(word.lower())
+    return None if known is None else f"{known[1]} {known[0]}"
+
+
 _POWERS = {("length", 1): "length", ("length", 2): "area", ("length", 3): "volume"}
 _QUANTITY = re.compile(
     r"(?P<sign>[-+]?)(?:(?P<number>\d{1,30}(?:,\d{3})*(?:\.\d{1,30})?|\.\d{1,30})|\\[dt]?frac\{(?P<up>\d{1,30})\}\{(?P<down>\d{1,30})\})"
