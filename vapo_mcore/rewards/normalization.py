@@ -48,7 +48,7 @@ _MULTIPLE = re.compile(
     rf"([-+]?\d[\d,]{{0,20}}(?:\.\d{{1,20}})?)(?:\s|\\ |~)*(?:\\text\s*\{{\s*)?({'|'.join(_POWERS_OF_TEN)})(?:\s+[a-z]{{4,20}})?\s*\}}?",
     re.IGNORECASE,
 )
-_TOLD_IN_TEXT = re.compile(r"([-+]?[\d.,]{1,40})(?:\s|\\ |~)*\\(?:text|mathrm|textrm|mbox)\s*\{\s*([^{}]{1,80}?)\s*\}")
+_TOLD_IN_TEXT = re.compile(r"([-+]?[\d.,]{1,40})(?:\s|\\ |~)*\\(?:text|mathrm|textrm|mbox)\s*\{\s*([^{}()]{1,80}?)\s*\}")
 _ROMAN_CONSTANT = re.compile(r"\\(?:mathrm|text|rm|operatorname)\s*\{\s*(e|i)\s*\}")
 _APPROXIMATELY = re.compile(r"^\s*(?:\\approx|\\simeq|\u2248)\s*")
 _CELSIUS = re.compile(r"\^\s*(?:\\circ|\{\s*\\circ\s*\})\s*(?:[CF]|\\(?:text|mathrm)\s*\{\s*[CF]\s*\})")
