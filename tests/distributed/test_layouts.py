@@ -67,9 +67,9 @@ def check(results: dict[str, dict[str, float]], expected_cases: int, bfloat16: i
 
 
 def test_one_process_equals_float64(workdir: Path) -> None:
-    check(json.loads((workdir / "world1.json").read_text()), 20, bfloat16=1, longest=1)
+    check(json.loads((workdir / "world1.json").read_text()), 21, bfloat16=1, longest=1)
 
 
-@pytest.mark.parametrize(("world", "cases", "bfloat16", "longest"), [(2, 40, 4, 3), (4, 25, 1, 0), (8, 4, 0, 0)])
+@pytest.mark.parametrize(("world", "cases", "bfloat16", "longest"), [(2, 43, 4, 3), (4, 25, 1, 0), (8, 4, 0, 0)])
 def test_layouts_equal_one_process(workdir: Path, world: int, cases: int, bfloat16: int, longest: int) -> None:
     check(run(world, workdir), cases, bfloat16, longest)

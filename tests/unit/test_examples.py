@@ -95,6 +95,22 @@ DIFFERENCES_FROM_VAPO = {
         "positive_lm.coef": 0.0,
     },
     "dapo": {"advantage.estimator": "grpo", "advantage.whiten": "off", "positive_lm.coef": 0.0},
+    "gspo": {
+        "advantage.estimator": "grpo",
+        "advantage.whiten": "off",
+        "policy_loss.kind": "gspo",
+        "policy_loss.clip_low": 3e-4,
+        "policy_loss.clip_high": 4e-4,
+        "policy_loss.aggregation": "sequence",
+        "positive_lm.coef": 0.0,
+    },
+    "cispo": {
+        "advantage.estimator": "grpo",
+        "advantage.whiten": "off",
+        "policy_loss.kind": "cispo",
+        "policy_loss.clip_high": 4.0,
+        "positive_lm.coef": 0.0,
+    },
     "grpo": {
         "advantage.estimator": "grpo",
         "advantage.whiten": "off",
@@ -197,7 +213,7 @@ OTHER_DIFFERENCES = {
     "nemo_rl_ppo": NO_PRETRAINING | PLUS_MINUS_ONE | {"policy.epochs": 4, "critic.epochs": 4},
     "dapo": CRITIC_FREE | PLUS_MINUS_ONE | {"dynamic_sampling": True, "dynamic_sampling.max_rounds": 10, "policy.warmup_rollouts": 20},
     "vapo_review": {"critic.head": "mlp", "pretraining.head_only": True},
-} | dict.fromkeys(("grpo", "grpo_process", "dr_grpo", "rloo", "raw_reward", "reinforce_pp"), CRITIC_FREE)
+} | dict.fromkeys(("grpo", "grpo_process", "dr_grpo", "gspo", "cispo", "rloo", "raw_reward", "reinforce_pp"), CRITIC_FREE)
 
 
 @pytest.mark.parametrize("preset", [path.stem for path in PRESETS])

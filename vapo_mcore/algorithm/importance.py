@@ -4,7 +4,7 @@ w_t = exp(logp_trainer_old - logp_rollout) is the ratio of the policy that is tr
 kernels: it is close to 1 and still biases the gradient. These run on whole sequences outside the training engine.
 """
 
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -13,7 +13,7 @@ from torch import Tensor
 from vapo_mcore.algorithm.kl import LOG_RATIO_CLAMP, k3, masked_difference
 from vapo_mcore.algorithm.segments import all_reduce_sum, check_packed, response_lengths, sequence_ids
 
-ImportanceKind = Literal["off", "token_truncate", "token_mask", "sequence_mask"]
+ImportanceKind = Literal["off", "token_truncate", "token_mask", "sequence_mask", "sequence_product_mask"]
 
 
 @torch.no_grad()
@@ -35,20 +35,23 @@ def importance_weights(
     - ``token_truncate``: min(w_t, cap) (truncated importance sampling; ``low`` is not used);
     - ``token_mask``: w_t where low <= w_t <= cap, 0 elsewhere (icepop);
     - ``sequence_mask``: w_t for all tokens of a response whose geometric mean of w lies in [low, cap], 0 for all tokens of the
-      others. The geometric mean does not grow with the length, so one band suits short and long responses.
+      others. The geometric mean does not grow with the length, so one band suits short and long responses;
+    - ``sequence_product_mask``: for all tokens of a response the product of its w, which is the ratio of the whole response, where it lies
+      in [low, cap], 0 for the others (masked importance sampling by sequence, MIS). The sum of log-ratios is clamped to +-20.
     """
-    if kind not in ("off", "token_truncate", "token_mask", "sequence_mask"):
-        raise ValueError(f"kind must be off, token_truncate, token_mask or sequence_mask, got {kind!r}")
+    if kind not in get_args(ImportanceKind):
+        raise ValueError(f"kind must be one of {', '.join(get_args(ImportanceKind))}, got {kind!r}")
     if not cap > 0.0 or (kind.endswith("_mask") and not 0.0 <= low < cap):
         raise ValueError(f"cap > 0 is required, and 0 <= low < cap by the masks, got low {low} and cap {cap}")
     mask = mask.bool()
     if kind == "off":
         return mask.float()
-    ratio, judged = _ratios(old_logprobs, rollout_logprobs, mask, cu_seqlens, per_sequence=kind == "sequence_mask")
+    ratio, judged = _ratios(old_logprobs, rollout_logprobs, mask, cu_seqlens, kind)
     if kind == "token_truncate":
         weights = ratio.clamp(max=cap)
     else:
-        weights = torch.where((judged >= low) & (judged <= cap), ratio, torch.zeros_like(ratio))
+        kept = judged if kind == "sequence_product_mask" else ratio
+        weights = torch.where((judged >= low) & (judged <= cap), kept, torch.zeros_like(kept)).to(ratio.dtype)
     return torch.where(mask, weights, torch.zeros_like(weights))
 
 
@@ -59,18 +62,18 @@ def importance_rejections(
     mask: Tensor,
     cu_seqlens: Tensor,
     *,
-    kind: Literal["token_mask", "sequence_mask"],
+    kind: Literal["token_mask", "sequence_mask", "sequence_product_mask"],
     cap: float,
     low: float,
 ) -> dict[str, int]:
     """What a mask of ``importance_weights`` rejects in these sequences, as counts.
 
     ``tokens``, ``tokens_low``, ``tokens_high``: unmasked tokens, and those rejected because the ratio that is judged (the token's, or the
-    geometric mean of its response) is below ``low`` or above ``cap``; ``responses``, ``responses_rejected``: responses with an unmasked
-    token, and those that lose at least one; ``responses_lost``: those that lose all.
+    geometric mean or the product of its response's) is below ``low`` or above ``cap``; ``responses``, ``responses_rejected``: responses with an
+    unmasked token, and those that lose at least one; ``responses_lost``: those that lose all.
     """
     mask = mask.bool()
-    _, judged = _ratios(old_logprobs, rollout_logprobs, mask, cu_seqlens, per_sequence=kind == "sequence_mask")
+    _, judged = _ratios(old_logprobs, rollout_logprobs, mask, cu_seqlens, kind)
     below, above = mask & (judged < low), mask & (judged > cap)
     lengths, lost = response_lengths(mask, cu_seqlens), response_lengths(below | above, cu_seqlens)
     counts = {
@@ -85,17 +88,19 @@ def importance_rejections(
 
 
 def _ratios(
-    old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, cu_seqlens: Tensor, *, per_sequence: bool
+    old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, cu_seqlens: Tensor, kind: ImportanceKind
 ) -> tuple[Tensor, Tensor]:
-    """``(w_t, what a mask judges)``: [total] each; the second is w_t, or at all tokens of a response its geometric mean over them."""
+    """``(w_t, what a mask of this kind judges)``: [total] each; the second is w_t, or the geometric mean or product over the response."""
     check_packed(cu_seqlens, mask, old_logprobs=old_logprobs, rollout_logprobs=rollout_logprobs)
     log_ratio = masked_difference(old_logprobs, rollout_logprobs, mask).clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
     ratio = log_ratio.exp()
-    if not per_sequence:
+    if not kind.startswith("sequence"):
         return ratio, ratio
     owner = sequence_ids(cu_seqlens)
     sums = torch.zeros(cu_seqlens.numel() - 1, dtype=torch.float64, device=mask.device).index_add(0, owner, log_ratio.double())
-    return ratio, (sums / response_lengths(mask, cu_seqlens).clamp(min=1)).exp()[owner]
+    if kind == "sequence_mask":
+        sums = sums / response_lengths(mask, cu_seqlens).clamp(min=1)
+    return ratio, sums.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP).exp()[owner]
 
 
 @torch.no_grad()

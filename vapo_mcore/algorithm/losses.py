@@ -49,11 +49,26 @@ def policy_loss_terms(
     they hold. The dict has float [T] tensors, 0 at masked tokens: ``clip_frac_high`` (A > 0 and r above the range),
     ``clip_frac_low`` (A < 0 and r below it), ``clip_frac_dual``, ``approx_kl`` (k3: r - 1 - log r), ``ratio``.
     """
-    _check_clip(clip_low, clip_high, dual_clip)
     mask = mask.bool()
     log_ratio = masked_difference(logprobs, old_logprobs.detach(), mask).clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
+    clips = {"clip_low": clip_low, "clip_high": clip_high, "dual_clip": dual_clip}
+    return clipped_terms(log_ratio.exp(), k3(log_ratio.detach()), advantages, mask, importance_weights=importance_weights, **clips)
+
+
+def clipped_terms(
+    ratio: Tensor,
+    approx_kl: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float | None,
+    importance_weights: Tensor | None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """``policy_loss_terms`` of ratios that are given: float [T], finite everywhere, with the gradient; ``approx_kl`` is passed on."""
+    _check_clip(clip_low, clip_high, dual_clip)
     advantages = _masked(advantages.detach(), mask)
-    ratio = log_ratio.exp()
     objective = torch.minimum(ratio * advantages, ratio.clamp(1.0 - clip_low, 1.0 + clip_high) * advantages)
     dual = torch.zeros_like(mask)
     if dual_clip is not None:
@@ -67,7 +82,7 @@ def policy_loss_terms(
             "clip_frac_high": ((advantages > 0) & (ratio > 1.0 + clip_high)).float(),
             "clip_frac_low": ((advantages < 0) & (ratio < 1.0 - clip_low)).float(),
             "clip_frac_dual": dual.float(),
-            "approx_kl": k3(log_ratio.detach()),
+            "approx_kl": approx_kl,
             "ratio": torch.where(mask, ratio.detach(), torch.zeros_like(ratio)),
         }
     return -objective, indicators

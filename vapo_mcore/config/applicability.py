@@ -102,6 +102,12 @@ INAPPLICABLE: tuple[Inapplicable, ...] = (
         "only for the masks",
     ),
     Inapplicable(
+        ("algorithm.policy_loss.clip_low", "algorithm.policy_loss.dual_clip"),
+        ("algorithm.policy_loss.kind",),
+        lambda c: c.algorithm.policy_loss.kind == "cispo",
+        "it bounds the weight from above alone",
+    ),
+    Inapplicable(
         ("algorithm.positive_lm.skip_overlong",),
         ("algorithm.positive_lm.coef",),
         lambda c: c.algorithm.positive_lm.coef == 0,

@@ -148,6 +148,11 @@ class ThdLayout:
         return len(self.lengths_list)
 
     @property
+    def local_cu_seqlens(self) -> Tensor:
+        """int64 ``[padded sequences + 1]``: bounds of this rank's part of each sequence, in the local frame."""
+        return self.cu_seqlens_padded.long() // self.context_parallel_size
+
+    @property
     def last_token_index(self) -> Tensor:
         """int64 ``[num_sequences]``: packed index of each sequence's last token."""
         return self._last

@@ -51,7 +51,8 @@ class LossFunction(Protocol):
 
         Args:
             outputs: ``logprobs`` (and ``entropy``) of a policy or ``values`` of a critic, float32 [local tokens].
-            batch: the named tensors and ``mask`` (bool), output-aligned, [local tokens].
+            batch: the named tensors and ``mask`` (bool), output-aligned, [local tokens]; ``cu_seqlens``, int64 bounds of this rank's part
+                of each sequence, padding included, which are as many on all context-parallel ranks.
 
         Returns:
             The scalar loss to sum over everything, and detached scalar statistics: sums, or maxima where the name ends in
@@ -306,6 +307,7 @@ class MegatronModel:
                 tensor = microbatch.tensors[source]
                 fill: float | bool = False if tensor.dtype == torch.bool else 0
                 batch[target] = layout.shard(layout.shift_left(tensor, fill), fill)
+            batch["cu_seqlens"] = layout.local_cu_seqlens
             feed.prepared[number] = batch
         return feed.prepared[number]
 

@@ -7,10 +7,12 @@ terms times weights that were fixed for the whole mini-batch, and sums of statis
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from vapo_mcore.algorithm.kl import LOG_RATIO_CLAMP, KLKind, kl_loss_terms, masked_difference
 from vapo_mcore.algorithm.losses import policy_loss_terms, positive_nll_terms, value_loss_terms
+from vapo_mcore.algorithm.objectives import Sequences, cispo_terms, gspo_terms
 from vapo_mcore.config.schema import Config
 from vapo_mcore.extensions.points import loss_terms
 
@@ -21,7 +23,7 @@ TERM_STATISTIC = "term/"
 
 
 class PolicyLoss:
-    """Clipped surrogate + coef x positive-example NLL [+ coef x KL to the reference] [- coef x entropy] [+ coef x term of the user's].
+    """Surrogate of ``policy_loss.kind`` + coef x positive-example NLL [+ coef x KL to the reference] [- coef x entropy] [+ coef x own term].
 
     Reads ``old_logprobs``, ``advantages``, ``policy_weights`` (from ``token_weights``; KL and entropy use them too) and
     ``positive_weights`` (from ``positive_token_weights``: nonzero at tokens of correct responses), ``importance_weights`` with
@@ -31,7 +33,9 @@ class PolicyLoss:
     ``clip_dual``, ``approx_kl``, ``ratio`` are sums over response tokens, and so are ``entropy`` and the ``mismatch_*`` if measured.
     """
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, context_parallel_group: dist.ProcessGroup | None = None) -> None:
+        """``context_parallel_group``: over which the sequences of a micro-batch are split; None: they are whole."""
+        self.context_parallel_group = context_parallel_group
         algorithm, rollout = config.algorithm, config.rollout
         self.clip = algorithm.policy_loss
         self.positive_coef = algorithm.positive_lm.coef
@@ -51,16 +55,7 @@ class PolicyLoss:
 
     def __call__(self, outputs: dict[str, Tensor], batch: dict[str, Tensor]) -> tuple[Tensor, Stats]:
         logprobs, mask, weights = outputs["logprobs"], batch["mask"], batch["policy_weights"]
-        terms, indicators = policy_loss_terms(
-            logprobs,
-            batch["old_logprobs"],
-            batch["advantages"],
-            mask,
-            clip_low=self.clip.clip_low,
-            clip_high=self.clip.clip_high,
-            dual_clip=self.clip.dual_clip,
-            importance_weights=batch.get("importance_weights"),
-        )
+        terms, indicators = self._surrogate_terms(logprobs, batch)
         surrogate = (terms * weights).sum()
         positive = batch["positive_weights"]
         nll = (positive_nll_terms(logprobs, mask, positive > 0) * positive).sum()
@@ -91,6 +86,19 @@ class PolicyLoss:
         if self.measure_mismatch:
             stats |= self._mismatch(logprobs.detach(), batch["old_logprobs"], mask)
         return total, stats
+
+    def _surrogate_terms(self, logprobs: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Stats]:
+        """Per-token terms and indicators of the configured kind; of a sequence-level one a collective over context parallelism."""
+        clip = self.clip
+        read = (logprobs, batch["old_logprobs"], batch["advantages"], batch["mask"])
+        weights = batch.get("importance_weights")
+        if clip.kind == "cispo":
+            return cispo_terms(*read, clip_high=clip.clip_high, importance_weights=weights)
+        clips = {"clip_low": clip.clip_low, "clip_high": clip.clip_high, "dual_clip": clip.dual_clip}
+        if clip.kind == "gspo":
+            sequences = Sequences(batch["cu_seqlens"], self.context_parallel_group)
+            return gspo_terms(*read, sequences, importance_weights=weights, **clips)
+        return policy_loss_terms(*read, importance_weights=weights, **clips)
 
     def _mismatch(self, logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> Stats:
         """Sums over tokens of |difference| and of the weights w = exp(trainer - rollout), for the first update of a step."""

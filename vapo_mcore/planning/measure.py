@@ -237,6 +237,8 @@ class _ChunkRun:
         self.loss: PolicyLoss | CriticLoss
         if role == "policy":
             self.loss = PolicyLoss(config)
+            if self.loss.clip.kind == "gspo":  # sums over sequences need tensors with data; the token ratio keeps as many vectors
+                self.loss.clip = self.loss.clip.model_copy(update={"kind": "ppo"})
             self.loss.terms = self.loss.terms[:0]  # a user's terms hold vectors of the tokens, and need not run on tensors without data
         else:
             self.loss = CriticLoss(config.algorithm.value_loss.clip)
@@ -335,6 +337,7 @@ def _terms_of_loss(config: Config, role: Role) -> tuple[Any, ...]:
         algorithm.entropy.coef > 0,
         kl.place == "loss",
         kl.kind,
+        clip.kind,
         clip.dual_clip is None,
     )
     return (*terms, clip.importance_correction.kind != "off", config.rollout.old_logprobs, config.rollout.temperature == 1.0)

@@ -59,7 +59,7 @@ def update_policy(
     config: Config, model: MegatronModel, experience: Experience, metrics: StepMetrics, guard: UpdateGuard
 ) -> StoppedUpdate | None:
     """All policy updates of the rollout, like ``update_critic``."""
-    loss = PolicyLoss(config)
+    loss = PolicyLoss(config, model.parallel.context_parallel_group)
     settings = config.algorithm.policy_loss
     first = True
 

@@ -17,6 +17,8 @@ SHAPES = [(3, 5), (1, 1), (4, 2), (2, 9), (6, 1), (5, 12), (3, 7), (2, 3), (4, 6
 FULLY_MASKED, WITH_GAP = 8, 5
 POSITIVE = (0, 3, 5, 9)
 CLIP_LOW, CLIP_HIGH, MU, ENTROPY, VALUE_CLIP = 0.2, 0.28, 0.1, 0.01, 0.3
+SEQUENCE_CLIP_LOW, SEQUENCE_CLIP_HIGH = 0.03, 0.05
+"""Of GSPO's ratio: some of the sequences are beyond, on both sides."""
 MAX_LENGTH = 20
 VOCAB = 70
 MODELS = ("qwen2", "qwen2_tied", "qwen3", "llama_tied", "one_kv_head")
@@ -110,8 +112,13 @@ def per_token_weights(batch: dict[str, list[Tensor]], aggregation: str) -> list[
         "token": [1 / sum(counts)] * len(counts),
         "sequence": [1 / (used * max(count, 1)) for count in counts],
         "fixed_length": [1 / (used * MAX_LENGTH)] * len(counts),
-    }[aggregation]
+    }["sequence" if aggregation == "gspo" else aggregation]
     return [mask.double() * factor for mask, factor in zip(batch["response_mask"], scale, strict=True)]
+
+
+def sequence_advantages(batch: dict[str, list[Tensor]]) -> list[Tensor]:
+    """One advantage a response, at all its tokens: what GSPO is defined for."""
+    return [advantages[-1:].expand_as(advantages).contiguous() for advantages in batch["advantages"]]
 
 
 class Oracle:
@@ -158,13 +165,26 @@ class Oracle:
         tokens = sum(int(mask.sum()) for mask in self.batch["response_mask"])
         total = torch.zeros((), dtype=torch.float64)
         for row, logp in enumerate(logprobs):
-            ratio = (logp - old_logprobs[row]).exp()
-            advantage = self.batch["advantages"][row].double()
-            objective = torch.minimum(ratio * advantage, ratio.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH) * advantage)
-            total = total - (weights[row] * objective).sum()
+            mask = self.batch["response_mask"][row]
+            if aggregation == "gspo":
+                total = total - self._gspo(logp, old_logprobs[row], row) / sum(bool(m.any()) for m in self.batch["response_mask"])
+            else:
+                ratio = (logp - old_logprobs[row]).exp()
+                advantage = self.batch["advantages"][row].double()
+                objective = torch.minimum(ratio * advantage, ratio.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH) * advantage)
+                total = total - (weights[row] * objective).sum()
             total = total - MU * (logp * self.batch["positive"][row]).sum() / positives
-            total = total - ENTROPY * (entropies[row] * self.batch["response_mask"][row]).sum() / tokens
+            total = total - ENTROPY * (entropies[row] * mask).sum() / tokens
         return total
+
+    def _gspo(self, logp: Tensor, old: Tensor, row: int) -> Tensor:
+        """min(s A, clip(s) A) of one response, s the geometric mean of its tokens' ratios (arXiv:2507.18071, Eqs. 5 and 7)."""
+        mask = self.batch["response_mask"][row]
+        if not mask.any():
+            return torch.zeros((), dtype=torch.float64)
+        ratio = (logp - old)[mask].mean().exp()
+        advantage = sequence_advantages(self.batch)[row][0].double()
+        return torch.minimum(ratio * advantage, ratio.clamp(1 - SEQUENCE_CLIP_LOW, 1 + SEQUENCE_CLIP_HIGH) * advantage)
 
     def value_loss(self) -> Tensor:
         values, _ = self.values()

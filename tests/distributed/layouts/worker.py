@@ -24,6 +24,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from vapo_mcore.algorithm.losses import policy_loss_terms, positive_nll_terms, value_loss_terms
+from vapo_mcore.algorithm.objectives import Sequences, gspo_terms
 from vapo_mcore.config.architecture import read_architecture
 from vapo_mcore.config.schema import OptimizerConfig
 from vapo_mcore.data.microbatch import MicroBatch
@@ -85,6 +86,7 @@ def cases(world: int) -> list[Case]:
         extra = [
             Case("qwen2", microbatches=1),
             Case("qwen2", microbatches=12),
+            Case("qwen2", aggregation="gspo"),
             Case("qwen2", recompute="full"),
             Case("qwen3", recompute="selective"),
             Case(problem.MLP_HEAD),
@@ -96,6 +98,7 @@ def cases(world: int) -> list[Case]:
         result += [Case("qwen2", pp=2, equal=True)]
         result += [Case("qwen2", tp=2, sequence_parallel=False), Case("qwen3", tp=2, sequence_parallel=False)]
         result += [Case("qwen2", **degrees, aggregation=kind) for degrees in ({"cp": 2}, {}) for kind in ("sequence", "fixed_length")]
+        result += [Case("qwen2", **degrees, aggregation="gspo") for degrees in ({"cp": 2}, {"pp": 2}, {})]
         result += [Case("qwen2", microbatches=m) for m in (1, 7)] + [Case("llama_tied", pp=2, vpp=2, microbatches=1)]
         result += [
             Case("qwen2_tied", tp=2, recompute="full"),
@@ -138,18 +141,27 @@ class PolicyTestLoss:
     needs_entropy = True
 
     def __call__(self, outputs: dict[str, Tensor], batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        terms, extra = policy_loss_terms(
-            outputs["logprobs"],
-            batch["old_logprobs"],
-            batch["advantages"],
-            batch["mask"],
-            clip_low=problem.CLIP_LOW,
-            clip_high=problem.CLIP_HIGH,
-        )
+        terms, extra = self.surrogate(outputs, batch)
         nll = positive_nll_terms(outputs["logprobs"], batch["mask"], batch["positive"])
         loss = (terms * batch["loss_weight"]).sum() + problem.MU * (nll * batch["positive_weight"]).sum()
         loss = loss - problem.ENTROPY * (outputs["entropy"] * batch["token_weight"]).sum()
         return loss, {"approx_kl": (extra["approx_kl"] * batch["token_weight"]).sum()}
+
+    def surrogate(self, outputs: dict[str, Tensor], batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        read = (outputs["logprobs"], batch["old_logprobs"], batch["advantages"], batch["mask"])
+        return policy_loss_terms(*read, clip_low=problem.CLIP_LOW, clip_high=problem.CLIP_HIGH)
+
+
+class SequenceTestLoss(PolicyTestLoss):
+    """The same with GSPO's surrogate, whose ratio is of a sequence that may lie on several context-parallel ranks."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+
+    def surrogate(self, outputs: dict[str, Tensor], batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        read = (outputs["logprobs"], batch["old_logprobs"], batch["advantages"], batch["mask"])
+        sequences = Sequences(batch["cu_seqlens"], self.group)
+        return gspo_terms(*read, sequences, clip_low=problem.SEQUENCE_CLIP_LOW, clip_high=problem.SEQUENCE_CLIP_HIGH)
 
 
 class ValueTestLoss:
@@ -165,6 +177,8 @@ class ValueTestLoss:
 def token_tensors(aggregation: str, old_logprobs: list[Tensor]) -> dict[str, list[Tensor]]:
     batch = problem.make_batch()
     positives = sum(int(mask.sum()) for mask in batch["positive"])
+    if aggregation == "gspo":
+        batch["advantages"] = problem.sequence_advantages(batch)
     float_ = lambda parts: [part.float() for part in parts]  # noqa: E731
     return {
         **{name: batch[name] for name in ("tokens", "response_mask", "positive", "returns", "old_values", "advantages")},
@@ -288,7 +302,7 @@ class Reference:
             "last": last,
             "old": torch.cat(old),
         }
-        for kind in ("token", "sequence", "fixed_length"):
+        for kind in ("token", "sequence", "fixed_length", "gspo"):
             loss = oracle.policy_loss(kind, old)
             data |= {f"policy.{kind}.grad.{name}": grad for name, grad in oracle.gradients(loss, critic=False).items()}
             data[f"policy.{kind}.loss"] = loss
@@ -361,7 +375,8 @@ def compare(case: Case, parallel: ParallelContext, reference: Reference, workdir
             got = [piece for tensor, size in zip(tensors, sizes, strict=True) for piece in tensor.split(size)]
             errors[name] = worst(got, reference.by_row(name), rows)
         kind = case.aggregation if role == "policy" else "token"
-        loss: Any = PolicyTestLoss() if role == "policy" else ValueTestLoss()
+        group = parallel.context_parallel_group
+        loss: Any = ValueTestLoss() if role == "critic" else SequenceTestLoss(group) if kind == "gspo" else PolicyTestLoss()
         stats = model.accumulate(batches, loss)
         expected = reference.data[f"{role}.{kind}.loss"].item()
         errors[f"{role}_loss"] = abs(stats["loss"] - expected)

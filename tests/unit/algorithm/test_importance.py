@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from vapo_mcore.algorithm.importance import importance_weights, mismatch_statistics
+from vapo_mcore.algorithm.importance import importance_rejections, importance_weights, mismatch_statistics
 
 ONE = torch.tensor([0, 3])
 ALL = torch.ones(3, dtype=torch.bool)
@@ -30,7 +30,19 @@ def test_sequence_mask_judges_the_geometric_mean_of_the_response() -> None:
     assert got.tolist() == pytest.approx([1.5, 0.8, 0, 0, 0, 0, 0])
 
 
-@pytest.mark.parametrize("kind", ["off", "token_truncate", "token_mask", "sequence_mask"])
+def test_masked_importance_sampling_by_sequence_weighs_each_token_by_the_ratio_of_its_response() -> None:
+    ratio = torch.tensor([1.5, 0.8, 4.0, 4.0, 0.1, 1.0, 99.0])
+    mask = torch.tensor([1, 1, 1, 1, 1, 1, 0], dtype=torch.bool)  # products: 1.2, 16, 0.1, nothing
+    bounds = torch.tensor([0, 2, 4, 6, 7])
+    got = importance_weights(ratio.log(), torch.zeros(7), mask, bounds, kind="sequence_product_mask", low=0.5, cap=2.0)
+    assert got.tolist() == pytest.approx([1.2, 1.2, 0, 0, 0, 0, 0]) and got.dtype == torch.float32
+    counts = importance_rejections(ratio.log(), torch.zeros(7), mask, bounds, kind="sequence_product_mask", low=0.5, cap=2.0)
+    assert counts == {
+        "tokens": 6, "tokens_low": 2, "tokens_high": 2, "responses": 3, "responses_rejected": 2, "responses_lost": 2
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["off", "token_truncate", "token_mask", "sequence_mask", "sequence_product_mask"])
 def test_masked_nan_and_equal_logprobs(kind: str) -> None:
     logprobs = torch.tensor([math.nan, -1.0, -2.0], requires_grad=True)
     mask = torch.tensor([False, True, True])

@@ -70,15 +70,18 @@ class AdvantageConfig(Section):
 class ImportanceCorrectionConfig(Section):
     """Correction of the gap between the rollout's and the trainer's old log-probs.
 
-    ``token_truncate`` weights by min(ratio, cap); the masks drop tokens or sequences whose ratio is outside [low, cap].
+    ``token_truncate`` weights by min(ratio, cap); the masks drop tokens or sequences whose ratio is outside [low, cap]: the token's, the
+    geometric mean over the response, or their product, which then is the weight of all its tokens (``sequence_product_mask``).
     """
 
-    kind: Literal["off", "token_truncate", "token_mask", "sequence_mask"] = "off"  # off: the gap is measured only
+    kind: Literal["off", "token_truncate", "token_mask", "sequence_mask", "sequence_product_mask"] = "off"  # off: the gap is measured only
     cap: PositiveFloat = 2.0  # largest ratio
     low: PositiveFloat = 0.5  # smallest ratio
 
 
 class PolicyLossConfig(Section):
+    # Clipped token ratios; clipped ratio of the whole response (arXiv 2507.18071); clipped weights of log-probs (arXiv 2506.13585).
+    kind: Literal["ppo", "gspo", "cispo"] = "ppo"
     clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2  # the ratio is clipped to [1 - clip_low, 1 + clip_high]
     clip_high: PositiveFloat = 0.28  # 0.2 is the symmetric clip, 0.28 Clip-Higher
     dual_clip: Annotated[float, Field(gt=1)] | None = None  # c: where A < 0 the objective is not below c A; null: off
