@@ -69,8 +69,8 @@ def importance_rejections(
     """What a mask of ``importance_weights`` rejects in these sequences, as counts.
 
     ``tokens``, ``tokens_low``, ``tokens_high``: unmasked tokens, and those rejected because the ratio that is judged (the token's, or the
-    geometric mean or the product of its response's) is below ``low`` or above ``cap``; ``responses``, ``responses_rejected``: responses with an
-    unmasked token, and those that lose at least one; ``responses_lost``: those that lose all.
+    geometric mean or the product of its response's) is below ``low`` or above ``cap``; ``responses``, ``responses_rejected``: responses
+    with an unmasked token, and those that lose at least one; ``responses_lost``: those that lose all.
     """
     mask = mask.bool()
     _, judged = _ratios(old_logprobs, rollout_logprobs, mask, cu_seqlens, kind)

@@ -63,8 +63,8 @@ def gspo_terms(
     """GSPO (arXiv:2507.18071, Eqs. 5 to 7), as per-token terms (its GSPO-token form, Eqs. 13 and 14).
 
     s_i = exp(mean over the response of logp - logp_old), the mean clamped to +-20; term_t = -min(s A, clip(s, 1 - clip_low,
-    1 + clip_high) A) with s = sg(s_i) exp(logp_t - sg(logp_t)): its value is s_i and its gradient s_i grad logp_t. Under the weights of aggregation
-    ``sequence`` and with one advantage a response the loss and its gradient are those of Eq. 5. Arguments and indicators as of
+    1 + clip_high) A) with s = sg(s_i) exp(logp_t - sg(logp_t)): its value is s_i and its gradient s_i grad logp_t. Under the weights of
+    aggregation ``sequence`` and with one advantage a response the loss and its gradient are those of Eq. 5. Arguments and indicators as of
     ``policy_loss_terms``, the ratio and the clips being those of s_i. A collective over context parallelism.
     """
     mask = mask.bool()

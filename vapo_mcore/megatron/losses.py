@@ -23,7 +23,7 @@ TERM_STATISTIC = "term/"
 
 
 class PolicyLoss:
-    """Surrogate of ``policy_loss.kind`` + coef x positive-example NLL [+ coef x KL to the reference] [- coef x entropy] [+ coef x own term].
+    """Surrogate of ``policy_loss.kind`` + coef x positive-example NLL [+ coef x KL to the reference] [- coef x entropy] [+ own terms].
 
     Reads ``old_logprobs``, ``advantages``, ``policy_weights`` (from ``token_weights``; KL and entropy use them too) and
     ``positive_weights`` (from ``positive_token_weights``: nonzero at tokens of correct responses), ``importance_weights`` with
