@@ -283,6 +283,7 @@ BROKEN = [
         "'reward' has no effect with algorithm.advantage.estimator = 'grpo'",
     ),
     ("kl_has_a_coefficient", ["algorithm.kl={place: reward}"], {}, "algorithm.kl.coef", "reference model for nothing"),
+    ("custom_loss_is_named", ["algorithm.policy_loss.kind=custom"], {}, "algorithm.policy_loss.custom", "is required with"),
     ("custom_estimator_is_named", ["algorithm.advantage.estimator=custom"], {}, "algorithm.advantage.custom", "is required with"),
     (
         "loss_terms_have_distinct_names",

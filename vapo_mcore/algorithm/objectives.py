@@ -97,12 +97,15 @@ def cispo_terms(
     weight = ratio.clamp(max=1.0 + clip_high) * torch.where(mask, advantages.detach(), zero)
     if importance_weights is not None:
         weight = weight * torch.where(mask, importance_weights.detach(), zero)
-    nothing = torch.zeros_like(log_ratio)
-    indicators = {
-        "clip_frac_high": (mask & (ratio > 1.0 + clip_high)).float(),
-        "clip_frac_low": nothing,
-        "clip_frac_dual": nothing,
-        "approx_kl": k3(log_ratio),
-        "ratio": torch.where(mask, ratio, nothing),
-    }
+    indicators = ratio_indicators(logprobs, old_logprobs, mask) | {"clip_frac_high": (mask & (ratio > 1.0 + clip_high)).float()}
     return -weight * torch.where(mask, logprobs, zero), indicators
+
+
+@torch.no_grad()
+def ratio_indicators(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> dict[str, Tensor]:
+    """The indicators of ``policy_loss_terms`` for an objective that clips nothing: ratios and k3 of tokens, no clips."""
+    mask = mask.bool()
+    log_ratio = masked_difference(logprobs, old_logprobs, mask).clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
+    nothing = torch.zeros_like(log_ratio)
+    clips = dict.fromkeys(("clip_frac_high", "clip_frac_low", "clip_frac_dual"), nothing)
+    return clips | {"approx_kl": k3(log_ratio), "ratio": torch.where(mask, log_ratio.exp(), nothing)}

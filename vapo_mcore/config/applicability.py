@@ -108,6 +108,18 @@ INAPPLICABLE: tuple[Inapplicable, ...] = (
         "it bounds the weight from above alone",
     ),
     Inapplicable(
+        ("algorithm.policy_loss.clip_low", "algorithm.policy_loss.clip_high", "algorithm.policy_loss.dual_clip"),
+        ("algorithm.policy_loss.kind",),
+        lambda c: c.algorithm.policy_loss.kind == "custom",
+        "an objective of your own has options of its own",
+    ),
+    Inapplicable(
+        ("algorithm.policy_loss.custom",),
+        ("algorithm.policy_loss.kind",),
+        lambda c: c.algorithm.policy_loss.kind != "custom",
+        "only for 'custom'",
+    ),
+    Inapplicable(
         ("algorithm.positive_lm.skip_overlong",),
         ("algorithm.positive_lm.coef",),
         lambda c: c.algorithm.positive_lm.coef == 0,

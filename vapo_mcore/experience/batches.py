@@ -118,6 +118,13 @@ class Experience:
         """The entries of a replicated column [n] that belong to the rows of ``batch``, on its device."""
         return column[self.batch.row_ids].to(self.cu_seqlens.device)
 
+    def rows_column(self, name: str) -> Tensor:
+        """What a user's loss may know of the responses, [n] replicated: names of ``extensions.points.TERM_INPUTS`` without ``row_``."""
+        rows = self.rows
+        columns = {"length": rows.response_length, "correct": rows.verdict, "reward": rows.total_reward, "group": rows.group}
+        columns |= {"score": rows.score, "truncated": rows.truncated, "id": torch.arange(len(rows))}
+        return columns[name]
+
     def steps(self, keep: Tensor) -> StepTable:
         """The step rewards of the rows where ``keep`` (bool [n]); the same on all ranks."""
         return StepTable.of_rows(self.rows, keep)

@@ -8,6 +8,7 @@ other tokens stand in the same micro-batch.
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from vapo_mcore.config.rules import references
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from vapo_mcore.config.schema import CustomEstimatorConfig, LossTermConfig
+    from vapo_mcore.config.schema.algorithm import CustomLossConfig
 
 _PROBE_TOKENS = 12
 
@@ -34,6 +36,9 @@ def check_extensions(config: Config, *, verifiers: bool = True) -> None:
     advantage = config.algorithm.advantage
     if advantage.estimator == "custom" and advantage.custom is not None:
         faults += _prefixed("algorithm.advantage.custom", advantage.custom.function, _estimator_faults(config, advantage.custom))
+    loss = config.algorithm.policy_loss
+    if loss.kind == "custom" and loss.custom is not None:
+        faults += _prefixed("algorithm.policy_loss.custom", loss.custom.function, _objective_faults(config, loss.custom))
     for number, term in enumerate(config.algorithm.loss_terms):
         faults += _prefixed(f"algorithm.loss_terms.{number}", term.function, _term_faults(config, term))
     faults += _verifier_faults(config) if verifiers else []
@@ -70,6 +75,37 @@ def _term_faults(config: Config, settings: LossTermConfig) -> list[str]:
     missing = missing_term_inputs(config)
     faults = _function_faults(settings.function, TERM_INPUTS, settings.options, missing)
     return faults or _tried(lambda: _term_contract(CustomTerm(settings)))
+
+
+def _objective_faults(config: Config, settings: CustomLossConfig) -> list[str]:
+    from vapo_mcore.extensions.points import OBJECTIVE_INPUTS, CustomObjective, missing_term_inputs
+
+    faults = _function_faults(settings.function, OBJECTIVE_INPUTS, settings.options, missing_term_inputs(config))
+    return faults or _tried(lambda: _objective_contract(CustomObjective(settings)))
+
+
+def _objective_contract(objective: Any) -> list[str]:
+    """Faults of an objective on made-up sequences: no gradient, not finite, or a number that depends on another sequence."""
+    import torch
+
+    from vapo_mcore.algorithm.objectives import Sequences
+
+    probe, bounds = _term_probe(), (0, 3, 4, 9, _PROBE_TOKENS)
+    mask = torch.ones(_PROBE_TOKENS, dtype=torch.bool)
+    found = objective(probe, mask, Sequences(torch.tensor(bounds)))
+    faults = _not_finite(found)
+    if not found.requires_grad:
+        return [*faults, "returned numbers without a gradient: compute them from 'logprobs' or 'entropy' without detaching"]
+    parts = []
+    for first, last in pairwise(bounds):
+        part = {name: tensor[first:last] for name, tensor in probe.items()}
+        parts.append(objective(part, mask[first:last], Sequences(torch.tensor([0, last - first]))))
+    if not torch.allclose(torch.cat(parts), found, rtol=1e-4, atol=1e-6, equal_nan=True):
+        faults.append(
+            "returned other numbers for the same sequence beside other ones: a token's number may depend on its own sequence alone "
+            "(through 'sequences'), or results would depend on micro-batches and layout"
+        )
+    return faults
 
 
 def _tried(attempt: Callable[[], list[str]]) -> list[str]:
@@ -120,6 +156,9 @@ def _term_probe() -> dict[str, Tensor]:
     probe = {name: tensor.clamp(max=-1e-3) for name, tensor in probe.items()}
     probe |= {name: noise() for name in ("advantages", "rewards", "values", "returns")}
     probe |= {"positive_mask": noise() > 0, "tokens": torch.arange(_PROBE_TOKENS)}
+    probe |= {"row_id": torch.arange(_PROBE_TOKENS), "row_group": torch.zeros(_PROBE_TOKENS, dtype=torch.int64)}
+    probe |= {"row_reward": noise(), "row_score": noise().abs(), "row_length": torch.full((_PROBE_TOKENS,), 3)}
+    probe |= {"row_correct": noise() > 0, "row_truncated": noise() > 0}
     return probe | {"logprobs": logprobs.requires_grad_(), "entropy": noise().abs().requires_grad_()}
 
 

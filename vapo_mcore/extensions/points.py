@@ -1,6 +1,7 @@
 """The places where a user's function comes in, what each can ask for, and how it is called.
 
 - *Advantage estimator*: token-aligned packed tensors of this rank and the table of the whole rollout -> advantages.
+- *Objective*: tensors of a micro-batch and its sequences -> one number a token, in place of the surrogate.
 - *Loss term*: tensors of response tokens -> one number a token; the trainer weighs and sums, as it does with its own terms.
 """
 
@@ -18,7 +19,9 @@ from vapo_mcore.extensions.loading import load_function
 from vapo_mcore.extensions.signature import read_signature
 
 if TYPE_CHECKING:
+    from vapo_mcore.algorithm.objectives import Sequences
     from vapo_mcore.config.schema import CustomEstimatorConfig
+    from vapo_mcore.config.schema.algorithm import CustomLossConfig
 
 ESTIMATOR_INPUTS = (
     "rewards", "mask", "cu_seqlens", "tokens", "rollout_logprobs", "rows", "row_ids", "trainable", "gamma", "group",
@@ -27,7 +30,11 @@ ESTIMATOR_INPUTS = (
 TERM_INPUTS = (
     "logprobs", "old_logprobs", "rollout_logprobs", "advantages", "rewards", "positive_mask", "tokens", "entropy",
     "values", "returns", "ref_logprobs",
+    "row_id", "row_group", "row_reward", "row_score", "row_length", "row_correct", "row_truncated",
 )  # fmt: skip
+OBJECTIVE_INPUTS = (*TERM_INPUTS, "mask", "sequences")
+ROW_PREFIX = "row_"
+"""What is known of a token's whole response; the same number at all its tokens."""
 
 
 def missing_estimator_inputs(config: Config) -> dict[str, str]:
@@ -113,6 +120,40 @@ class CustomTerm:
                 f"loss term {self.name!r}: {self.reference} returned {_kind(found)}; expected one number a token, {list(shape)}"
             )
         return found
+
+
+class CustomObjective:
+    """A user's objective in place of the surrogate, bound to its options: one number for each token, which may read whole sequences."""
+
+    def __init__(self, settings: CustomLossConfig) -> None:
+        self.reference = settings.function
+        self.function: Callable[..., Any] = load_function(settings.function)
+        self.inputs = read_signature(self.function).inputs
+        self.options = dict(settings.options)
+
+    @property
+    def needs_entropy(self) -> bool:
+        return "entropy" in self.inputs
+
+    @property
+    def stored(self) -> tuple[str, ...]:
+        """The inputs that are tensors of the rollout."""
+        return tuple(name for name in self.inputs if name not in ("logprobs", "entropy", "tokens", "mask", "sequences"))
+
+    def __call__(self, available: Mapping[str, Tensor], mask: Tensor, sequences: Sequences) -> Tensor:
+        """float [T], 0 at masked tokens. The function sees the tokens of a micro-batch in order, 0 in place of what is masked.
+
+        Raises TrainingError if it returns anything but one floating-point number a token.
+        """
+        given: dict[str, Any] = {"mask": mask, "sequences": sequences}
+        for name in self.inputs:
+            if name not in given:
+                tensor = available[name]
+                given[name] = torch.where(mask, tensor, torch.zeros((), dtype=tensor.dtype, device=tensor.device))
+        found = self.function(*(given[name] for name in self.inputs), **self.options)
+        if not isinstance(found, Tensor) or found.shape != mask.shape or not found.is_floating_point():
+            raise TrainingError(f"{self.reference} returned {_kind(found)}; one number a token was expected, float {list(mask.shape)}")
+        return torch.where(mask, found, torch.zeros((), dtype=found.dtype, device=found.device))
 
 
 def loss_terms(settings: Sequence[LossTermConfig]) -> tuple[CustomTerm, ...]:

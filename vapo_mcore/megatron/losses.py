@@ -12,9 +12,9 @@ from torch import Tensor
 
 from vapo_mcore.algorithm.kl import LOG_RATIO_CLAMP, KLKind, kl_loss_terms, masked_difference
 from vapo_mcore.algorithm.losses import policy_loss_terms, positive_nll_terms, value_loss_terms
-from vapo_mcore.algorithm.objectives import Sequences, cispo_terms, gspo_terms
+from vapo_mcore.algorithm.objectives import Sequences, cispo_terms, gspo_terms, ratio_indicators
 from vapo_mcore.config.schema import Config
-from vapo_mcore.extensions.points import loss_terms
+from vapo_mcore.extensions.points import CustomObjective, loss_terms
 
 Stats = dict[str, Tensor]
 
@@ -46,16 +46,23 @@ class PolicyLoss:
         self.measure_mismatch = rollout.old_logprobs == "rollout"
         self.temperature = rollout.temperature
         self.terms = loss_terms(algorithm.loss_terms)
-        self.needs_entropy = self.entropy_coef > 0 or self.measure_mismatch or any(term.needs_entropy for term in self.terms)
+        self.objective = CustomObjective(self.clip.custom) if self.clip.kind == "custom" and self.clip.custom is not None else None
+        self.needs_entropy = (
+            (self.objective is not None and self.objective.needs_entropy)
+            or self.entropy_coef > 0
+            or self.measure_mismatch
+            or any(term.needs_entropy for term in self.terms)
+        )
         names = ["old_logprobs", "advantages", "policy_weights", "positive_weights"]
         names += ["importance_weights"] if self.clip.importance_correction.kind != "off" else []
         names += ["ref_logprobs"] if self.kl_coef > 0 else []
         names += [name for term in self.terms for name in term.stored]
+        names += self.objective.stored if self.objective is not None else []
         self.tensors: tuple[str, ...] = tuple(dict.fromkeys(names))
 
     def __call__(self, outputs: dict[str, Tensor], batch: dict[str, Tensor]) -> tuple[Tensor, Stats]:
         logprobs, mask, weights = outputs["logprobs"], batch["mask"], batch["policy_weights"]
-        terms, indicators = self._surrogate_terms(logprobs, batch)
+        terms, indicators = self._surrogate_terms(outputs, batch)
         surrogate = (terms * weights).sum()
         positive = batch["positive_weights"]
         nll = (positive_nll_terms(logprobs, mask, positive > 0) * positive).sum()
@@ -87,11 +94,16 @@ class PolicyLoss:
             stats |= self._mismatch(logprobs.detach(), batch["old_logprobs"], mask)
         return total, stats
 
-    def _surrogate_terms(self, logprobs: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Stats]:
+    def _surrogate_terms(self, outputs: dict[str, Tensor], batch: dict[str, Tensor]) -> tuple[Tensor, Stats]:
         """Per-token terms and indicators of the configured kind; of a sequence-level one a collective over context parallelism."""
-        clip = self.clip
+        clip, logprobs = self.clip, outputs["logprobs"]
         read = (logprobs, batch["old_logprobs"], batch["advantages"], batch["mask"])
         weights = batch.get("importance_weights")
+        if self.objective is not None:
+            sequences = Sequences(batch["cu_seqlens"], self.context_parallel_group)
+            terms = self.objective(batch | {"tokens": batch["labels"]} | outputs, batch["mask"], sequences)
+            indicators = ratio_indicators(logprobs, batch["old_logprobs"], batch["mask"])
+            return terms if weights is None else terms * torch.where(batch["mask"], weights, 0.0), indicators
         if clip.kind == "cispo":
             return cispo_terms(*read, clip_high=clip.clip_high, importance_weights=weights)
         clips = {"clip_low": clip.clip_low, "clip_high": clip.clip_high, "dual_clip": clip.dual_clip}

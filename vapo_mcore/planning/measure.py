@@ -237,8 +237,8 @@ class _ChunkRun:
         self.loss: PolicyLoss | CriticLoss
         if role == "policy":
             self.loss = PolicyLoss(config)
-            if self.loss.clip.kind == "gspo":  # sums over sequences need tensors with data; the token ratio keeps as many vectors
-                self.loss.clip = self.loss.clip.model_copy(update={"kind": "ppo"})
+            if self.loss.clip.kind in ("gspo", "custom"):  # these need tensors with data; the token ratio keeps as many vectors
+                self.loss.clip, self.loss.objective = self.loss.clip.model_copy(update={"kind": "ppo"}), None
             self.loss.terms = self.loss.terms[:0]  # a user's terms hold vectors of the tokens, and need not run on tensors without data
         else:
             self.loss = CriticLoss(config.algorithm.value_loss.clip)

@@ -10,10 +10,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count, islice
 
+from vapo_mcore.algorithm.segments import broadcast_to_tokens
 from vapo_mcore.algorithm.weights import positive_token_weights, token_weights
 from vapo_mcore.config.schema import Config
 from vapo_mcore.data.microbatch import MicroBatch
 from vapo_mcore.experience.batches import Experience, MiniBatch
+from vapo_mcore.extensions.points import ROW_PREFIX
 from vapo_mcore.megatron.engine import LossFunction, MegatronModel, StepResult
 from vapo_mcore.megatron.losses import TERM_STATISTIC, CriticLoss, PolicyLoss
 from vapo_mcore.megatron.optimizer import Skipped
@@ -61,6 +63,10 @@ def update_policy(
     """All policy updates of the rollout, like ``update_critic``."""
     loss = PolicyLoss(config, model.parallel.context_parallel_group)
     settings = config.algorithm.policy_loss
+    for name in loss.tensors:
+        if name.startswith(ROW_PREFIX):
+            column = experience.on_rows(experience.rows_column(name.removeprefix(ROW_PREFIX)))
+            experience.batch[name] = broadcast_to_tokens(column, experience.mask, experience.cu_seqlens)
     first = True
 
     def weigh(microbatch: MicroBatch, minibatch: MiniBatch) -> MicroBatch:

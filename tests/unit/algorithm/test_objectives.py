@@ -3,26 +3,33 @@
 from __future__ import annotations
 
 import math
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from vapo_mcore.algorithm import objectives
 from vapo_mcore.algorithm.objectives import Sequences, cispo_terms, gspo_terms
 from vapo_mcore.algorithm.weights import Denominators, token_weights
+from vapo_mcore.data.thd import ThdLayout
 
 LENGTHS = (7, 1, 12, 5)
 CLIPS = {"clip_low": 0.03, "clip_high": 0.05}
 
 
-def problem(dtype: torch.dtype) -> dict[str, Tensor]:
-    """Four responses, the last without an unmasked token, the third with a gap; NaN wherever the mask is off."""
+def problem(dtype: torch.dtype, *, prompts: bool = False) -> dict[str, Tensor]:
+    """Four responses, the last without an unmasked token, the third with a gap; NaN wherever the mask is off. ``prompts``: each begins with one."""
     generator = torch.Generator().manual_seed(4)
     bounds = torch.tensor([0, *LENGTHS]).cumsum(0)
     total = int(bounds[-1])
     mask = torch.ones(total, dtype=torch.bool)
     mask[0], mask[12:15], mask[20:] = False, False, False
+    if prompts:
+        mask[bounds[:-1]] = False
     old = -torch.rand(total, generator=generator, dtype=torch.float64)
     new = old + 0.2 * torch.randn(total, generator=generator, dtype=torch.float64)
     advantages = torch.tensor([1.5, -0.7, -1.0, 2.0], dtype=torch.float64).repeat_interleave(torch.tensor(LENGTHS))
@@ -108,3 +115,42 @@ def test_cispo_is_its_definition() -> None:
     assert 0 < int(clipped.sum()) == int((ratio > 1.1).sum())
     half = cispo_terms(p["logprobs"], p["old"], p["advantages"], mask, clip_high=0.1, importance_weights=torch.full_like(terms, 0.5))[0]
     torch.testing.assert_close(half[mask], 0.5 * terms.detach()[mask])
+
+
+@pytest.mark.parametrize("cp", [2, 4])
+def test_gspo_of_sequences_that_lie_on_several_context_parallel_ranks(cp: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The training engine's frames (shifted, padded, split zig-zag), each rank a thread that meets the others in the sum; the real
+    process groups are in tests/distributed/test_layouts.py."""
+    expected, gradient = gspo_definition(problem(torch.float64, prompts=True), None)
+    p = problem(torch.float32, prompts=True)
+    weights = token_weights(p["mask"], p["bounds"], "sequence")
+    barrier, shared = threading.Barrier(cp), [torch.empty(0)] * cp
+    rank_of = threading.local()
+
+    def all_reduce(sums: Tensor, group: Any) -> None:
+        shared[rank_of.rank] = sums.clone()
+        barrier.wait(timeout=30)
+        sums.copy_(torch.stack(shared).sum(0))
+        barrier.wait(timeout=30)
+
+    monkeypatch.setattr(objectives, "dist", SimpleNamespace(get_world_size=lambda group: cp, all_reduce=all_reduce))
+
+    def of_rank(rank: int) -> tuple[float, Tensor]:
+        rank_of.rank = rank
+        layout = ThdLayout(LENGTHS, context_parallel_size=cp, context_parallel_rank=rank)
+        inside = {name: p[name] for name in ("logprobs", "old", "advantages", "mask")} | {"weights": weights}
+        local = {name: layout.shard(layout.shift_left(x, False if x.dtype == torch.bool else 0), False) for name, x in inside.items()}
+        logprobs = local["logprobs"].requires_grad_()
+        sequences = Sequences(layout.local_cu_seqlens, group=object())  # type: ignore[arg-type]
+        terms, _ = gspo_terms(logprobs, local["old"], local["advantages"], local["mask"], sequences, **CLIPS)
+        loss = (terms * local["weights"]).sum()
+        loss.backward()
+        assert logprobs.grad is not None
+        return loss.item(), logprobs.grad
+
+    with ThreadPoolExecutor(cp) as pool:
+        parts = list(pool.map(of_rank, range(cp)))
+    assert sum(loss for loss, _ in parts) == pytest.approx(float(expected), abs=1e-6)
+    layout = ThdLayout(LENGTHS, context_parallel_size=cp)
+    found = layout.shift_right(layout.unshard(torch.cat([grad for _, grad in parts])), 0.0)
+    torch.testing.assert_close(found.double(), gradient.nan_to_num(), rtol=0, atol=1e-6)

@@ -10,7 +10,7 @@ from tests.unit.trainer.rollouts import make_config, make_experience, make_rows
 from vapo_mcore.config.schema import CustomEstimatorConfig, LossTermConfig
 from vapo_mcore.errors import ConfigError, TrainingError
 from vapo_mcore.experience.extension_checks import check_extensions
-from vapo_mcore.extensions.points import CustomTerm
+from vapo_mcore.extensions.points import TERM_INPUTS, CustomTerm
 from vapo_mcore.megatron.losses import PolicyLoss
 from vapo_mcore.records.metric_table import METRICS, metrics_of
 from vapo_mcore.records.metrics import StepMetrics
@@ -233,3 +233,73 @@ def test_a_wrong_shape_in_the_run_is_told(mine):
     estimator.place_rewards(experience)
     with pytest.raises(TrainingError, match=r"wrong_shape returned a tensor torch.float32 \[3\]; .* float \[4\]"):
         estimator.advantages(experience, StepMetrics(METRICS))
+
+
+OWN_GSPO = """
+import torch
+
+def objective(logprobs, old_logprobs, advantages, mask, sequences, *, clip):
+    mean = sequences.mean(logprobs - old_logprobs, mask)
+    ratio = sequences.spread(mean.exp()).float() * (logprobs - logprobs.detach()).exp()
+    return -torch.minimum(ratio * advantages, ratio.clamp(1 - clip, 1 + clip) * advantages)
+
+def over_the_batch(logprobs, advantages):
+    return -(logprobs - logprobs.mean()) * advantages
+
+def detached(logprobs):
+    return logprobs.detach()
+
+def by_row(logprobs, row_reward, row_length):
+    return -logprobs * row_reward / row_length
+"""
+
+
+def objective_config(path, name, **options):
+    return {"kind": "custom", "custom": {"function": f"{path}:{name}", "options": options}, "aggregation": "sequence"}
+
+
+def test_an_objective_from_one_file_replaces_the_surrogate_and_reads_whole_sequences(tmp_path):
+    """GSPO written as a user would, beside the built-in one; NaN at masked tokens."""
+    path = tmp_path / "own.py"
+    path.write_text(OWN_GSPO)
+    own = PolicyLoss(make_config(policy_loss=objective_config(path, "objective", clip=0.02)))
+    built_in = PolicyLoss(make_config(policy_loss={"kind": "gspo", "clip_low": 0.02, "clip_high": 0.02, "aggregation": "sequence"}))
+    results = []
+    for loss in (own, built_in):
+        logprobs, batch = policy_batch(20)
+        logprobs = torch.where(batch["mask"], logprobs, torch.nan).requires_grad_()
+        total, stats = loss({"logprobs": logprobs}, batch | {"cu_seqlens": torch.tensor([0, 4, 5, 20])})
+        total.backward()
+        results.append((total.item(), logprobs.grad, stats["approx_kl"].item()))
+    assert results[0][0] == pytest.approx(results[1][0], abs=1e-6) and results[0][2] == pytest.approx(results[1][2], rel=1e-5)
+    torch.testing.assert_close(results[0][1], results[1][1], rtol=1e-5, atol=1e-7)
+    assert results[0][1].abs().sum() > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("over_the_batch", {}, "returned other numbers for the same sequence beside other ones"),
+        ("detached", {}, "returned numbers without a gradient"),
+        ("objective", {}, "needs the option 'clip'"),
+        ("absent", {}, "has no function 'absent'"),
+    ],
+)
+def test_a_wrong_objective_is_refused_before_a_model_loads(tmp_path, name, options, message):
+    path = tmp_path / "own.py"
+    path.write_text(OWN_GSPO)
+    (fault,) = faults_of(policy_loss=objective_config(path, name, **options))
+    assert fault.startswith("algorithm.policy_loss.custom: ") and message in fault
+
+
+def test_sound_objectives_pass_and_read_rows(tmp_path):
+    path = tmp_path / "own.py"
+    path.write_text(OWN_GSPO)
+    check_extensions(make_config(policy_loss=objective_config(path, "objective", clip=0.02)))
+    check_extensions(make_config(policy_loss=objective_config(path, "by_row")))
+    loss = PolicyLoss(make_config(policy_loss=objective_config(path, "by_row")))
+    assert {"row_reward", "row_length"} <= set(loss.tensors)
+    experience = make_experience(make_config(), make_rows([2, 3], [1.0, 0.5]))
+    for name in TERM_INPUTS:
+        if name.startswith("row_"):
+            assert experience.rows_column(name.removeprefix("row_")).shape == (2,)

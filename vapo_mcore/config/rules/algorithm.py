@@ -25,6 +25,14 @@ def custom_estimator_is_named(s: Subject) -> str | None:
     return "is required with algorithm.advantage.estimator = 'custom': {function: path/to/file.py:name}"
 
 
+@rule("algorithm.policy_loss.custom", "algorithm.policy_loss.kind")
+def custom_loss_is_named(s: Subject) -> str | None:
+    loss = s.config.algorithm.policy_loss
+    if loss.kind != "custom" or loss.custom is not None:
+        return None
+    return "is required with algorithm.policy_loss.kind = 'custom': {function: path/to/file.py:name}"
+
+
 @rule("algorithm.loss_terms")
 def loss_terms_have_distinct_names(s: Subject) -> str | None:
     names = [term.name for term in s.config.algorithm.loss_terms]

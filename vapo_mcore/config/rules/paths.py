@@ -45,6 +45,9 @@ def references(config: Config) -> Iterator[tuple[str, str]]:
     advantage = config.algorithm.advantage
     if advantage.estimator == "custom" and advantage.custom is not None:
         yield "algorithm.advantage.custom.function", advantage.custom.function
+    loss = config.algorithm.policy_loss
+    if loss.kind == "custom" and loss.custom is not None:
+        yield "algorithm.policy_loss.custom.function", loss.custom.function
     for index, term in enumerate(config.algorithm.loss_terms):
         yield f"algorithm.loss_terms.{index}.function", term.function
     for split in ("train", "eval"):

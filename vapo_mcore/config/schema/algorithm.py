@@ -79,9 +79,17 @@ class ImportanceCorrectionConfig(Section):
     low: PositiveFloat = 0.5  # smallest ratio
 
 
+class CustomLossConfig(Section):
+    """A user's objective in place of the surrogate (extending.md): one number a token, weighed by ``aggregation``."""
+
+    function: Reference  # package.module:name or path/to/file.py:name; its parameters say what it reads
+    options: dict[str, Any] = Field({})  # its keyword-only parameters
+
+
 class PolicyLossConfig(Section):
     # Clipped token ratios; clipped ratio of the whole response (arXiv 2507.18071); clipped weights of log-probs (arXiv 2506.13585).
-    kind: Literal["ppo", "gspo", "cispo"] = "ppo"
+    kind: Literal["ppo", "gspo", "cispo", "custom"] = "ppo"
+    custom: CustomLossConfig | None = None
     clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2  # the ratio is clipped to [1 - clip_low, 1 + clip_high]
     clip_high: PositiveFloat = 0.28  # 0.2 is the symmetric clip, 0.28 Clip-Higher
     dual_clip: Annotated[float, Field(gt=1)] | None = None  # c: where A < 0 the objective is not below c A; null: off
