@@ -22,7 +22,10 @@ CLIPS = {"clip_low": 0.03, "clip_high": 0.05}
 
 
 def problem(dtype: torch.dtype, *, prompts: bool = False) -> dict[str, Tensor]:
-    """Four responses, the last without an unmasked token, the third with a gap; NaN wherever the mask is off. ``prompts``: each begins with one."""
+    """Four responses, the last without an unmasked token, the third with a gap; NaN wherever the mask is off.
+
+    ``prompts``: each begins with a token of a prompt.
+    """
     generator = torch.Generator().manual_seed(4)
     bounds = torch.tensor([0, *LENGTHS]).cumsum(0)
     total = int(bounds[-1])
