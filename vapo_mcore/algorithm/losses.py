@@ -6,7 +6,7 @@ suffix composes terms and weights into a scalar for tensors that are whole seque
 (old log-probs, advantages, returns, ...) are detached here.
 """
 
-from typing import Literal
+from typing import Literal, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,14 @@ POLICY_STAT_REDUCTIONS: dict[str, Literal["sum", "max", "min"]] = {
     "ratio_max": "max",
     "ratio_min": "min",
 }
+
+
+class Clips(TypedDict):
+    """Clip settings of ``policy_loss_terms``."""
+
+    clip_low: float
+    clip_high: float
+    dual_clip: float | None
 
 
 def policy_loss_terms(
@@ -51,7 +59,7 @@ def policy_loss_terms(
     """
     mask = mask.bool()
     log_ratio = masked_difference(logprobs, old_logprobs.detach(), mask).clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
-    clips = {"clip_low": clip_low, "clip_high": clip_high, "dual_clip": dual_clip}
+    clips: Clips = {"clip_low": clip_low, "clip_high": clip_high, "dual_clip": dual_clip}
     return clipped_terms(log_ratio.exp(), k3(log_ratio.detach()), advantages, mask, importance_weights=importance_weights, **clips)
 
 

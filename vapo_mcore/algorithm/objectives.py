@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from vapo_mcore.algorithm.kl import LOG_RATIO_CLAMP, k3, masked_difference
-from vapo_mcore.algorithm.losses import clipped_terms
+from vapo_mcore.algorithm.losses import Clips, clipped_terms
 from vapo_mcore.algorithm.segments import sequence_ids
 
 
@@ -72,7 +72,7 @@ def gspo_terms(
     mean = sequences.mean(log_ratio, mask).clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
     ratio = sequences.spread(mean.exp()).to(logprobs.dtype) * masked_difference(logprobs, logprobs.detach(), mask).exp()
     estimate = k3(log_ratio.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP))
-    clips = {"clip_low": clip_low, "clip_high": clip_high, "dual_clip": dual_clip}
+    clips: Clips = {"clip_low": clip_low, "clip_high": clip_high, "dual_clip": dual_clip}
     return clipped_terms(ratio, estimate, advantages, mask, importance_weights=importance_weights, **clips)
 
 

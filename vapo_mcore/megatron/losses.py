@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from vapo_mcore.algorithm.kl import LOG_RATIO_CLAMP, KLKind, kl_loss_terms, masked_difference
-from vapo_mcore.algorithm.losses import policy_loss_terms, positive_nll_terms, value_loss_terms
+from vapo_mcore.algorithm.losses import Clips, policy_loss_terms, positive_nll_terms, value_loss_terms
 from vapo_mcore.algorithm.objectives import Sequences, cispo_terms, gspo_terms, ratio_indicators
 from vapo_mcore.config.schema import Config
 from vapo_mcore.extensions.points import CustomObjective, loss_terms
@@ -106,7 +106,7 @@ class PolicyLoss:
             return terms if weights is None else terms * torch.where(batch["mask"], weights, 0.0), indicators
         if clip.kind == "cispo":
             return cispo_terms(*read, clip_high=clip.clip_high, importance_weights=weights)
-        clips = {"clip_low": clip.clip_low, "clip_high": clip.clip_high, "dual_clip": clip.dual_clip}
+        clips: Clips = {"clip_low": clip.clip_low, "clip_high": clip.clip_high, "dual_clip": clip.dual_clip}
         if clip.kind == "gspo":
             sequences = Sequences(batch["cu_seqlens"], self.context_parallel_group)
             return gspo_terms(*read, sequences, importance_weights=weights, **clips)
