@@ -174,6 +174,28 @@ COMMANDS = [
         leaves=("both.html",),
         look=looks.report_of_two_runs,
     ),
+    # docs/critic.md
+    Command(
+        "python tools/make_game_model.py --output models/tiny_game",
+        says=(r"models/tiny_game: answers at 1\.\d+ nats",),
+        leaves=("models/tiny_game/model.safetensors", "models/tiny_game/heldout.jsonl"),
+    ),
+    Command(
+        "vapo-mcore train examples/configs/critic_game_vapo.yaml",
+        add=f"{SMALL} critic.probe.prompts=8",
+        why=ONE_STEP,
+        says=("explained variance on 8 held-out prompts: .* before value pretraining, .* after it, .* after step 1",),
+        leaves=("runs/critic_game_vapo/metrics.jsonl", "runs/critic_game_vapo/critic_pretrained/hf/config.json"),
+    ),
+    *(
+        Command(
+            f"vapo-mcore train examples/configs/critic_game_{name}.yaml",
+            add=SMALL.replace("critic.value_pretraining.steps=1 ", ""),
+            why=ONE_STEP,
+            leaves=(f"runs/critic_game_{name}/metrics.jsonl",),
+        )
+        for name in ("grpo", "dapo")
+    ),
     # docs/watching.md: a step again.
     Command(
         'vapo-mcore train examples/configs/quickstart.yaml run.dir=runs/dumped "run.dump_steps=[12]" checkpoint.every_steps=1',

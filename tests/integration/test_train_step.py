@@ -339,6 +339,41 @@ def test_values_and_returns_by_position_and_length_are_those_of_all_ranks(folder
     assert sum(row["response/length_histogram"]) == 16 and sum(row["groups/accuracy_histogram"]) == 4
 
 
+PROBE = "critic/probe_explained_variance"
+
+
+def test_the_probe_is_the_explained_variance_on_held_out_responses_of_both_ranks(folder: Path) -> None:
+    """By hand in float64: each response's reward is the return of all its tokens. Before the first update, after both pretraining steps and
+    after the second RL step; the run is the one without a probe, to the last bit."""
+    rows, ranks = read_metrics(folder / "probe"), [torch.load(folder / f"probe_rank{rank}.pt", weights_only=True) for rank in range(2)]
+    recorded = [row.get(PROBE) for row in rows if row["step"] > 0]
+    assert recorded[2] is None and PROBE not in rows[3]  # the first RL step is not measured
+    before = [row.get(f"{PROBE}_before") for row in rows]
+    assert [value is not None for value in before] == [False, True, False, False, False]
+    expected = []
+    for measured in zip(*ranks, strict=True):
+        pairs = []
+        for part in measured:
+            for row, (a, b) in enumerate(pairwise(part["cu_seqlens"].tolist())):
+                values = part["values"][a:b][part["response_mask"][a:b]].double()
+                pairs += [(value, float(part["reward"][row])) for value in values.tolist()]
+        values, returns = torch.tensor(pairs, dtype=torch.float64).T
+        expected.append(float(1 - (returns - values).var(correction=0) / returns.var(correction=0)))
+        assert sum(len(part["prompts"]) for part in measured) == 15 and all(
+            p.startswith("heldout/") for part in measured for p in part["prompts"]
+        )
+    assert [before[1], *recorded[:2], recorded[3]] == pytest.approx(expected, abs=1e-5)
+    first, after_one, after_two, at_the_end = ranks[0]
+    assert torch.equal(first["tokens"], after_two["tokens"])  # the same responses
+    assert not torch.equal(first["values"], after_one["values"]) and not torch.equal(after_one["values"], after_two["values"])
+    assert at_the_end["prompts"] and set(first["prompts"]) | set(ranks[1][0]["prompts"]) == set(at_the_end["prompts"]) | set(
+        ranks[1][3]["prompts"]
+    )
+    plain = read_metrics(folder / "vapo_dp2")
+    for name in ("reward/mean", "critic/loss", "critic/explained_variance", "policy/loss", "policy/grad_norm"):
+        assert [row.get(name) for row in rows] == [row.get(name) for row in plain], name
+
+
 def test_self_imitation_equals_plain_torch_in_both_layouts(folder: Path) -> None:
     """Mean NLL at the rollout's temperature and the norm of its gradient, in float64; the critic's loss from its zero head."""
     rows = [rl_rows(folder / name) for name in ("imitation_dp2", "imitation_tp2")]

@@ -19,6 +19,7 @@ from vapo_mcore.megatron.engine import MegatronModel
 from vapo_mcore.megatron.parallel import initialize_parallel
 from vapo_mcore.trainer import main as main_module
 from vapo_mcore.trainer import step as step_module
+from vapo_mcore.trainer.critic_probe import CriticProbe
 from vapo_mcore.trainer.loop import TrainingLoop
 from vapo_mcore.trainer.main import train
 from vapo_mcore.trainer.self_imitation import SelfImitation
@@ -62,6 +63,25 @@ def vapo_dp2() -> None:
     with policy_watched(seen):
         run("vapo_dp2", "rollout.verify_weights=true", SMALL_PACKS)
     assert seen == [(False, True), (False, True)], seen
+
+
+def probe() -> None:
+    """vapo_dp2 with a probe of the critic; what each rank holds of it goes to a file at each measurement."""
+    original = CriticProbe.explained_variance
+    seen: list[dict[str, Any]] = []
+
+    def kept(self: CriticProbe, *arguments: Any) -> float | None:
+        found = original(self, *arguments)
+        assert self.experience is not None
+        batch, rows = self.experience.batch, self.experience.batch.rows
+        names = ("tokens", "values", "response_mask")
+        tensors = {name: batch[name].clone() for name in names} | {"cu_seqlens": batch.cu_seqlens.clone(), "reward": rows.reward.clone()}
+        seen.append(tensors | {"found": found, "prompts": list(rows.prompt_id)})
+        return found
+
+    with mock.patch.object(CriticProbe, "explained_variance", kept):
+        run("probe", "rollout.verify_weights=true", SMALL_PACKS, "critic.probe={prompts: 5, responses_per_prompt: 3, every_steps: 2}")
+    torch.save(seen, FOLDER / f"probe_rank{dist.get_rank()}.pt")
 
 
 def vapo_tp2() -> None:
@@ -245,6 +265,7 @@ def verifier(name: str) -> str:
 
 CASES: list[Callable[[], None]] = [
     vapo_dp2,
+    probe,
     vapo_tp2,
     one_update_by_hand,
     all_wrong,

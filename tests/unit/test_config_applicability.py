@@ -46,6 +46,8 @@ WITHOUT_EFFECT = [
     (["critic.init=reward_model", "critic.path={folder}/model", "critic.head_init=small"], "critic.head_init"),
     (["critic.init=reward_model", "critic.path={folder}/model", "critic.head=mlp"], "critic.head"),
     ([UNTIL + "{value_loss_below: 0.1, max_steps: 9}", "critic.value_pretraining.steps=9"], "critic.value_pretraining.steps"),
+    ([UNTIL + "{value_loss_below: 0.1, max_steps: 9, min_rise: 0.1}"], "critic.value_pretraining.until.min_rise"),
+    ([UNTIL + "{patience: 2, max_steps: 9, window: 3}", "critic.probe={}"], "critic.value_pretraining.until.window"),
     (["critic.value_pretraining.steps=0", "critic.value_pretraining.lr=1.0"], "critic.value_pretraining.lr"),
     (["critic.value_pretraining.steps=0", "critic.value_pretraining.head_only=true"], "critic.value_pretraining.head_only"),
     (["data.chat_template=false", "data.system_prompt=be brief"], "data.system_prompt"),

@@ -323,6 +323,20 @@ BROKEN = [
     ),
     ("until_has_a_threshold", [UNTIL + "{max_steps: 10}"], {}, "critic.value_pretraining.until", "needs value_loss_below"),
     (
+        "until_with_a_probe_has_one",
+        [UNTIL + "{max_steps: 10, patience: 3}"],
+        {},
+        "critic.value_pretraining.until",
+        "patience read the explained variance of critic.probe, which is null; give critic.probe: {}",
+    ),
+    (
+        "probe_has_held_out_prompts",
+        ["data.eval=[]", "critic.probe={}"],
+        {},
+        "critic.probe",
+        "takes its prompts from data.eval, which is empty",
+    ),
+    (
         "until_window_fits",
         [UNTIL + "{max_steps: 4, value_loss_below: 0.1, window: 5}"],
         {},

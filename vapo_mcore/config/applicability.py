@@ -175,6 +175,18 @@ INAPPLICABLE: tuple[Inapplicable, ...] = (
         lambda c: c.critic.value_pretraining.max_steps == 0,
         "there is no value pretraining",
     ),
+    Inapplicable(
+        ("critic.value_pretraining.until.min_rise",),
+        ("critic.value_pretraining.until.patience",),
+        lambda c: c.critic.value_pretraining.until is not None and c.critic.value_pretraining.until.patience is None,
+        "only for patience",
+    ),
+    Inapplicable(
+        ("critic.value_pretraining.until.window",),
+        ("critic.value_pretraining.until",),
+        lambda c: c.critic.value_pretraining.until is not None and not c.critic.value_pretraining.until.has_thresholds,
+        "no threshold is given that would have to hold",
+    ),
     Inapplicable(("export",), ("run.steps",), lambda c: c.run.steps == 0, "the policy is not trained; the critic is saved in any case"),
     Inapplicable(
         ("data.system_prompt",), ("data.chat_template",), lambda c: not c.data.chat_template, "a system prompt needs the chat template"

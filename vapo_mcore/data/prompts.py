@@ -147,11 +147,14 @@ class PromptDataset:
         self.dropped: dict[str, int] = {}
         self.repeated: dict[str, int] = {}
         self.keys: dict[str, set[bytes]] = {}
+        self.key_of: dict[str, bytes] = {}  # of the evaluation prompts, by their id
         seen: set[bytes] = set()
         for source in sources:
             problems = read_source(source, data, faults)
             keys = [prompt_key(problem.prompt) for problem in problems]
             self.keys[source.name] = set(keys) if data.eval else set()
+            if split == "eval":
+                self.key_of |= {problem.problem_id: key for problem, key in zip(problems, keys, strict=True)}
             if data.deduplicate and split == "train":
                 # dict: a key's first problem; the sources before this one have theirs in ``seen``.
                 firsts = {key: problem for key, problem in zip(reversed(keys), reversed(problems), strict=True) if key not in seen}

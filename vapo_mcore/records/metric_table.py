@@ -179,6 +179,19 @@ _CRITIC = (
         "The same against the reward-to-go (Monte-Carlo returns), whatever `lambda_critic` is; what the diagnosis judges. Its ceiling is "
         "the task's, often far below 1: no critic predicts what sampling has yet to decide.",
     ),
+    Metric(
+        "critic/probe_explained_variance",
+        POOLED,
+        "response tokens of the probe",
+        "The same on held-out prompts (`critic.probe`), after the step's critic updates and against Monte-Carlo returns: in each step of "
+        "value pretraining, in every `critic.probe.every_steps`-th RL step and the last; absent in others.",
+    ),
+    Metric(
+        "critic/probe_explained_variance_before",
+        POOLED,
+        "response tokens of the probe",
+        "That of the critic before its first update; in the first step of value pretraining (after a resume: before the step's update).",
+    ),
     Metric("critic/grad_norm", MEAN, "updates", "Global gradient norm before clipping."),
     Metric("critic/lr", SAME, "-", "Learning rate of the step's last update."),
     Metric(
@@ -291,6 +304,7 @@ _SYSTEM = (
     Metric("time/exchange", MAX, "ranks", "Seconds of packing and of moving tokens to their owners."),
     Metric("time/logprobs", MAX, "ranks", "Seconds of the log-prob passes of policy and reference."),
     Metric("time/values", MAX, "ranks", "Seconds of the critic's forward passes."),
+    Metric("time/probe", MAX, "ranks", "Seconds of sampling the critic's probe and of the critic's passes over it."),
     Metric("time/advantages", MAX, "ranks", "Seconds of rewards, advantages, whitening and checks."),
     Metric("time/critic_update", MAX, "ranks", "Seconds of the critic's updates."),
     Metric("time/policy_update", MAX, "ranks", "Seconds of the policy's updates."),

@@ -22,9 +22,10 @@ from vapo_mcore.records.run_dir import RunDirectory, critic_folder, export_folde
 from vapo_mcore.records.timing import PhaseTimer, RunClock
 from vapo_mcore.trainer.best_export import BestExport, best_folder, new_folder_of, put_in_place, restore_best, step_of
 from vapo_mcore.trainer.step import StepOutcome, StepRunner
-from vapo_mcore.trainer.value_pretraining import PretrainingEnd
+from vapo_mcore.trainer.value_pretraining import PROBE, PretrainingEnd
 from vapo_mcore.weights.export import Exporter, save_hf
 
+BEFORE = f"{PROBE}_before"
 FIRST_STEPS, LAST_STEPS = 5, 10
 """Steps whose mean reward the summary compares."""
 
@@ -51,6 +52,7 @@ class TrainingLoop:
         self.checkpointer = checkpointer
         self.rewards: list[float] = []
         self.evaluations: list[tuple[int, dict[str, str]]] = []  # step, and what the summary says of each set
+        self.probes: list[tuple[str, float | None]] = []  # explained variance on held-out prompts and when, in words
         self.best = BestExport(config.export.best)
         self.pretraining = PretrainingEnd(config.critic.value_pretraining)
         self.clock = RunClock(config.parallel.world_size)
@@ -70,6 +72,7 @@ class TrainingLoop:
             "step": self.step,
             "rewards": self.rewards,
             "evaluations": [[step, results] for step, results in self.evaluations],
+            "probes": [list(entry) for entry in self.probes],
             "pretraining": self.pretraining.state_dict(),
             "unevaluated": self.unevaluated,
             "clock": self.clock.state_dict(),
@@ -79,6 +82,7 @@ class TrainingLoop:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.stage, self.step, self.rewards = state["stage"], state["step"], state["rewards"]
         self.evaluations = [(step, results) for step, results in state["evaluations"]]
+        self.probes = [(when, value) for when, value in state.get("probes", [])]  # checkpoints of earlier versions have none
         self.pretraining.load_state_dict(state["pretraining"])
         self.unevaluated = state.get("unevaluated")  # checkpoints of 0.1 have none
         if "clock" in state:  # absent in checkpoints of 0.1 before it was kept
@@ -128,6 +132,7 @@ class TrainingLoop:
             outcome = self._do("value_pretraining", self.step + 1)
             row = outcome.row
             end.after(row)
+            self._note_probe(row)
             self._complete(outcome, end.max_steps)
         self.console.stop_progress()
         self.console.print(end.describe())
@@ -149,6 +154,7 @@ class TrainingLoop:
                 self.rewards.append(outcome.row["reward/mean"])
             if self._is_evaluated(number):
                 self._evaluate_step(outcome.row)
+            self._note_probe(outcome.row)
             self._complete(outcome, steps)
         self.console.stop_progress()
 
@@ -342,7 +348,22 @@ class TrainingLoop:
             self.console.print(f"warning: the best policy so far ({metric} = {score:.4g} after step {step}) could not be exported: {error}")
         self.trainer.sync_weights()  # the engine goes on with the policy's weights
 
+    def _note_probe(self, row: dict[str, Any]) -> None:
+        """Keep what the summary says of the probe: before and after value pretraining, and at the last measured RL step."""
+        if row["stage"] == "value_pretraining":
+            if not self.probes and BEFORE in row:
+                self.probes.append(("before value pretraining", row[BEFORE]))
+            if PROBE in row:
+                self.probes = [*self.probes[:1], ("after it", row[PROBE])]
+        elif PROBE in row:
+            earlier = [entry for entry in self.probes if not entry[0].startswith("after step")]
+            self.probes = [*earlier, (f"after step {row['step']}", row[PROBE])]
+
     def _summarise(self) -> None:
+        if self.probes:
+            assert self.config.critic.probe is not None
+            values = ", ".join(f"{'undefined' if value is None else format(value, '.3f')} {when}" for when, value in self.probes)
+            self.console.print(f"critic's explained variance on {self.config.critic.probe.prompts} held-out prompts: {values}")
         if self.rewards:
             first, last = self.rewards[:FIRST_STEPS], self.rewards[-LAST_STEPS:]
             change = fmean(last) - fmean(first)

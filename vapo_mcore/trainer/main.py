@@ -52,6 +52,7 @@ from vapo_mcore.rollout.base import RolloutEngine
 from vapo_mcore.rollout.factory import build_rollout_engine
 from vapo_mcore.rollout.hf_folder import stop_token_ids
 from vapo_mcore.rollout.multi_turn import MultiTurn, ObservationFormat
+from vapo_mcore.trainer.critic_probe import CriticProbe, probe_prompts
 from vapo_mcore.trainer.loop import TrainingLoop
 from vapo_mcore.trainer.models import build_models
 from vapo_mcore.trainer.signals import StopSignals
@@ -112,6 +113,8 @@ def train(config: Config, parallel: ParallelContext, *, clean: bool, resume: Res
         console.print(_headline(config))
         past = None if resume is None else _find_past(config, resume, console)
         tokenizer, prompts, held_out = _load_data(config)
+        with fail_together():
+            probed = probe_prompts(config, prompts, held_out)
         multi_turn = build_multi_turn(config, tokenizer)
         for dataset in (prompts, held_out):
             if dataset is not None:
@@ -129,6 +132,8 @@ def train(config: Config, parallel: ParallelContext, *, clean: bool, resume: Res
         sync = WeightSync(models.policy, engine, verify=config.rollout.verify_weights)
         trainer = StepRunner(config, parallel, models, sampler, sync, prompts.next_batch)
         trainer.state.register("prompts", prompts)
+        if probed:
+            trainer.probe = CriticProbe(config, probed, parallel, sampler, trainer.dp_rank_of_rank)
         evaluator = Evaluator(config, sampler, held_out.items) if held_out is not None else None
         checkpointer = Checkpointer(config, parallel, models, console.print)
         if past is not None:

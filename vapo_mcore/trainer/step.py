@@ -35,6 +35,7 @@ from vapo_mcore.rollout.base import SyncReport
 from vapo_mcore.trainer.advantages import AdvantageEstimator, check_experience, imitable_rows, shaped_rewards, trainable_rows
 from vapo_mcore.trainer.bad_batch import BadUpdate, save_bad_batch
 from vapo_mcore.trainer.bad_updates import UpdateGuard
+from vapo_mcore.trainer.critic_probe import CriticProbe
 from vapo_mcore.trainer.self_imitation import SelfImitation
 from vapo_mcore.trainer.step_metrics import (
     record_mismatch,
@@ -116,13 +117,15 @@ class StepRunner:
             self.state.register(f"update_guard/{role}", guard)
         self.before_sync: Callable[[str, int, PhaseTimer], None] | None = None
         """Called in each step with its stage, number and timer, when the models are final and the rollout engine sleeps."""
+        self.probe: CriticProbe | None = None
         self.rollouts = 0  # of both stages: enters the sampling seeds and the mini-batch shuffle
-        self._dp_rank_of_rank = all_gather_objects(parallel.data_parallel_rank)
+        self.dp_rank_of_rank = all_gather_objects(parallel.data_parallel_rank)
 
     def rl_step(self, number: int) -> StepOutcome:
         """One rollout and everything that is learned from it."""
         step = self._begin("rl", number)
-        experience = self._collect(step, dynamic=self.config.rollout.dynamic_sampling.enabled)
+        probed = self.probe is not None and self.probe.is_due(number)
+        experience = self._collect(step, dynamic=self.config.rollout.dynamic_sampling.enabled, probe=probed)
         if experience.minibatches:
             # The critic first, then everything of the policy, moves the fewest bytes with offloading: each part of each model comes
             # once and leaves once. Only a KL penalty in the reward needs the policy's log-probs before.
@@ -132,6 +135,8 @@ class StepRunner:
             if self.models.critic is not None:
                 self._values(step, experience)
             self._advantages_and_critic(step, experience)
+            if probed:
+                self._measure_probe(step, "critic/probe_explained_variance")
             if not penalised and not step.cut_short:
                 self._log_probs(step, experience)
             if not step.cut_short:
@@ -227,7 +232,10 @@ class StepRunner:
         """One rollout of the fixed policy; the critic learns its Monte-Carlo returns. No log-prob pass, no policy update."""
         assert self.models.critic is not None, "value pretraining needs a critic"
         step = self._begin("value_pretraining", number)
-        experience = self._collect(step, dynamic=False)
+        unsampled = self.probe is not None and self.probe.experience is None
+        experience = self._collect(step, dynamic=False, probe=unsampled)
+        if unsampled:
+            self._measure_probe(step, "critic/probe_explained_variance_before")
         if experience.minibatches:
             self._values(step, experience)
             with step.timer.phase("advantages"):
@@ -238,14 +246,25 @@ class StepRunner:
                 self._check(step, experience)
                 self._remember(step, experience)
             self._update_critic(step, experience)
+        if self.probe is not None:
+            self._measure_probe(step, "critic/probe_explained_variance")
         self._show_tokens(step, experience)
         self._sync(step)
         return self._finish(step)
 
-    def _collect(self, step: _Step, *, dynamic: bool) -> Experience:
-        """Sample, grade, shape rewards, plan mini-batches and move tokens to their owners."""
+    def _measure_probe(self, step: _Step, name: str) -> None:
+        assert self.probe is not None
+        with step.timer.phase("probe"):
+            step.metrics.put(name, self.probe.explained_variance(self.models, self.estimator))
+
+    def _collect(self, step: _Step, *, dynamic: bool, probe: bool = False) -> Experience:
+        """Sample, grade, shape rewards, plan mini-batches and move tokens to their owners. ``probe``: sample the critic's probe, too."""
         config = self.config
         self.rollouts += 1
+        if probe:
+            assert self.probe is not None
+            with step.timer.phase("probe"):
+                self.probe.sample(self.models)
         sampled, counts = step.sampled = self._sample(step, dynamic=dynamic)
         if step.stage == "rl" and config.run.dumps_step(step.number):
             self._dump(step)
@@ -254,7 +273,7 @@ class StepRunner:
             trainable = trainable_rows(config, rows)
             plan = plan_minibatches(config, self.models.architecture, self.parallel, rows, self.rollouts)
             positive = imitable_rows(config, rows, skip_overlong=config.algorithm.positive_lm.skip_overlong)
-            experience = distribute(sampled, rows, trainable, positive, plan, self.parallel, self._dp_rank_of_rank)
+            experience = distribute(sampled, rows, trainable, positive, plan, self.parallel, self.dp_rank_of_rank)
             shown = {row: record for part in all_gather_objects(sampled.shown) for row, record in part.items()}
         step.samples = {row: record | {"reward": float(rows.reward[row])} for row, record in sorted(shown.items())}
         record_rows(step.metrics, rows, trainable, counts, config.rollout.max_response_length)

@@ -1,21 +1,30 @@
-"""When value pretraining ends: a number of steps, or thresholds that hold over a window (VC-PPO, arXiv 2503.01491; VAPO 4.1)."""
+"""When value pretraining ends: a number of steps, thresholds that hold over a window (VC-PPO, arXiv 2503.01491; VAPO 4.1), or early
+stopping on held-out prompts."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from vapo_mcore.config.schema import ValuePretrainingConfig
+from vapo_mcore.config.schema import UntilConfig, ValuePretrainingConfig
+
+PROBE = "critic/probe_explained_variance"
 
 
 class PretrainingEnd:
-    """Decides after each pretraining step whether it was the last; from reduced metrics, so the same on all ranks."""
+    """Decides after each pretraining step whether it was the last; from reduced metrics, so the same on all ranks.
+
+    ``held``: steps in a row in which the thresholds held; ``best``: highest explained variance of the probe; ``since_best``: steps since
+    one rose above it by ``min_rise``.
+    """
 
     def __init__(self, settings: ValuePretrainingConfig) -> None:
         self.settings = settings
         self.held = 0
         self.done = 0
         self.over = False
+        self.best: float | None = None
+        self.since_best = 0
 
     @property
     def max_steps(self) -> int:
@@ -24,30 +33,60 @@ class PretrainingEnd:
     def after(self, row: Mapping[str, Any]) -> bool:
         """Take one step's metrics; True if pretraining is over.
 
-        With ``until``, every given threshold must hold in ``window`` steps in a row; an undefined metric holds nothing.
+        With ``until``, every given threshold must hold in ``window`` steps in a row; an undefined metric holds nothing, and rises
+        above nothing.
         """
         self.done += 1
         until = self.settings.until
         if until is not None:
-            loss, explained = row.get("critic/loss"), row.get("critic/explained_variance")
-            low_loss = until.value_loss_below is None or (loss is not None and loss < until.value_loss_below)
-            explains = until.explained_variance_above is None or (explained is not None and explained > until.explained_variance_above)
-            self.held = self.held + 1 if low_loss and explains else 0
-            self.over = self.held >= until.window
+            self.held = self.held + 1 if until.has_thresholds and _thresholds_hold(until, row) else 0
+            self._look_for_rise(until, row)
+            self.over = (until.has_thresholds and self.held >= until.window) or self._patience_is_over
         self.over = self.over or self.done >= self.max_steps
         return self.over
 
+    def _look_for_rise(self, until: UntilConfig, row: Mapping[str, Any]) -> None:
+        value = row.get(PROBE)
+        if value is not None and (self.best is None or value >= self.best + until.min_rise):
+            self.best, self.since_best = value, 0
+        else:
+            self.since_best += 1
+
+    @property
+    def _patience_is_over(self) -> bool:
+        until = self.settings.until
+        return until is not None and until.patience is not None and self.since_best >= until.patience
+
     def state_dict(self) -> dict[str, Any]:
-        return {"held": self.held, "done": self.done, "over": self.over}
+        return {"held": self.held, "done": self.done, "over": self.over, "best": self.best, "since_best": self.since_best}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.held, self.done, self.over = state["held"], state["done"], state["over"]
+        self.best, self.since_best = state.get("best"), state.get("since_best", 0)  # checkpoints of 0.1 have none
 
     def describe(self) -> str:
         """How it ended, for the log."""
         until = self.settings.until
         if until is None:
             return f"value pretraining: {self.done} steps done"
-        if self.held >= until.window:
+        if until.has_thresholds and self.held >= until.window:
             return f"value pretraining: thresholds held for {until.window} steps in a row, ended after {self.done}"
-        return f"value pretraining: thresholds not held for {until.window} steps in a row within max_steps = {until.max_steps}; going on"
+        if self._patience_is_over:
+            best = "undefined" if self.best is None else f"{self.best:.3f} at its best"
+            return (
+                f"value pretraining: the explained variance on held-out prompts ({best}) did not rise by {until.min_rise:g} in "
+                f"{until.patience} steps, ended after {self.done}"
+            )
+        missing = f"thresholds not held for {until.window} steps in a row" if until.has_thresholds else "explained variance still rising"
+        return f"value pretraining: {missing} within max_steps = {until.max_steps}; going on"
+
+
+def _thresholds_hold(until: UntilConfig, row: Mapping[str, Any]) -> bool:
+    loss = row.get("critic/loss")
+    if until.value_loss_below is not None and (loss is None or loss >= until.value_loss_below):
+        return False
+    for limit, name in ((until.explained_variance_above, "critic/explained_variance"), (until.probe_explained_variance_above, PROBE)):
+        value = row.get(name)
+        if limit is not None and (value is None or value <= limit):
+            return False
+    return True

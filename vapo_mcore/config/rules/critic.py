@@ -43,14 +43,36 @@ def no_steps_is_value_pretraining(s: Subject) -> str | None:
 @rule("critic.value_pretraining.until")
 def until_has_a_threshold(s: Subject) -> str | None:
     until = s.config.critic.value_pretraining.until
-    if until is None or until.value_loss_below is not None or until.explained_variance_above is not None:
+    if until is None:
         return None
-    return "needs value_loss_below, explained_variance_above or both; with neither, give steps instead of until"
+    given = (until.value_loss_below, until.explained_variance_above, until.probe_explained_variance_above, until.patience)
+    if any(criterion is not None for criterion in given):
+        return None
+    return (
+        "needs value_loss_below, explained_variance_above, probe_explained_variance_above or patience; with none of them, give steps "
+        "instead of until"
+    )
+
+
+@rule("critic.value_pretraining.until", "critic.probe", "algorithm.advantage.estimator")
+def until_with_a_probe_has_one(s: Subject) -> str | None:
+    until = s.config.critic.value_pretraining.until
+    if until is None or s.config.critic.probe is not None or not s.config.uses_critic:
+        return None
+    given = [name for name in ("probe_explained_variance_above", "patience") if getattr(until, name) is not None]
+    return f"{' and '.join(given)} read the explained variance of critic.probe, which is null; give critic.probe: {{}}" if given else None
+
+
+@rule("critic.probe", "data.eval", "algorithm.advantage.estimator")
+def probe_has_held_out_prompts(s: Subject) -> str | None:
+    if not s.config.uses_critic or s.config.critic.probe is None or s.config.data.eval:
+        return None
+    return "takes its prompts from data.eval, which is empty; give held-out prompts there"
 
 
 @rule("critic.value_pretraining.until.window", "critic.value_pretraining.until.max_steps")
 def until_window_fits(s: Subject) -> str | None:
     until = s.config.critic.value_pretraining.until
-    if until is None or until.window <= until.max_steps:
+    if until is None or not until.has_thresholds or until.window <= until.max_steps:
         return None
     return f"{until.window} steps in a row can never be seen within max_steps = {until.max_steps}"

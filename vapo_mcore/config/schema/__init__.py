@@ -47,6 +47,7 @@ from vapo_mcore.config.schema.training import (
     CriticOptimizerConfig,
     OptimizerConfig,
     PolicyConfig,
+    ProbeConfig,
     UntilConfig,
     ValuePretrainingConfig,
 )
@@ -86,6 +87,7 @@ __all__ = [
     "PolicyConfig",
     "PolicyLossConfig",
     "PositiveLmConfig",
+    "ProbeConfig",
     "ProcessConfig",
     "ReasoningGymSource",
     "RewardConfig",

@@ -34,12 +34,23 @@ class PolicyConfig(Section):
 
 
 class UntilConfig(Section):
-    """Value pretraining ends once every given threshold has held for ``window`` steps in a row, at ``max_steps`` at the latest."""
+    """Value pretraining ends once every given threshold has held for ``window`` steps in a row, or once the probe's explained variance
+    has stopped rising (``patience``); at ``max_steps`` at the latest."""
 
     value_loss_below: PositiveFloat | None = None  # critic/loss of the step
     explained_variance_above: Annotated[float, Field(lt=1)] | None = None  # critic/explained_variance of the step
+    probe_explained_variance_above: Annotated[float, Field(lt=1)] | None = None  # critic/probe_explained_variance (critic.probe)
     window: PositiveInt = 5  # steps in a row
+    # Ends it as well: so many steps in which critic/probe_explained_variance rose by less than min_rise above its best; null: never.
+    patience: PositiveInt | None = None
+    min_rise: NonNegativeFloat = 0.01  # of the probe's explained variance, for patience
     max_steps: PositiveInt  # going on with a notice when they were not enough
+
+    @property
+    def has_thresholds(self) -> bool:
+        return any(
+            limit is not None for limit in (self.value_loss_below, self.explained_variance_above, self.probe_explained_variance_above)
+        )
 
 
 class ValuePretrainingConfig(Section):
@@ -55,6 +66,15 @@ class ValuePretrainingConfig(Section):
         return self.until.max_steps if self.until is not None else self.steps
 
 
+class ProbeConfig(Section):
+    """Explained variance of the critic on held-out prompts: responses of the present policy to the same prompts with the same seeds,
+    against their Monte-Carlo returns. The critic never trains on them."""
+
+    prompts: PositiveInt = 64  # spread over data.eval; none may be a training prompt
+    responses_per_prompt: PositiveInt = 2  # sampled once for all of value pretraining, again in each measured RL step
+    every_steps: PositiveInt = 10  # RL steps; value pretraining measures after each step
+
+
 class CriticConfig(Section):
     epochs: PositiveInt = 1  # passes over each rollout
     # Optimizer steps a rollout in place of whole passes, through its mini-batches in turn; null: epochs decides.
@@ -67,3 +87,4 @@ class CriticConfig(Section):
     head_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0  # in training steps, before both layers of an mlp head
     optimizer: CriticOptimizerConfig = CriticOptimizerConfig()
     value_pretraining: ValuePretrainingConfig = ValuePretrainingConfig()
+    probe: ProbeConfig | None = None  # null: no held-out measure
