@@ -49,5 +49,5 @@ def test_a_training_prompt_among_them_is_refused(tmp_path: Path) -> None:
 
 def test_too_few_prompts_are_refused(tmp_path: Path) -> None:
     train, held_out = datasets(tmp_path, ["a"], ["b", "c"])
-    with pytest.raises(DataError, match="critic.probe.prompts = 3, but data.eval has 2 prompts"):
+    with pytest.raises(DataError, match=r"critic\.probe\.prompts = 3, but data.eval has 2 prompts"):
         probe_prompts(config_with(3), train, held_out)
