@@ -28,6 +28,9 @@ LISTS = {
     "response/length_histogram": 16,
     **{f"critic/{what}_by_position": 20 for what in ("values", "returns", "tokens")},
     **{f"critic/{what}_by_length": 16 for what in ("values", "returns", "tokens")},
+    **{f"critic/{what}_by_prediction": 10 for what in ("values", "returns", "tokens")},
+    "critic/explained_variance_by_position": 20,
+    "critic/explained_variance_by_length": 16,
 }
 CURVES = [metric.name for metric in METRICS if metric.name not in LISTS and metric.name not in ("step", "stage")]
 

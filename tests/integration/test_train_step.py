@@ -374,6 +374,17 @@ def test_the_probe_is_the_explained_variance_on_held_out_responses_of_both_ranks
         assert [row.get(name) for row in rows] == [row.get(name) for row in plain], name
 
 
+def test_a_new_head_starts_at_the_mean_return_and_learns_from_there(folder: Path) -> None:
+    """All first values are the mean over response tokens; the optimizer goes on from that bias, by at most its rate an update."""
+    (row,) = read_metrics(folder / "mean_return")
+    mean = row["critic/returns_mean"]
+    assert 0.01 < mean < 0.99
+    assert [row[f"critic/values_{name}"] for name in ("mean", "min", "max")] == pytest.approx([mean] * 3, abs=1e-6)
+    assert row["critic/explained_variance"] == pytest.approx(0.0, abs=1e-6)
+    bias = float(load_file(folder / "mean_return" / "critic_pretrained" / "hf" / "model.safetensors")["score.bias"])
+    assert 0.0 < abs(bias - mean) < 2.1e-3
+
+
 def test_self_imitation_equals_plain_torch_in_both_layouts(folder: Path) -> None:
     """Mean NLL at the rollout's temperature and the norm of its gradient, in float64; the critic's loss from its zero head."""
     rows = [rl_rows(folder / name) for name in ("imitation_dp2", "imitation_tp2")]

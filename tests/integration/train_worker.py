@@ -84,6 +84,15 @@ def probe() -> None:
     torch.save(seen, FOLDER / f"probe_rank{dist.get_rank()}.pt")
 
 
+def mean_return() -> None:
+    run(
+        "mean_return",
+        "run.steps=0",
+        "critic={head_init: zero, head_bias: mean_return, value_pretraining: {steps: 1}}",
+        "eval.at_start=false",
+    )
+
+
 def vapo_tp2() -> None:
     run("vapo_tp2", TP2, SMALL_PACKS)
 
@@ -266,6 +275,7 @@ def verifier(name: str) -> str:
 CASES: list[Callable[[], None]] = [
     vapo_dp2,
     probe,
+    mean_return,
     vapo_tp2,
     one_update_by_hand,
     all_wrong,

@@ -1,4 +1,4 @@
-"""Values and returns by position in the response and by its length: where along a response the critic is wrong."""
+"""Values and returns by position in the response, by its length and by the predicted value: where the critic is wrong."""
 
 from __future__ import annotations
 
@@ -14,6 +14,10 @@ LENGTH_BINS = 16
 """Equal bins of 1 to the longest length that a response may have."""
 
 
+PREDICTION_BINS = 10
+"""Equal parts of the range of rewards."""
+
+
 def length_bins(lengths: Tensor, max_length: int) -> Tensor:
     """int64 [n]: the bin of each length (int64 [n]): bin k has those above k max_length / 16 and up to (k + 1) max_length / 16.
 
@@ -23,7 +27,13 @@ def length_bins(lengths: Tensor, max_length: int) -> Tensor:
 
 
 def value_profiles(
-    values: Tensor, returns: Tensor, mask: Tensor, cu_seqlens: Tensor, max_length: int, group: dist.ProcessGroup | None = None
+    values: Tensor,
+    returns: Tensor,
+    mask: Tensor,
+    cu_seqlens: Tensor,
+    max_length: int,
+    group: dist.ProcessGroup | None = None,
+    reward_range: tuple[float, float] = (0.0, 1.0),
 ) -> dict[str, list[float | None]]:
     """Means over the unmasked tokens of each bin, and their number, over all ranks of ``group``: one reduction, a collective.
 
@@ -31,22 +41,46 @@ def value_profiles(
         values, returns: float [total]; masked entries are never read.
         mask: bool [total]; cu_seqlens: int [n + 1].
         max_length: where the bins of lengths end.
+        reward_range: where the bins of predictions begin and end; values beyond are in the end bins.
 
-    Returns: ``values_by_position``, ``returns_by_position``, ``tokens_by_position`` of ``POSITION_BINS`` entries, and the same
-        ``_by_length`` of ``LENGTH_BINS``. A mean over no token is None. Token k (from 0) of a response of l is in part floor(20 k / l).
+    Returns: ``values_by_position``, ``returns_by_position``, ``tokens_by_position`` and ``explained_variance_by_position`` of
+        ``POSITION_BINS`` entries, the same ``_by_length`` of ``LENGTH_BINS``, and, without explained variance, ``_by_prediction`` of
+        ``PREDICTION_BINS``: the calibration. A mean over no token is None, so is the explained variance of constant returns. Token k
+        (from 0) of a response of l is in part floor(20 k / l).
     """
     lengths = response_lengths(mask, cu_seqlens)
     of_token = torch.repeat_interleave(lengths, lengths)
     before = torch.repeat_interleave(lengths.cumsum(0) - lengths, lengths)
     position = (torch.arange(of_token.numel(), device=mask.device) - before) * POSITION_BINS // of_token
-    bins = torch.cat([position, POSITION_BINS + length_bins(of_token, max_length)])
-    chosen = [values[mask].detach().double(), returns[mask].detach().double()]
-    amounts = torch.stack([torch.ones_like(chosen[0]), *chosen]).repeat(1, 2)
-    sums = torch.zeros(3, POSITION_BINS + LENGTH_BINS, dtype=torch.float64, device=mask.device).index_add_(1, bins, amounts)
+    value, target = values[mask].detach().double(), returns[mask].detach().double()
+    low, high = reward_range
+    prediction = ((value - low) / (high - low) * PREDICTION_BINS).floor().clamp(0, PREDICTION_BINS - 1).long()
+    ends = POSITION_BINS, POSITION_BINS + LENGTH_BINS, POSITION_BINS + LENGTH_BINS + PREDICTION_BINS
+    bins = torch.cat([position, ends[0] + length_bins(of_token, max_length), ends[1] + prediction])
+    amounts = torch.stack([torch.ones_like(value), value, target, target.square(), (target - value).square()]).repeat(1, 3)
+    sums = torch.zeros(len(amounts), ends[2], dtype=torch.float64, device=mask.device).index_add_(1, bins, amounts)
     tokens, *totals = all_reduce_sum(sums, group).tolist()
     result: dict[str, list[float | None]] = {}
-    for name, part in (("position", slice(0, POSITION_BINS)), ("length", slice(POSITION_BINS, None))):
-        for what, total in zip(("values", "returns"), totals, strict=True):
-            result[f"{what}_by_{name}"] = [s / n if n else None for s, n in zip(total[part], tokens[part], strict=True)]
+    parts = {"position": slice(0, ends[0]), "length": slice(ends[0], ends[1]), "prediction": slice(ends[1], ends[2])}
+    for name, part in parts.items():
+        columns = [total[part] for total in totals]
+        for what, column in zip(("values", "returns"), columns, strict=False):
+            result[f"{what}_by_{name}"] = [s / n if n else None for s, n in zip(column, tokens[part], strict=True)]
         result[f"tokens_by_{name}"] = [int(n) for n in tokens[part]]
+        if name != "prediction":
+            rounding = 4.0 * torch.finfo(returns.dtype).eps
+            result[f"explained_variance_by_{name}"] = [
+                _explained(*entries, rounding) for entries in zip(tokens[part], *columns, strict=True)
+            ]
     return result
+
+
+def _explained(count: float, values: float, returns: float, squares: float, errors: float, rounding: float) -> float | None:
+    """1 - Var(R - V) / Var(R) of a bin from its sums; None where the returns are constant up to their rounding, or there are none."""
+    if count == 0:
+        return None
+    mean, bias = returns / count, (returns - values) / count
+    variance = squares / count - mean**2
+    if variance <= rounding**2 * max(squares / count, 1e-300) or variance <= 1e-14 * squares / count:
+        return None
+    return 1.0 - (errors / count - bias**2) / variance

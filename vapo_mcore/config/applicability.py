@@ -161,7 +161,10 @@ INAPPLICABLE: tuple[Inapplicable, ...] = (
     ),
     Inapplicable(("critic.path",), ("critic.init",), lambda c: c.critic.init == "policy", "the critic starts from the policy's weights"),
     Inapplicable(
-        ("critic.head", "critic.head_init"), ("critic.init",), lambda c: c.critic.init != "policy", "the loaded critic brings its head"
+        ("critic.head", "critic.head_init", "critic.head_bias"),
+        ("critic.init",),
+        lambda c: c.critic.init != "policy",
+        "the loaded critic brings its head",
     ),
     Inapplicable(
         ("critic.value_pretraining.steps",),

@@ -25,7 +25,7 @@ from vapo_mcore.config.architecture import ModelArchitecture
 from vapo_mcore.data.microbatch import MicroBatch
 from vapo_mcore.megatron.host import HAS_CUDA, megatron_scope
 from vapo_mcore.megatron.logprob import vocab_parallel_logprobs
-from vapo_mcore.megatron.model import MlpValueHead, Role, WeightLoader, build_chunks, trunk_parameters
+from vapo_mcore.megatron.model import MlpValueHead, Role, ValueHead, WeightLoader, build_chunks, trunk_parameters
 from vapo_mcore.megatron.optimizer import Optimizer, Skipped
 from vapo_mcore.megatron.parallel import ParallelContext
 
@@ -253,6 +253,16 @@ class MegatronModel:
             dist.broadcast_object_list(box, self.parallel.last_stage_rank, group=self.parallel.pipeline_model_parallel_group)
             result = box[0]
         return result
+
+    @torch.no_grad()
+    def set_value_bias(self, bias: float) -> None:
+        """Set the bias of a critic's head before its first update, in the weights and in the optimizer's copy of them."""
+        assert self.role == "critic" and (self.optimizer is None or self.optimizer.all_updates == 0), "a critic without an update"
+        for chunk in self.chunks:
+            if isinstance(head := getattr(chunk, "output_layer", None), ValueHead):
+                head.bias.fill_(bias)
+        if self.optimizer is not None:
+            self.optimizer.megatron.reload_model_params()
 
     # ------------------------------------------------------------------ shared
 

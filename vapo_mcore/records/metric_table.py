@@ -216,6 +216,12 @@ _CRITIC = (
     Metric("critic/returns_by_position", POOLED, "response tokens", "Mean target of the critic there."),
     Metric("critic/tokens_by_position", POOLED, "response tokens", "Tokens there."),
     Metric(
+        "critic/explained_variance_by_position",
+        POOLED,
+        "response tokens",
+        "`critic/explained_variance` of the tokens there alone; null where their targets are constant.",
+    ),
+    Metric(
         "critic/values_by_length",
         POOLED,
         "response tokens",
@@ -223,6 +229,23 @@ _CRITIC = (
     ),
     Metric("critic/returns_by_length", POOLED, "response tokens", "Mean target of the critic there."),
     Metric("critic/tokens_by_length", POOLED, "response tokens", "Tokens there."),
+    Metric(
+        "critic/explained_variance_by_length",
+        POOLED,
+        "response tokens",
+        "`critic/explained_variance` of the tokens there alone; null where their targets are constant.",
+    ),
+    Metric(
+        "critic/values_by_prediction",
+        POOLED,
+        "response tokens",
+        "Calibration: mean predicted value of the tokens whose value is in each of 10 equal parts of the range of rewards (values beyond "
+        "it in the end bins); null for a part without tokens.",
+    ),
+    Metric(
+        "critic/returns_by_prediction", POOLED, "response tokens", "Mean target of the critic there: the same, for a calibrated critic."
+    ),
+    Metric("critic/tokens_by_prediction", POOLED, "response tokens", "Tokens there."),
 )
 _ADVANTAGES = (
     Metric("advantages/mean", MEAN, "response tokens", "Before whitening."),

@@ -163,7 +163,7 @@ SECTIONS = (
                 "Explained variance",
                 "1 - Var(R - V) / Var(R) before the update: 1 is perfect, 0 no better than a constant. Healthy: above 0 after "
                 "pretraining and rising; far below 0 misleads the policy.",
-                {"critic/explained_variance": "explained"},
+                {"critic/explained_variance": "explained", "critic/probe_explained_variance": "on held-out prompts"},
             ),
             Chart(
                 "Values and returns",
@@ -185,6 +185,14 @@ SECTIONS = (
                 {"critic/values_by_length": "values", "critic/returns_by_length": "returns"},
                 kind="profile",
                 by="length",
+            ),
+            Chart(
+                "Calibration",
+                "Mean value (solid) and return (dashed) of the tokens by their predicted value, from the lowest to the highest reward. "
+                "Healthy: the two lie on each other over a wide range; values in one bin alone say the same of every token.",
+                {"critic/values_by_prediction": "values", "critic/returns_by_prediction": "returns"},
+                kind="profile",
+                by="prediction",
             ),
             Chart(
                 "Critic gradient norm",

@@ -19,7 +19,7 @@ MOST_POINTS = 500
 WINDOWS = {"value_pretraining": 4, "rl": 16}
 """Windows of consecutive steps, at most so many of each stage, for which distributions are shown."""
 HISTOGRAMS = ("gae/lambda_histogram", "groups/accuracy_histogram", "response/length_histogram")
-PROFILES = ("position", "length")
+PROFILES = ("position", "length", "prediction")
 _EVALUATION = re.compile(r"eval/(?P<name>.+)/avg@(?P<samples>\d+)")
 _NOT_A_CURVE = {"step"}
 Numbers = NDArray[np.float64]

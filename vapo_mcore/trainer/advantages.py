@@ -27,6 +27,7 @@ from vapo_mcore.algorithm.segments import (
     all_reduce_sum,
     broadcast_to_tokens,
     keep_responses,
+    masked_moments,
     place_rewards,
     place_terminal_rewards,
     sequence_ids,
@@ -133,6 +134,14 @@ class AdvantageEstimator:
         """
         batch = experience.batch
         return reward_to_go(batch["rewards"], experience.mask, experience.cu_seqlens, self.settings.gamma, self._bootstrap(experience))
+
+    def mean_return(self, experience: Experience) -> float | None:
+        """Mean Monte-Carlo return of all response tokens, without a KL penalty; None if none carries a loss. A collective."""
+        self.place_rewards(experience, kl=False)
+        mask = experience.mask
+        returns = reward_to_go(experience.batch["rewards"], mask, experience.cu_seqlens, self.settings.gamma)
+        count, mean, _ = masked_moments(returns, mask, self.group)
+        return float(mean) if float(count) > 0 else None
 
     def advantages(self, experience: Experience, metrics: StepMetrics) -> None:
         """The policy's advantages, whitened as configured; a collective over data parallelism."""

@@ -133,6 +133,7 @@ class StepRunner:
             if penalised:
                 self._log_probs(step, experience)
             if self.models.critic is not None:
+                self._start_at_mean_return(step, experience)
                 self._values(step, experience)
             self._advantages_and_critic(step, experience)
             if probed:
@@ -237,6 +238,7 @@ class StepRunner:
         if unsampled:
             self._measure_probe(step, "critic/probe_explained_variance_before")
         if experience.minibatches:
+            self._start_at_mean_return(step, experience)
             self._values(step, experience)
             with step.timer.phase("advantages"):
                 # The policy still is the reference, so a KL penalty in the reward would be zero: none is computed.
@@ -350,7 +352,19 @@ class StepRunner:
     def _record_values(self, step: _Step, experience: Experience) -> None:
         monte_carlo = self.estimator.monte_carlo_returns(experience)
         longest = self.config.rollout.max_response_length
-        record_values(step.metrics, experience, monte_carlo, longest, self.parallel.data_parallel_group)
+        record_values(step.metrics, experience, monte_carlo, longest, self.parallel.data_parallel_group, self.config.reward.interval)
+
+    def _start_at_mean_return(self, step: _Step, experience: Experience) -> None:
+        """In the first rollout: set a new head's bias to the mean return of the response tokens, if that is configured."""
+        if self.rollouts > 1 or self.config.critic.head_bias != "mean_return" or self.config.critic.init != "policy":
+            return
+        assert self.models.critic is not None
+        self.models.residency.enter("critic_update")
+        with step.timer.phase("values"):
+            mean = self.estimator.mean_return(experience)
+            if mean is not None:
+                self.models.critic.set_value_bias(mean)
+                self.models.residency.mark_changed("critic")
 
     def _advantages_and_critic(self, step: _Step, experience: Experience) -> None:
         """Advantages from the values before the critic's update, or with ``values: after_update`` from new ones after it."""

@@ -110,7 +110,14 @@ def record_mismatch(metrics: StepMetrics, experience: Experience, cap: float, gr
         metrics.put(f"mismatch/{name}", found[name])
 
 
-def record_values(metrics: StepMetrics, experience: Experience, monte_carlo: Tensor, max_length: int, group: dist.ProcessGroup) -> None:
+def record_values(
+    metrics: StepMetrics,
+    experience: Experience,
+    monte_carlo: Tensor,
+    max_length: int,
+    group: dist.ProcessGroup,
+    reward_range: tuple[float, float],
+) -> None:
     """Values predicted before the critic's update, its targets, and the Monte-Carlo returns; a collective over data parallelism."""
     values, returns, mask = experience.batch["values"], experience.batch["returns"], experience.mask
     metrics.put("critic/explained_variance", explained_variance(values, returns, mask, group))
@@ -119,7 +126,7 @@ def record_values(metrics: StepMetrics, experience: Experience, monte_carlo: Ten
         metrics.add_tokens(f"critic/values_{name}", values, mask)
     for name in ("mean", "std"):
         metrics.add_tokens(f"critic/returns_{name}", returns, mask)
-    for name, profile in value_profiles(values, returns, mask, experience.cu_seqlens, max_length, group).items():
+    for name, profile in value_profiles(values, returns, mask, experience.cu_seqlens, max_length, group, reward_range).items():
         metrics.put(f"critic/{name}", profile)
 
 

@@ -86,3 +86,9 @@ class RewardConfig(Section):
     scale: RewardScaleConfig | None = None
     overlong: OverlongConfig | None = None
     truncated_factor: UnitFloat | None = None  # multiplies the reward of a response cut by the length limit
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """Lowest and highest reward of a verdict, before shaping: verifiers score in [0, 1] where nothing scales."""
+        low, high = (0.0, 1.0) if self.scale is None else self.scale.target
+        return min(low, high), max(low, high)

@@ -84,6 +84,8 @@ class CriticConfig(Section):
     path: Path | None = None  # folder of the reward model or of the saved critic; or a checkpoint of an earlier run with a critic
     head: Literal["linear", "mlp"] = "linear"  # of a new head; mlp: two layers with tanh between
     head_init: Literal["zero", "small"] = "zero"  # of a new head's last layer; small: values of about 0.1
+    # Bias of a new head: 0, or the mean return of the first rollout, so that no update is spent on the mean.
+    head_bias: Literal["zero", "mean_return"] = "zero"
     head_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0  # in training steps, before both layers of an mlp head
     optimizer: CriticOptimizerConfig = CriticOptimizerConfig()
     value_pretraining: ValuePretrainingConfig = ValuePretrainingConfig()

@@ -149,6 +149,9 @@ function binsOf(run, metric, count) {
   if (metric === "position") {
     return { edges: (k) => 100 * share(k), name: (k) => `${format(100 * share(k))} to ${format(100 * share(k + 1))} % of the response`, xLabel: "part of the response, %" };
   }
+  if (metric === "prediction") {
+    return { edges: (k) => 100 * share(k), name: (k) => `values at ${format(100 * share(k))} to ${format(100 * share(k + 1))} % of the rewards' range`, xLabel: "predicted value, % of the rewards' range" };
+  }
   const longest = run.longest ?? count;
   const edge = (k) => (k * longest) / count;
   const name = (k) => (run.longest ? `${Math.floor(edge(k)) + 1} to ${Math.floor(edge(k + 1))} tokens` : `length bin ${k + 1} of ${count}`);
