@@ -197,11 +197,11 @@ def reward_model() -> None:
     """The critic starts from a reward model, its head included; what it values before any update is kept."""
     original = step_module.record_values
 
-    def kept(metrics: Any, experience: Any, max_length: int, group: Any) -> None:
+    def kept(metrics: Any, experience: Any, *more: Any) -> None:
         batch = experience.batch
         found = {name: batch[name].clone() for name in ("tokens", "response_mask", "values", "returns")} | {"cu_seqlens": batch.cu_seqlens}
         torch.save(found, FOLDER / f"valued_rank{dist.get_rank()}.pt")
-        original(metrics, experience, max_length, group)
+        original(metrics, experience, *more)
 
     with mock.patch.object(step_module, "record_values", kept):
         critic = f"{{init: reward_model, path: {FOLDER / 'reward_model'}, head_init: null, value_pretraining: {{steps: 1}}}}"

@@ -33,6 +33,7 @@ def value_profiles(
     cu_seqlens: Tensor,
     max_length: int,
     group: dist.ProcessGroup | None = None,
+    outcomes: Tensor | None = None,
     reward_range: tuple[float, float] = (0.0, 1.0),
 ) -> dict[str, list[float | None]]:
     """Means over the unmasked tokens of each bin, and their number, over all ranks of ``group``: one reduction, a collective.
@@ -41,6 +42,7 @@ def value_profiles(
         values, returns: float [total]; masked entries are never read.
         mask: bool [total]; cu_seqlens: int [n + 1].
         max_length: where the bins of lengths end.
+        outcomes: float [total], Monte-Carlo returns, by which explained variance and calibration are judged; None: ``returns`` are those.
         reward_range: where the bins of predictions begin and end; values beyond are in the end bins.
 
     Returns: ``values_by_position``, ``returns_by_position``, ``tokens_by_position`` and ``explained_variance_by_position`` of
@@ -52,25 +54,28 @@ def value_profiles(
     of_token = torch.repeat_interleave(lengths, lengths)
     before = torch.repeat_interleave(lengths.cumsum(0) - lengths, lengths)
     position = (torch.arange(of_token.numel(), device=mask.device) - before) * POSITION_BINS // of_token
-    value, target = values[mask].detach().double(), returns[mask].detach().double()
+    outcomes = returns if outcomes is None else outcomes
+    value, target, outcome = (x[mask].detach().double() for x in (values, returns, outcomes))
     low, high = reward_range
     prediction = ((value - low) / (high - low) * PREDICTION_BINS).floor().clamp(0, PREDICTION_BINS - 1).long()
     ends = POSITION_BINS, POSITION_BINS + LENGTH_BINS, POSITION_BINS + LENGTH_BINS + PREDICTION_BINS
     bins = torch.cat([position, ends[0] + length_bins(of_token, max_length), ends[1] + prediction])
-    amounts = torch.stack([torch.ones_like(value), value, target, target.square(), (target - value).square()]).repeat(1, 3)
+    error = outcome - value
+    amounts = torch.stack([torch.ones_like(value), value, target, outcome, outcome.square(), error.square()]).repeat(1, 3)
     sums = torch.zeros(len(amounts), ends[2], dtype=torch.float64, device=mask.device).index_add_(1, bins, amounts)
     tokens, *totals = all_reduce_sum(sums, group).tolist()
     result: dict[str, list[float | None]] = {}
     parts = {"position": slice(0, ends[0]), "length": slice(ends[0], ends[1]), "prediction": slice(ends[1], ends[2])}
     for name, part in parts.items():
         columns = [total[part] for total in totals]
-        for what, column in zip(("values", "returns"), columns, strict=False):
+        means = {"values": columns[0], "returns": columns[2] if name == "prediction" else columns[1]}
+        for what, column in means.items():
             result[f"{what}_by_{name}"] = [s / n if n else None for s, n in zip(column, tokens[part], strict=True)]
         result[f"tokens_by_{name}"] = [int(n) for n in tokens[part]]
         if name != "prediction":
-            rounding = 4.0 * torch.finfo(returns.dtype).eps
+            rounding = 4.0 * torch.finfo(outcomes.dtype).eps
             result[f"explained_variance_by_{name}"] = [
-                _explained(*entries, rounding) for entries in zip(tokens[part], *columns, strict=True)
+                _explained(*entries, rounding) for entries in zip(tokens[part], columns[0], *columns[2:], strict=True)
             ]
     return result
 

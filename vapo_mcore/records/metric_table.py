@@ -219,7 +219,7 @@ _CRITIC = (
         "critic/explained_variance_by_position",
         POOLED,
         "response tokens",
-        "`critic/explained_variance` of the tokens there alone; null where their targets are constant.",
+        "`critic/explained_variance_mc` of the tokens there alone; null where their Monte-Carlo returns are constant.",
     ),
     Metric(
         "critic/values_by_length",
@@ -233,7 +233,7 @@ _CRITIC = (
         "critic/explained_variance_by_length",
         POOLED,
         "response tokens",
-        "`critic/explained_variance` of the tokens there alone; null where their targets are constant.",
+        "`critic/explained_variance_mc` of the tokens there alone; null where their Monte-Carlo returns are constant.",
     ),
     Metric(
         "critic/values_by_prediction",
@@ -242,9 +242,7 @@ _CRITIC = (
         "Calibration: mean predicted value of the tokens whose value is in each of 10 equal parts of the range of rewards (values beyond "
         "it in the end bins); null for a part without tokens.",
     ),
-    Metric(
-        "critic/returns_by_prediction", POOLED, "response tokens", "Mean target of the critic there: the same, for a calibrated critic."
-    ),
+    Metric("critic/returns_by_prediction", POOLED, "response tokens", "Mean Monte-Carlo return there: the same, for a calibrated critic."),
     Metric("critic/tokens_by_prediction", POOLED, "response tokens", "Tokens there."),
 )
 _ADVANTAGES = (

@@ -78,7 +78,9 @@ class CriticProbe:
         )
         rows = replace(sampled.rows, reward=shaped_rewards(self.config, sampled.rows))
         plan = plan_minibatches(self.config, models.architecture, self.parallel, rows, SEED_STEP)
-        self.experience = distribute(sampled, rows, trainable_rows(self.config, rows), plan, self.parallel, self.dp_rank_of_rank)
+        self.experience = distribute(
+            sampled, rows, trainable_rows(self.config, rows), rows.verdict, plan, self.parallel, self.dp_rank_of_rank
+        )
 
     def explained_variance(self, models: Models, estimator: AdvantageEstimator) -> float | None:
         """Of the present critic's values against the Monte-Carlo returns of the sampled responses; None if undefined.

@@ -126,7 +126,7 @@ def record_values(
         metrics.add_tokens(f"critic/values_{name}", values, mask)
     for name in ("mean", "std"):
         metrics.add_tokens(f"critic/returns_{name}", returns, mask)
-    for name, profile in value_profiles(values, returns, mask, experience.cu_seqlens, max_length, group, reward_range).items():
+    for name, profile in value_profiles(values, returns, mask, experience.cu_seqlens, max_length, group, monte_carlo, reward_range).items():
         metrics.put(f"critic/{name}", profile)
 
 

@@ -44,7 +44,7 @@ def test_explained_variance_of_each_bin_is_that_of_its_tokens():
     returns = (torch.rand(80, generator=generator) < 0.4).float().repeat_interleave(lengths)
     returns[: 20 * 30] += 7.0  # a constant does not matter
     values = returns + torch.randn(total, generator=generator)
-    found = value_profiles(values, returns, mask, cu_seqlens, 40)
+    found = value_profiles(values, torch.full_like(returns, float("nan")), mask, cu_seqlens, 40, outcomes=returns)
     of_token = lengths.repeat_interleave(lengths)
     place = (torch.arange(total) - cu_seqlens[:-1].repeat_interleave(lengths)) * 20 // of_token
     for name, labels, count in (("position", place, 20), ("length", (of_token - 1) * 16 // 40, 16)):
@@ -63,7 +63,8 @@ def test_calibration_by_hand():
     """Rewards of -1 to 1 in ten bins of 0.2; values beyond are in the end bins."""
     values = torch.tensor([-3.0, -0.95, -0.1, 0.1, 0.15, 1.0, 2.0])
     returns = torch.tensor([-1.0, -1.0, 1.0, 1.0, -1.0, 1.0, 1.0])
-    found = value_profiles(values, returns, torch.ones(7, dtype=torch.bool), torch.tensor([0, 7]), 16, reward_range=(-1.0, 1.0))
+    mask, whole = torch.ones(7, dtype=torch.bool), torch.tensor([0, 7])
+    found = value_profiles(values, torch.zeros(7), mask, whole, 16, outcomes=returns, reward_range=(-1.0, 1.0))
     assert found["tokens_by_prediction"] == [2, 0, 0, 0, 1, 2, 0, 0, 0, 2]
     assert_same_means(found["values_by_prediction"], [-1.975, None, None, None, -0.1, 0.125, None, None, None, 1.5], "values")
     assert_same_means(found["returns_by_prediction"], [-1.0, None, None, None, 1.0, 0.0, None, None, None, 1.0], "returns")
