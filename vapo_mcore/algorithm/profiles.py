@@ -68,15 +68,15 @@ def value_profiles(
     parts = {"position": slice(0, ends[0]), "length": slice(ends[0], ends[1]), "prediction": slice(ends[1], ends[2])}
     for name, part in parts.items():
         columns = [total[part] for total in totals]
-        means = {"values": columns[0], "returns": columns[2] if name == "prediction" else columns[1]}
-        for what, column in means.items():
+        shown = {"values": columns[0], "returns": columns[2] if name == "prediction" else columns[1]}
+        for what, column in shown.items():
             result[f"{what}_by_{name}"] = [s / n if n else None for s, n in zip(column, tokens[part], strict=True)]
         result[f"tokens_by_{name}"] = [int(n) for n in tokens[part]]
         if name != "prediction":
             rounding = 4.0 * torch.finfo(outcomes.dtype).eps
-            result[f"explained_variance_by_{name}"] = [
-                _explained(*entries, rounding) for entries in zip(tokens[part], columns[0], *columns[2:], strict=True)
-            ]
+            outcome_sums, squares, errors = columns[2:]
+            entries = zip(tokens[part], columns[0], outcome_sums, squares, errors, strict=True)
+            result[f"explained_variance_by_{name}"] = [_explained(n, v, r, rr, ee, rounding) for n, v, r, rr, ee in entries]
     return result
 
 
