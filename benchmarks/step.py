@@ -200,7 +200,7 @@ def build(config: Config, stack: ExitStack) -> ObservedStepRunner:
     parallel = initialize_parallel(config.parallel)
     tokenizer = AutoTokenizer.from_pretrained(config.model.path, local_files_only=True)
     prompts = PromptDataset(config.data, "train", tokenizer, seed=config.seed)
-    engine = build_engine(config, parallel)
+    engine = build_engine(config, parallel, tokenizer)
     verifiers = start_verifiers(config, engine, stack, sorted({prompt.verifier for prompt in prompts.items}))
     models = build_models(config, parallel, lambda text: None)
     sampler = ResponseSampler(engine, verifiers, tokenizer, config.seed)

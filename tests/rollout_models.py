@@ -16,6 +16,8 @@ VOCAB = 131
 STORED_TWICE = "_stored_twice"
 """Suffix of a tied model whose file has the head as well, as some tools write it."""
 MODELS = ("qwen2", "qwen2_tied", "qwen3", "llama_tied")
+UNKNOWN = (70, *range(124, 130))
+"""Ids that a tokenizer may lack: a gap and a run near the end; no prompt has them."""
 PROMPTS = [[4, 13, 5, 17], [30], [100, 5, 6, 7, 8, 9, 10, 17], [4, 13, 5, 17], [60, 61, 62, 63, 64], [130, 2, 88]]
 
 
@@ -91,6 +93,17 @@ def _causal_lm() -> Any:
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM
+
+
+def make_ids_likely(model: Any, token_ids: Sequence[int], factor: float = 4.0) -> None:
+    """Large rows in the output layer: these ids are then among the likeliest."""
+    model.get_output_embeddings().weight.data[list(token_ids)] *= factor
+
+
+def exclude_from_softmax(model: Any, token_ids: Sequence[int]) -> None:
+    """All that the oracles compute is of a model whose logits of ``token_ids`` are -inf."""
+    columns = torch.tensor(list(token_ids))
+    model.get_output_embeddings().register_forward_hook(lambda module, inputs, logits: logits.index_fill(-1, columns, float("-inf")))
 
 
 def named_weights(model: Any) -> dict[str, Tensor]:

@@ -205,7 +205,8 @@ def _check_files(config: Config, *, clean: bool, resume: bool) -> None:
     """Check the run directory, all rows of the data, and the headers of the weights. Raises one ConfigError for all that is wrong."""
     from vapo_mcore.checkpoint_files import saved_weights
     from vapo_mcore.config.architecture import read_architecture
-    from vapo_mcore.data.sources import check_files
+    from vapo_mcore.data.chat_template import chat_tokenizer
+    from vapo_mcore.data.prompts import check_prompts
     from vapo_mcore.experience.extension_checks import check_extensions
     from vapo_mcore.planning.host_memory import check_host_memory
     from vapo_mcore.records.run_dir import check_run_directory
@@ -216,7 +217,7 @@ def _check_files(config: Config, *, clean: bool, resume: bool) -> None:
         ("", lambda: check_run_directory(config.run.dir, clean=clean, resume=resume)),
         ("", lambda: check_trackers(config.run)),
         ("", lambda: check_extensions(config)),
-        ("", lambda: check_files(config.data)),
+        ("", lambda: check_prompts(config.data, lambda: chat_tokenizer(config.model.path, config.data))),
         ("model.path: ", lambda: check_folder(config.model.path, read_architecture(config.model.path), role="policy")),
     ]
     if config.model.offload:  # with null, which means "with CUDA", every node checks itself when its processes start

@@ -1,7 +1,7 @@
 """Worker of test_vllm_engine.py: ``vllm_worker.py FOLDER TP REPORT``, under torchrun; every case runs on all ranks of one launch.
 
-One engine per process lives through all cases, as in training. Rank 0 writes what it measured and what its replica sampled to
-REPORT as JSON. Right answers come from plain transformers.
+One engine per process lives through all cases, as in training; some token ids are excluded in all of them. Rank 0 writes what it
+measured and what its replica sampled to REPORT as JSON. Right answers come from plain transformers.
 """
 
 from __future__ import annotations
@@ -25,12 +25,16 @@ import torch.distributed as dist
 from tests.rollout_models import (
     EOS,
     PROMPTS,
+    UNKNOWN,
     VOCAB,
     change_weights,
+    exclude_from_softmax,
     greedy_of,
     in_buckets,
     load_model,
+    logits_of,
     logprobs_of,
+    make_ids_likely,
     named_weights,
 )
 from vapo_mcore.config.schema import RolloutConfig, VllmConfig
@@ -48,7 +52,10 @@ MAX_TOKENS = 32
 class Run:
     def __init__(self, folder: Path, tp: int) -> None:
         self.report: dict[str, Any] = {}
-        self.model = load_model(folder)
+        self.model, self.plain = load_model(folder), load_model(folder)
+        for model in (self.model, self.plain):
+            make_ids_likely(model, UNKNOWN)
+        exclude_from_softmax(self.model, UNKNOWN)
         config = RolloutConfig(engine="vllm", max_response_length=MAX_TOKENS, vllm=VllmConfig(kv_cache_gib=0.0625, max_num_seqs=64))
         states = torch.get_rng_state(), np.random.get_state()[1].tolist()
         start = time.perf_counter()
@@ -61,6 +68,7 @@ class Run:
             rank=dist.get_rank(),
             world_size=dist.get_world_size(),
             seed=7,
+            unknown_token_ids=UNKNOWN,
         )
         self.report["build_seconds"] = time.perf_counter() - start
         assert torch.equal(states[0], torch.get_rng_state()) and states[1] == np.random.get_state()[1].tolist()
@@ -149,7 +157,11 @@ def ends_and_vocabulary(run: Run) -> None:
         assert len(g.logprobs) == len(g.token_ids)
     assert {g.finish_reason for g in generations} == {"stop", "length"}
     ids = {token for g in run.sample(2.0, samples=40) for token in g.token_ids}  # flat enough to hit every row there is
-    assert ids == set(range(VOCAB))
+    assert ids == set(range(VOCAB)) - set(UNKNOWN)
+    probabilities = [
+        logits_of(run.plain, g.request.prompt_token_ids, g.token_ids).softmax(-1)[:, list(UNKNOWN)].sum(-1) for g in generations
+    ]
+    assert torch.cat(probabilities).mean() > 0.03  # what they would have had
 
 
 def seeds_decide(run: Run) -> None:

@@ -52,6 +52,7 @@ WITHOUT_EFFECT = [
     (["critic.value_pretraining.steps=0", "critic.value_pretraining.lr=1.0"], "critic.value_pretraining.lr"),
     (["critic.value_pretraining.steps=0", "critic.value_pretraining.head_only=true"], "critic.value_pretraining.head_only"),
     (["data.chat_template=false", "data.system_prompt=be brief"], "data.system_prompt"),
+    (["data.chat_template=false", "data.chat_template_kwargs={enable_thinking: false}"], "data.chat_template_kwargs.enable_thinking"),
     (["eval.temperature=0", "eval.top_p=0.5"], "eval.top_p"),
     (["checkpoint.best_metric=reward/mean"], "checkpoint.best_metric"),
     (["data.eval=[]", "export.best={metric: eval/x/avg@1}"], "export.best.metric"),

@@ -15,8 +15,8 @@ from torch import Tensor
 from vapo_mcore import heartbeat
 from vapo_mcore.collectives import broadcast_object, fail_together
 from vapo_mcore.config.schema import Config
-from vapo_mcore.data.prompts import PromptDataset
-from vapo_mcore.data.tokenizer import load_tokenizer
+from vapo_mcore.data.chat_template import chat_tokenizer
+from vapo_mcore.data.prompts import load_prompts
 from vapo_mcore.errors import CheckpointError
 from vapo_mcore.evaluation.report import JSON_NAME, MARKDOWN_NAME, console_lines, write_report
 from vapo_mcore.evaluation.store import ResponseStore
@@ -55,8 +55,8 @@ def evaluate(config: Config, parallel: ParallelContext, checkpoint: str, output:
         watchdog = stack.enter_context(Watchdog(limit, rank=parallel.rank, world_size=parallel.world_size))
         with fail_together():
             view = stack.enter_context(open_view(checkpoint, role="policy", companions=_companions(checkpoint, config)))
-            tokenizer = load_tokenizer(config.model.path)
-            dataset = PromptDataset(config.data, "eval", tokenizer, seed=config.seed)
+            tokenizer = chat_tokenizer(config.model.path, config.data)
+            dataset = load_prompts(config.data, tokenizer, seed=config.seed, splits=("eval",))["eval"]
             verifiers = sorted({prompt.verifier for prompt in dataset.items})
             check_verifier_names(verifiers)
         console.print(f"vapo-mcore eval: {checkpoint} ({config.model.dtype}), rollout by {config.rollout.engine}; results in {output}")
@@ -74,7 +74,7 @@ def evaluate(config: Config, parallel: ParallelContext, checkpoint: str, output:
         if done:
             console.print(f"{done} of {len(chunks)} chunks are there from before")
         if done < len(chunks):
-            engine = build_engine(config, parallel)
+            engine = build_engine(config, parallel, tokenizer)
             pool = start_verifiers(config, engine, stack, verifiers)
             with heartbeat.entering("load"):
                 _load(engine, view, DTYPES[config.model.dtype])

@@ -57,7 +57,8 @@ def weights_folder(checkpoint: str) -> str:
 
 def _check_evaluation(config: Config, checkpoint: str) -> None:
     """Check the rows of the evaluation sets and the headers of the weights. Raises one ConfigError for all that is wrong."""
-    from vapo_mcore.data.sources import check_files
+    from vapo_mcore.data.chat_template import chat_tokenizer
+    from vapo_mcore.data.prompts import check_prompts
     from vapo_mcore.weights.views import open_view
 
     if not config.data.eval:
@@ -65,7 +66,7 @@ def _check_evaluation(config: Config, checkpoint: str) -> None:
     companions = None if os.path.isdir(os.path.join(checkpoint, "hf")) else config.model.path
     faults = []
     checks: list[Callable[[], object]] = [
-        lambda: check_files(config.data, splits=("eval",)),
+        lambda: check_prompts(config.data, lambda: chat_tokenizer(config.model.path, config.data), splits=("eval",)),
         lambda: open_view(checkpoint, role="policy", companions=companions).close(),
     ]
     for check in checks:

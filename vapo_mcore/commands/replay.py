@@ -14,12 +14,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+import torch
+from torch import Tensor
+
 from vapo_mcore.checkpoint.resume import Checkpoint, choose, load_models, load_state, restore_random
 from vapo_mcore.collectives import fail_together
 from vapo_mcore.commands.replay_checks import ReplayOptions, check_json_path, checkpoint_before, is_exact
 from vapo_mcore.config.architecture import read_architecture
 from vapo_mcore.config.schema import Config
 from vapo_mcore.data.prompts import Prompt
+from vapo_mcore.data.tokenizer import load_tokenizer, unknown_token_ids
 from vapo_mcore.errors import ConfigError
 from vapo_mcore.experience.batches import Experience
 from vapo_mcore.experience.collecting import SamplingCounts
@@ -78,7 +82,7 @@ def replay(config: Config, parallel: ParallelContext, options: ReplayOptions) ->
             options.step,
             rank=parallel.rank,
             world_size=parallel.world_size,
-            vocab_size=read_architecture(config.model.path).vocab_size,
+            known=_known_tokens(config),
         )
         rows = whole_rows(Path(config.run.dir) / "metrics.jsonl")
         name = checkpoint_before(config.run.dir, options)
@@ -109,6 +113,13 @@ def replay(config: Config, parallel: ParallelContext, options: ReplayOptions) ->
         if parallel.rank == 0 and options.json_path is not None:
             write_json(options.json_path, comparisons, exact)
     return comparisons
+
+
+def _known_tokens(config: Config) -> Tensor:
+    """bool ``[vocab_size]``: which ids of the model its tokenizer has."""
+    known = torch.ones(read_architecture(config.model.path).vocab_size, dtype=torch.bool)
+    known[list(unknown_token_ids(load_tokenizer(config.model.path), known.numel()))] = False
+    return known
 
 
 class ReplayStepRunner(StepRunner):

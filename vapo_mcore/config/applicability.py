@@ -194,6 +194,7 @@ INAPPLICABLE: tuple[Inapplicable, ...] = (
     Inapplicable(
         ("data.system_prompt",), ("data.chat_template",), lambda c: not c.data.chat_template, "a system prompt needs the chat template"
     ),
+    Inapplicable(("data.chat_template_kwargs",), ("data.chat_template",), lambda c: not c.data.chat_template, "no template reads them"),
     Inapplicable(("eval.top_p",), ("eval.temperature",), lambda c: bool(c.data.eval) and c.eval.temperature == 0, "decoding is greedy"),
     Inapplicable(
         ("diagnosis.explained_variance", "diagnosis.critic_stuck", "diagnosis.value_loss_rising"),

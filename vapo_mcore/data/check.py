@@ -41,7 +41,8 @@ class SourceReport:
         schema: how the columns were understood (None: no columns).
         fields: column -> how many rows have which kind of value.
         characters, tokens: lengths of the usable prompts; tokens with template, None without a tokenizer.
-        overlong: usable prompts of more than ``max_prompt_length`` tokens; None without a tokenizer.
+        overlong: prompts of more than ``max_prompt_length`` tokens; None without a tokenizer. Unless they are dropped they are faults.
+        overlong_rows: the first few of them, as (row, tokens).
         repeated, contradicting: usable prompts whose text repeats an earlier one's, and those among them with another answer.
         repeated_rows: the first few of them, as (row, the earlier row).
         answers: different answers.
@@ -57,6 +58,7 @@ class SourceReport:
     characters: Spread | None = None
     tokens: Spread | None = None
     overlong: int | None = None
+    overlong_rows: list[tuple[int, int]] = field(default_factory=list)
     repeated: int = 0
     contradicting: int = 0
     repeated_rows: list[tuple[int, int]] = field(default_factory=list)
@@ -133,8 +135,9 @@ def _measure_tokens(report: SourceReport, problems: list[Problem], data: DataCon
     encoded = list(encode_prompts(problems, data, tokenizer, faults))
     lengths = [len(token_ids) for _, _, token_ids in encoded]
     report.tokens = _spread(lengths)
-    report.overlong = sum(length > data.max_prompt_length for length in lengths)
-    return [problem for problem, _, token_ids in encoded if token_ids]
+    overlong = [(problem.row, len(token_ids)) for problem, _, token_ids in encoded if len(token_ids) > data.max_prompt_length]
+    report.overlong, report.overlong_rows = len(overlong), overlong[:_EXAMPLES]
+    return [problem for problem, _, token_ids in encoded if 0 < len(token_ids) <= data.max_prompt_length]
 
 
 def _repeats(report: SourceReport, problems: Sequence[Problem]) -> dict[bytes, int]:
@@ -205,7 +208,9 @@ def _source_lines(split: str, source: SourceReport, limit: int | None, shown: in
             high = f"90 % {spread.p90:g}, 99 % {spread.p99:g}, max {spread.max:,}"
             lines.append(f"  prompt {what}: mean {spread.mean:.1f}, median {spread.median:g}, {high}")
     if source.overlong is not None and limit is not None:
-        lines.append(f"  prompts of more than {limit:,} tokens: {source.overlong:,}")
+        rows = ", ".join(f"row {row}: {tokens:,}" for row, tokens in source.overlong_rows)
+        detail = f" ({rows}{', ...' if source.overlong > _EXAMPLES else ''})" if source.overlong else ""
+        lines.append(f"  prompts of more than {limit:,} tokens: {source.overlong:,}{detail}")
     lines.append(f"  different answers: {source.answers:,}")
     rows = ", ".join(f"{row} = {earlier}" for row, earlier in source.repeated_rows)
     detail = f", {source.contradicting:,} of them with another answer (rows {rows}{', ...' if source.repeated > _EXAMPLES else ''})"

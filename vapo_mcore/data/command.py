@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     check.add_argument("paths", nargs="+", metavar="FILE|CONFIG", help="data files and folders, or one .yaml configuration with settings")
     check.add_argument("--eval", nargs="+", default=[], metavar="FILE", dest="held_out", help="evaluation sets, to look for overlaps")
     check.add_argument("--tokenizer", metavar="FOLDER", help="of a model, for lengths in tokens (of a configuration: its model's)")
-    check.add_argument("--max-prompt-length", type=int, default=None, metavar="N", help="count the prompts of more than N tokens")
+    check.add_argument("--max-prompt-length", type=int, default=None, metavar="N", help="prompts of more than N tokens are bad rows")
     check.add_argument("--prompt", metavar="FIELD", help="field of the prompt (default: found by the columns' names)")
     check.add_argument("--answer", metavar="FIELD", help="field of the answer (default: found by the columns' names)")
     check.add_argument("--all", action="store_true", help=f"show all faults, not the first {_SHOWN} of each source")
@@ -35,7 +35,7 @@ def run(options: argparse.Namespace) -> int:
     data, folder = _what_to_check(options)
     from vapo_mcore.data.check import check_data, render
 
-    tokenizer = None if folder is None else _load_tokenizer(folder)
+    tokenizer = None if folder is None else _load_tokenizer(folder, data)
     if tokenizer is not None and data.chat_template and not tokenizer.chat_template:
         if _is_config(options):
             raise ConfigError("data.chat_template is true, but the model's tokenizer has no chat template; set data.chat_template: false")
@@ -91,7 +91,7 @@ def _data_config(options: argparse.Namespace) -> DataConfig:
     )
 
 
-def _load_tokenizer(folder: str) -> Any:
-    from vapo_mcore.data.tokenizer import load_tokenizer
+def _load_tokenizer(folder: str, data: DataConfig) -> Any:
+    from vapo_mcore.data.chat_template import chat_tokenizer
 
-    return load_tokenizer(folder)
+    return chat_tokenizer(folder, data)

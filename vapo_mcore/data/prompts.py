@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import hashlib
 import zlib
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
@@ -21,11 +22,12 @@ from typing import Any, Literal, Protocol
 import numpy as np
 
 from vapo_mcore.config.schema import DataConfig
+from vapo_mcore.data.chat_template import ControlTokens, render
 from vapo_mcore.data.faults import Faults
 from vapo_mcore.data.sources import Messages, Problem, check_files, read_source
-from vapo_mcore.errors import DataError
+from vapo_mcore.errors import DataError, VapoError
 
-__all__ = ["Prompt", "PromptDataset", "check_files", "overlaps", "prompt_key", "split_evenly"]
+__all__ = ["Prompt", "PromptDataset", "check_files", "check_prompts", "load_prompts", "overlaps", "prompt_key", "split_evenly"]
 
 _TOKENIZE_AT_ONCE = 1024
 
@@ -34,10 +36,11 @@ class Tokenizer(Protocol):
     """What is used of a Hugging Face tokenizer."""
 
     chat_template: Any
+    added_tokens_decoder: Any
 
     def __call__(self, text: list[str], *, add_special_tokens: bool, verbose: bool) -> Any: ...
 
-    def apply_chat_template(self, conversation: Messages, *, tokenize: bool, add_generation_prompt: bool) -> Any: ...
+    def apply_chat_template(self, conversation: Messages, *, tokenize: bool, add_generation_prompt: bool, **kwargs: Any) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -87,37 +90,123 @@ def overlaps(train: PromptDataset, held_out: PromptDataset) -> list[str]:
 def encode_prompts(
     problems: Sequence[Problem], data: DataConfig, tokenizer: Tokenizer, faults: Faults
 ) -> Iterator[tuple[Problem, str, list[int]]]:
-    """Each problem with the text that is tokenized and its tokens; what cannot be put into the template, or has no tokens, goes to
-    ``faults`` (the latter comes with an empty list)."""
+    """Each problem with the text that is tokenized and its tokens.
+
+    What is wrong with a row goes to ``faults``: messages that the template refuses, control tokens in the text, no token at all, and
+    under ``overlong_prompts: refuse`` too many. Only rows without text are left out; those with another fault come with no tokens, but
+    for the overlong ones, whose length is of interest.
+    """
+    writer = _PromptWriter(data, tokenizer)
     for start in range(0, len(problems), _TOKENIZE_AT_ONCE):
-        texts = [(problem, _text(problem, data, tokenizer, faults)) for problem in problems[start : start + _TOKENIZE_AT_ONCE]]
+        texts = [(problem, writer.text(problem, faults)) for problem in problems[start : start + _TOKENIZE_AT_ONCE]]
         chunk = [(problem, text) for problem, text in texts if text is not None]
         # A chat template writes the special tokens itself; a bare text gets those that the tokenizer adds by default.
         encoded = tokenizer([text for _, text in chunk], add_special_tokens=not data.chat_template, verbose=False) if chunk else {}
-        for (problem, text), token_ids in zip(chunk, encoded.get("input_ids", []), strict=True):
-            if not token_ids:
+        for (problem, text), found in zip(chunk, encoded.get("input_ids", []), strict=True):
+            if not found:
                 faults.add(problem.file, problem.row, None, "the prompt has no tokens")
-            yield problem, text, list(token_ids)
+            token_ids = writer.without_control_tokens(problem, list(found), faults)
+            if len(token_ids) > data.max_prompt_length and data.overlong_prompts == "refuse":
+                faults.add(problem.file, problem.row, None, overlong_reason(len(token_ids), data.max_prompt_length))
+            yield problem, text, token_ids
 
 
-def _text(problem: Problem, data: DataConfig, tokenizer: Tokenizer, faults: Faults) -> str | None:
-    """The text to tokenize; None after a fault."""
-    if not data.chat_template:
-        assert isinstance(problem.prompt, str)
-        return problem.prompt + data.prompt_suffix
-    messages = [{"role": "user", "content": problem.prompt}] if isinstance(problem.prompt, str) else list(problem.prompt)
-    messages[-1] = {**messages[-1], "content": messages[-1]["content"] + data.prompt_suffix}
-    if data.system_prompt is not None:
-        messages.insert(0, {"role": "system", "content": data.system_prompt})
-    from jinja2 import TemplateError
+def overlong_reason(tokens: int, limit: int) -> str:
+    """What is wrong with a row of so many tokens."""
+    return f"the prompt has {tokens} tokens, more than data.max_prompt_length = {limit}; raise that, or set data.overlong_prompts: drop"
 
-    try:
-        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
-    except TemplateError as error:
-        faults.add(problem.file, problem.row, None, f"the chat template refuses the messages: {error}")
-    except (TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as error:  # what a template's own expressions raise
-        faults.add(problem.file, problem.row, None, f"the chat template fails: {type(error).__name__}: {error}")
-    return None
+
+class _PromptWriter:
+    """Puts problems into the chat template, or makes plain texts of them, and looks after the control tokens in them.
+
+    How many control tokens a prompt of some roles has to have is known from one whose messages are all "x": more come from a row.
+    """
+
+    def __init__(self, data: DataConfig, tokenizer: Tokenizer) -> None:
+        self.data, self.tokenizer = data, tokenizer
+        self.kwargs = data.chat_template_kwargs if data.chat_template else {}
+        self.control = ControlTokens.of(tokenizer, chat_template=bool(data.chat_template), kwargs=self.kwargs)
+        self._expected: dict[tuple[str, ...], tuple[Counter[int], bool]] = {}
+
+    def text(self, problem: Problem, faults: Faults) -> str | None:
+        """The text to tokenize; None after a fault."""
+        from jinja2 import TemplateError
+
+        try:
+            return self._write(problem.prompt)
+        except TemplateError as error:
+            faults.add(problem.file, problem.row, None, f"the chat template refuses the messages: {error}")
+        except (TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as error:  # what a template's own expressions raise
+            faults.add(problem.file, problem.row, None, f"the chat template fails: {type(error).__name__}: {error}")
+        return None
+
+    def _write(self, prompt: str | Messages) -> str:
+        data = self.data
+        if not data.chat_template:
+            assert isinstance(prompt, str)
+            return prompt + data.prompt_suffix
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+        messages[-1] = {**messages[-1], "content": messages[-1]["content"] + data.prompt_suffix}
+        if data.system_prompt is not None:
+            messages.insert(0, {"role": "system", "content": data.system_prompt})
+        return render(self.tokenizer, messages, self.kwargs)
+
+    def without_control_tokens(self, problem: Problem, token_ids: list[int], faults: Faults) -> list[int]:
+        """The tokens of a prompt, none of them a control token that the row wrote; empty after a fault."""
+        present = self.control.count(token_ids)
+        if not present:
+            return token_ids
+        expected, can_be_plain = self._expectation(problem.prompt)
+        surplus = present - expected
+        if not surplus:
+            return token_ids
+        names = self.control.names(surplus)
+        if self.data.control_tokens == "refuse":
+            reason = f"the text has control tokens of the model: {names}; take them out, or set data.control_tokens: plain"
+        elif not can_be_plain:
+            reason = f"the text has control tokens of the model: {names}; with this tokenizer they cannot be written as plain text"
+        else:
+            plain = self._encode_plain(problem.prompt)
+            if not self.control.count(plain) - expected:
+                return plain
+            reason = f"the text has control tokens of the model: {names}; they cannot be written as plain text"
+        faults.add(problem.file, problem.row, None, reason)
+        return []
+
+    def _expectation(self, prompt: str | Messages) -> tuple[Counter[int], bool]:
+        """Control tokens of a prompt of these roles, and whether its parts encoded by themselves are the whole's tokens."""
+        roles = ("user",) if isinstance(prompt, str) else tuple(message["role"] for message in prompt)
+        if roles not in self._expected:
+            neutral: str | Messages = "x" if isinstance(prompt, str) else [{"role": role, "content": "x"} for role in roles]
+            whole = self._encode(self._write(neutral))
+            self._expected[roles] = self.control.count(whole), self._encode_plain(neutral) == whole
+        return self._expected[roles]
+
+    def _encode(self, text: str) -> list[int]:
+        return list(self.tokenizer([text], add_special_tokens=not self.data.chat_template, verbose=False)["input_ids"][0])
+
+    def _encode_plain(self, prompt: str | Messages) -> list[int]:
+        """Tokens of the prompt with all control tokens in its messages as ordinary text."""
+        restore: dict[str, str] = {}
+
+        def hidden(text: str) -> str:
+            changed, found = self.control.hide(text)
+            restore.update(found)
+            return changed
+
+        quiet = hidden(prompt) if isinstance(prompt, str) else [{**m, "content": hidden(m["content"])} for m in prompt]
+        ids = self.control.encode_pieces(self._write(quiet), restore)
+        if self.data.chat_template:
+            return ids
+        before, after = self._added
+        return [*before, *ids, *after]
+
+    @cached_property
+    def _added(self) -> tuple[list[int], list[int]]:
+        """Special tokens that the tokenizer itself puts before and after a bare text."""
+        whole, alone = self._encode("x"), self.control.encode_plain("x")
+        starts = [start for start in range(len(whole) - len(alone) + 1) if whole[start : start + len(alone)] == alone]
+        return (whole[: starts[0]], whole[starts[0] + len(alone) :]) if starts else ([], [])
 
 
 class PromptDataset:
@@ -128,20 +217,23 @@ class PromptDataset:
         split: which of its source lists.
         tokenizer: of the model; with ``data.chat_template`` it must have a chat template.
         seed: of the order (the run's seed).
+        collected: takes what is wrong with the rows, for the caller to raise; None: it is raised here.
 
     Raises:
-        DataError: everything that is wrong with the rows in one error: malformed rows, prompts longer than
+        DataError: everything that is wrong with the rows in one error: malformed rows, control tokens in them, prompts longer than
             ``data.max_prompt_length`` under ``overlong_prompts: refuse``, a source left with no prompt.
     """
 
-    def __init__(self, data: DataConfig, split: Literal["train", "eval"], tokenizer: Tokenizer, *, seed: int) -> None:
+    def __init__(
+        self, data: DataConfig, split: Literal["train", "eval"], tokenizer: Tokenizer, *, seed: int, collected: Faults | None = None
+    ) -> None:
         self._data, self._split, self._seed = data, split, seed
         if data.chat_template and not tokenizer.chat_template:
             raise DataError(
                 "data.chat_template is true, but the model's tokenizer has no chat template; set data.chat_template: false, or add "
                 "the template to the model folder (chat_template.jinja)"
             )
-        faults = Faults()
+        faults = Faults() if collected is None else collected
         sources = data.train if split == "train" else data.eval
         self._prompts: dict[str, list[Prompt]] = {}
         self.dropped: dict[str, int] = {}
@@ -166,32 +258,23 @@ class PromptDataset:
             if problems and not self._prompts[source.name] and data.overlong_prompts == "drop":
                 reason = f"all {len(problems)} prompts are longer than data.max_prompt_length = {data.max_prompt_length} tokens"
                 faults.add(f"data.{split}, source {source.name!r}", None, None, reason)
-        faults.raise_if_any()
+        if collected is None:
+            faults.raise_if_any()
         self._weight = {source.name: source.weight * len(self._prompts[source.name]) for source in sources}
         self._drawn = dict.fromkeys(self._prompts, 0)
         self._order: dict[str, tuple[int, Sequence[int]]] = {}
 
     def _tokenize(self, name: str, problems: list[Problem], tokenizer: Tokenizer, faults: Faults) -> list[Prompt]:
-        """Prompts of one source; those over the limit are dropped and counted, or become faults."""
+        """Prompts of one source; those over the limit are left out and counted."""
         prompts: list[Prompt] = []
         self.dropped[name] = 0
         for problem, text, token_ids in encode_prompts(problems, self._data, tokenizer, faults):
             if len(token_ids) > self._data.max_prompt_length:
-                self._overlong(name, problem, len(token_ids), faults)
+                self.dropped[name] += 1  # under overlong_prompts: refuse it is a fault
             elif token_ids:
                 verdict = (problem.ground_truth, problem.source, problem.verifier, problem.metadata, problem.subsets)
                 prompts.append(Prompt(problem.problem_id, token_ids, text, *verdict))
         return prompts
-
-    def _overlong(self, name: str, problem: Problem, length: int, faults: Faults) -> None:
-        if self._data.overlong_prompts == "drop":
-            self.dropped[name] += 1
-            return
-        reason = (
-            f"the prompt has {length} tokens, more than data.max_prompt_length = {self._data.max_prompt_length}; raise that, or set "
-            "data.overlong_prompts: drop"
-        )
-        faults.add(problem.file, problem.row, None, reason)
 
     def __len__(self) -> int:
         return sum(len(prompts) for prompts in self._prompts.values())
@@ -278,6 +361,37 @@ class PromptDataset:
                 digest.update(repr((prompt.prompt_id, prompt.token_ids, prompt.ground_truth, prompt.verifier)).encode())
             digests[name] = digest.hexdigest()
         return digests
+
+
+def load_prompts(
+    data: DataConfig, tokenizer: Tokenizer, *, seed: int, splits: Sequence[Literal["train", "eval"]] = ("train", "eval")
+) -> dict[str, PromptDataset]:
+    """The datasets of the splits that have sources. Raises one DataError for all that is wrong with the rows of all of them."""
+    faults = Faults()
+    given = [split for split in splits if (data.train if split == "train" else data.eval)]
+    datasets: dict[str, PromptDataset] = {split: PromptDataset(data, split, tokenizer, seed=seed, collected=faults) for split in given}
+    faults.raise_if_any()
+    return datasets
+
+
+def check_prompts(
+    data: DataConfig, load: Callable[[], Tokenizer], *, splits: Sequence[Literal["train", "eval"]] = ("train", "eval")
+) -> None:
+    """Check the prompts before a run starts its processes. Raises one DataError for all that is wrong with their rows.
+
+    A tokenizer takes seconds to import. So rows that are sound without one are left for the run's own check; where some are bad, what only
+    a tokenizer shows (overlong prompts, control tokens) is in the same report.
+    """
+    try:
+        check_files(data, splits)
+        return
+    except DataError as error:
+        found = error
+    try:
+        tokenizer = load()
+    except VapoError:
+        raise found from None
+    load_prompts(data, tokenizer, seed=0, splits=splits)
 
 
 def split_evenly(total: int, parts: int) -> list[range]:

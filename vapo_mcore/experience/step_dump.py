@@ -98,8 +98,10 @@ def _write_info(folder: Path, dump: StepDump, rank: int) -> None:
     unfinished.rename(folder / STEP_INFO)
 
 
-def load_step(run_dir: str | Path, stage: Stage, step: int, *, rank: int, world_size: int, vocab_size: int) -> StepDump:
+def load_step(run_dir: str | Path, stage: Stage, step: int, *, rank: int, world_size: int, known: Tensor) -> StepDump:
     """This rank's part of a dump, which the run may have written with another number of ranks.
+
+    ``known``: bool ``[vocab_size]``, which ids of the model its tokenizer has.
 
     Raises CheckpointError for a dump that is missing, unfinished, damaged, of another format or for a model with other tokens.
     """
@@ -112,9 +114,7 @@ def load_step(run_dir: str | Path, stage: Stage, step: int, *, rank: int, world_
         # Ranks of a run that had more of them are taken over by those there are.
         holder = torch.tensor(info["holder"], dtype=torch.int64) % world_size
         parts = [
-            _read_tokens(path, rows, vocab_size)
-            for path in sorted(folder.glob("rank_*.safetensors"))
-            if _rank_of(path) % world_size == rank
+            _read_tokens(path, rows, known) for path in sorted(folder.glob("rank_*.safetensors")) if _rank_of(path) % world_size == rank
         ]
         counts = SamplingCounts(**info["counts"])
         rollouts = int(info["rollouts"])
@@ -135,7 +135,7 @@ def _rank_of(path: Path) -> int:
     return int(path.stem.removeprefix("rank_"))
 
 
-def _read_tokens(path: Path, rows: Rows, vocab_size: int) -> RolloutBatch:
+def _read_tokens(path: Path, rows: Rows, known: Tensor) -> RolloutBatch:
     with safe_open(path, framework="pt") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (a safetensors handle is no dictionary)
     row_ids, cu_seqlens = tensors.pop("row_ids"), tensors.pop("cu_seqlens")
@@ -143,11 +143,17 @@ def _read_tokens(path: Path, rows: Rows, vocab_size: int) -> RolloutBatch:
         raise CheckpointError(f"{path}: holds rows {int(row_ids.min())} .. {int(row_ids.max())}, but {STEP_INFO} has {len(rows)}")
     batch = RolloutBatch(rows.select(row_ids), cu_seqlens, tensors, row_ids)  # which compares lengths
     tokens, mask = batch["tokens"], batch["response_mask"]
-    outside = (tokens < 0) | (tokens >= vocab_size)
+    outside = (tokens < 0) | (tokens >= known.numel())
     if outside.any():
         raise CheckpointError(
-            f"{path}: token id {int(tokens[outside][0])} is not in the model's vocabulary of {vocab_size}: the dump is damaged, or "
+            f"{path}: token id {int(tokens[outside][0])} is not in the model's vocabulary of {known.numel()}: the dump is damaged, or "
             "model.path is another model than the run's"
+        )
+    unknown = ~known[tokens]
+    if unknown.any():
+        raise CheckpointError(
+            f"{path}: token id {int(tokens[unknown][0])} is not in the tokenizer of model.path and has no probability: another model's "
+            "dump, or one of a version that sampled such ids"
         )
     marked, sampled = int(mask.sum()), int(batch.rows.response_length.sum())
     if marked != sampled:

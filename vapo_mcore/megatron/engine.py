@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from vapo_mcore import heartbeat
-from vapo_mcore.config.architecture import ModelArchitecture
+from vapo_mcore.config.architecture import ModelArchitecture, padded_vocab_size
 from vapo_mcore.data.microbatch import MicroBatch
 from vapo_mcore.megatron.host import HAS_CUDA, megatron_scope
 from vapo_mcore.megatron.logprob import vocab_parallel_logprobs
@@ -99,6 +99,7 @@ class MegatronModel:
         warmup_updates: optimizer steps over which the learning rate rises linearly to its peak.
         head_only: train the value head alone, the trunk stays as loaded.
         head_dropout: of a critic's head of two layers, in training steps.
+        unknown_token_ids: ids of the model that its tokenizer lacks: outside a policy's softmax, so no probability and no gradient.
     """
 
     def __init__(
@@ -113,10 +114,12 @@ class MegatronModel:
         warmup_updates: int = 0,
         head_only: bool = False,
         head_dropout: float = 0.0,
+        unknown_token_ids: Sequence[int] = (),
     ) -> None:
         self.role = role
         self.architecture = architecture
         self.parallel = parallel
+        self.softmax_size, self.excluded_columns = _softmax_columns(architecture.vocab_size, unknown_token_ids, parallel)
         self.chunks = build_chunks(role, architecture, model, parallel, head_dropout=head_dropout)
         load_weights(self.chunks)
         self.optimizer: Optimizer | None = None
@@ -328,12 +331,48 @@ class MegatronModel:
         logprobs, entropies = vocab_parallel_logprobs(
             output[0],
             batch["labels"],
-            vocab_size=self.architecture.vocab_size,
+            vocab_size=self.softmax_size,
             group=self.parallel.tensor_model_parallel_group,
             temperature=temperature,
             entropy=entropy,
+            excluded=self.excluded_columns,
         )
         return {"logprobs": logprobs} if entropies is None else {"logprobs": logprobs, "entropy": entropies}
+
+
+def _softmax_columns(vocab_size: int, unknown: Sequence[int], parallel: ParallelContext) -> tuple[int, Tensor | None]:
+    """Columns of the output layer that count: all below the first number but those of the tensor, int64, columns of this rank's shard.
+
+    Unknown ids at the end of the vocabulary, the usual ones, shorten it; those in between are listed (None: there are none here).
+    """
+    outside = set(unknown)
+    size = vocab_size
+    while size - 1 in outside:
+        size -= 1
+    if size == 0:
+        raise ValueError("a softmax needs at least one known token id")
+    tp, rank = parallel.tensor_model_parallel_size, parallel.tensor_model_parallel_rank
+    width = padded_vocab_size(vocab_size, tp) // tp
+    here = sorted(token - rank * width for token in outside if token < size and token // width == rank)
+    return size, torch.tensor(here, dtype=torch.int64, device=parallel.device) if here else None
+
+
+@torch.no_grad()
+def output_row_norms(model: MegatronModel) -> Tensor:
+    """Norm of each row of a policy's output layer, float32 ``[vocab_size]`` on the host, the same on all ranks. A collective."""
+    norms: Tensor | None = None
+    parallel = model.parallel
+    if parallel.pipeline_model_parallel_rank == parallel.pipeline_model_parallel_size - 1:
+        chunk = model.chunks[-1]
+        weight = chunk.shared_embedding_or_output_weight() if chunk.share_embeddings_and_output_weights else chunk.output_layer.weight
+        mine = torch.linalg.vector_norm(weight, dim=-1, dtype=torch.float32).contiguous()
+        norms = mine.new_empty(parallel.tensor_model_parallel_size * mine.numel())
+        dist.all_gather_into_tensor(norms, mine, group=parallel.tensor_model_parallel_group)
+        norms = norms[: model.architecture.vocab_size].cpu()
+    box = [norms]
+    dist.broadcast_object_list(box, parallel.last_stage_rank, group=parallel.pipeline_model_parallel_group)
+    assert box[0] is not None
+    return box[0]
 
 
 def wrap_chunks(chunks: list[Any], *, overlap: bool = HAS_CUDA, device: torch.device | None = None) -> list[Any]:

@@ -26,6 +26,7 @@ def vocab_parallel_logprobs(
     group: dist.ProcessGroup | None = None,
     temperature: float = 1.0,
     entropy: bool = False,
+    excluded: Tensor | None = None,
     chunk_elements: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probability of each label and, if asked, the entropy of each distribution.
@@ -37,6 +38,7 @@ def vocab_parallel_logprobs(
         group: tensor-parallel group, None for a whole vocabulary.
         temperature: the distribution is softmax(logits / temperature).
         entropy: also return entropies (with a gradient of their own).
+        excluded: int64 [n], columns of this shard, below ``vocab_size``, that are outside of the softmax as well; None: none.
         chunk_elements: elements of a working chunk, by default :data:`CHUNK_ELEMENTS`.
 
     Returns:
@@ -44,7 +46,9 @@ def vocab_parallel_logprobs(
     """
     chunk_elements = chunk_elements or CHUNK_ELEMENTS.get(logits.device.type, CHUNK_ELEMENTS["cuda"])
     keep = torch.is_grad_enabled() and logits.requires_grad
-    logprobs, entropies = _VocabParallelLogprobs.apply(logits, labels, vocab_size, group, temperature, entropy, keep, chunk_elements)
+    logprobs, entropies = _VocabParallelLogprobs.apply(
+        logits, labels, vocab_size, group, temperature, entropy, excluded, keep, chunk_elements
+    )
     return logprobs, entropies if entropy else None
 
 
@@ -67,6 +71,7 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         group: Any,
         temperature: float,
         entropy: bool,
+        excluded: Tensor | None,
         keep: bool,
         chunk_elements: int,
     ) -> tuple[Tensor, Tensor]:
@@ -77,6 +82,8 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         scale, step = 1.0 / temperature, max(1, chunk_elements // max(1, local_vocab))
         label = labels - first
         owned = (label >= 0) & (label < valid)
+        if excluded is not None:
+            owned &= ~torch.isin(label, excluded)
         label = torch.where(owned, label, 0)
         softmax = None
         if keep:
@@ -88,6 +95,8 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         for begin in range(0, tokens, step) if valid else ():
             part = slice(begin, begin + step)
             chunk = _float_chunk(logits.detach()[part, :valid], scale)
+            if excluded is not None:
+                chunk = chunk.index_fill(1, excluded, _NOTHING)
             top = chunk.amax(-1)
             shifted = chunk - top[:, None]
             probabilities = torch.softmax(shifted, -1)
@@ -149,7 +158,7 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         if valid:
             rows = torch.arange(tokens, device=grad.device)
             grad[rows, label] = torch.where(owned, at_label.to(grad.dtype), grad[rows, label])
-        return grad, None, None, None, None, None, None, None
+        return grad, None, None, None, None, None, None, None, None
 
 
 _NOTHING = -1e30

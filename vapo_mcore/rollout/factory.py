@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -22,6 +24,8 @@ def build_rollout_engine(
     rank: int,
     world_size: int,
     seed: int,
+    unknown_token_ids: Sequence[int] = (),
+    stop_ids: Sequence[int] | None = None,
 ) -> RolloutEngine:
     """The engine of this rank, asleep. All ranks call this together, with the process group initialised.
 
@@ -29,20 +33,23 @@ def build_rollout_engine(
         tensor_parallel_size: ranks of a vLLM replica; replicas are contiguous ranks. A transformers replica is always one rank.
         max_model_len: longest prompt and response together, in tokens.
         seed: the same on all ranks.
+        unknown_token_ids: ids of the model that the tokenizer lacks; they are never sampled.
+        stop_ids: ids that end a response; None: the folder's stop tokens.
 
     Raises ConfigError or RolloutError when the engine cannot be had: vLLM missing, model not supported, lengths beyond the model's, a
     replica that would span nodes.
     """
+    common: dict[str, Any] = {"max_model_len": max_model_len, "unknown_token_ids": unknown_token_ids, "stop_ids": stop_ids}
     if config.engine == "vllm":
         from vapo_mcore.rollout.vllm_engine import VllmEngine
 
         replica = Replica.of_rank(rank, world_size, tensor_parallel_size)
         _require_inside_a_node(tensor_parallel_size)
-        return VllmEngine(model_path, dtype, config.vllm, replica, rank=rank, max_model_len=max_model_len, seed=seed)
+        return VllmEngine(model_path, dtype, config.vllm, replica, rank=rank, seed=seed, **common)
     from vapo_mcore.rollout.transformers_engine import TransformersEngine
 
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    return TransformersEngine(model_path, dtype, Replica.of_rank(rank, world_size, 1), max_model_len=max_model_len, device=device)
+    return TransformersEngine(model_path, dtype, Replica.of_rank(rank, world_size, 1), device=device, **common)
 
 
 def _require_inside_a_node(tensor_parallel_size: int) -> None:

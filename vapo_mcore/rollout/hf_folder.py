@@ -12,10 +12,10 @@ from vapo_mcore.config.architecture import ModelArchitecture, read_architecture
 from vapo_mcore.errors import CheckpointError, ConfigError, RolloutError
 
 
-def stop_token_ids(folder: str | Path) -> tuple[int, ...]:
+def stop_token_ids(folder: str | Path, *, required: bool = True) -> tuple[int, ...]:
     """Ids that end a response, sorted: ``eos_token_id`` of ``generation_config.json`` if it has one, else of ``config.json``.
 
-    Raises CheckpointError when neither has one: a response could then only end at the length limit.
+    Raises CheckpointError when neither has one and it is ``required``: a response could then only end at the length limit.
     """
     for name in ("generation_config.json", "config.json"):
         ids = _read_json(Path(folder) / name).get("eos_token_id")
@@ -23,6 +23,8 @@ def stop_token_ids(folder: str | Path) -> tuple[int, ...]:
             return (ids,)
         if isinstance(ids, list) and ids and all(isinstance(i, int) for i in ids):
             return tuple(sorted(set(ids)))
+    if not required:
+        return ()
     raise CheckpointError(f"{folder}: no eos_token_id in generation_config.json or config.json, so no response could ever end; add one")
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from vapo_mcore.config.schema import EnvironmentConfig
+from vapo_mcore.data.chat_template import ControlTokens, end_of_turn, turn_parts
 from vapo_mcore.environments.types import Reply, TurnRequest, with_sample_seed
 from vapo_mcore.errors import ConfigError
 from vapo_mcore.rollout.base import Generation, GenerationRequest, SamplingConfig, Trajectory, TrajectoryEnd, Turn
@@ -36,35 +37,48 @@ class Subject(Protocol):
 class ObservationFormat:
     """Tokens around an observation.
 
-    ``before`` follows a turn that ended with one of the model's stop tokens, ``before_open`` one that did not (it was ended by one of
-    ``environment.stop_tokens``): a chat template's end of turn is then still to come.
+    ``before`` follows a turn that ended with the chat template's own end of turn, ``end_of_turn`` (None: it has no token for it),
+    ``before_open`` one that another token ended: the template's end of turn is then still to come. ``control``: tokens that an
+    observation cannot write, their names in it are plain text.
     """
 
-    tokenizer: Any
+    control: ControlTokens
     before: tuple[int, ...]
     before_open: tuple[int, ...]
     after: tuple[int, ...]
+    end_of_turn: int | None
     stop_token_ids: tuple[int, ...]
     limit: int
 
     @classmethod
-    def build(cls, tokenizer: Any, settings: EnvironmentConfig, *, chat_template: bool) -> ObservationFormat:
+    def build(
+        cls, tokenizer: Any, settings: EnvironmentConfig, *, chat_template: bool, kwargs: dict[str, Any] | None = None
+    ) -> ObservationFormat:
         """From the configured text, or from the tokenizer's chat template. Raises ConfigError where the tokenizer cannot do it."""
         ended = opened = ""
+        kwargs = kwargs or {}
+        end = end_of_turn(tokenizer, kwargs) if chat_template else None
         if settings.format is not None:
             ended, _, after = settings.format.partition(_PLACE)
             opened = ended
         elif chat_template:
-            opened, after = _template_parts(tokenizer)
-            ended = opened.removeprefix(tokenizer.eos_token or "")
+            parts = turn_parts(tokenizer, kwargs)
+            if parts is None:
+                raise ConfigError(
+                    "rollout.environment.format: the tokenizer's chat template does not write a second user turn as it is; give the text "
+                    "around {observation} yourself"
+                )
+            opened, after = parts
+            ended = opened if end is None else opened.lstrip().removeprefix(end.text)
         else:
             after = ""
         encode = lambda text: tuple(tokenizer(text, add_special_tokens=False)["input_ids"]) if text else ()  # noqa: E731
         made = cls(
-            tokenizer,
+            ControlTokens.of(tokenizer, chat_template=chat_template, kwargs=kwargs),
             encode(ended),
             encode(opened),
             encode(after),
+            None if end is None else end.token_id,
             _stop_ids(tokenizer, settings.stop_tokens),
             settings.max_observation_length,
         )
@@ -79,24 +93,9 @@ class ObservationFormat:
     def encode(self, observation: str, *, open_turn: bool) -> tuple[list[int], bool]:
         """Token ids to feed, and whether the observation was cut to the limit. Names of special tokens in it are plain text."""
         before = self.before_open if open_turn else self.before
-        ids = self.tokenizer(observation, add_special_tokens=False, split_special_tokens=True)["input_ids"] if observation else []
+        ids = self.control.encode_plain(observation)
         room = self.limit - len(before) - len(self.after)
         return [*before, *ids[:room], *self.after], len(ids) > room
-
-
-def _template_parts(tokenizer: Any) -> tuple[str, str]:
-    """What the chat template writes between an assistant's text and the user's answer, and after that up to the next turn."""
-    turn, answer = "qturnq", "qanswerq"
-    messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": turn}, {"role": "user", "content": answer}]
-    text = str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
-    if text.count(turn) != 1 or text.count(answer) != 1 or text.index(turn) > text.index(answer):
-        raise ConfigError(
-            "rollout.environment.format: the tokenizer's chat template does not write a second user turn as it is; give the text around "
-            "{observation} yourself"
-        )
-    _, _, rest = text.partition(turn)
-    before, _, after = rest.partition(answer)
-    return before, after
 
 
 def _stop_ids(tokenizer: Any, tokens: Sequence[str]) -> tuple[int, ...]:
@@ -178,10 +177,9 @@ def turn_seed(seed: int, turn: int) -> int:
 class MultiTurn:
     """Plays responses against an environment. All ranks of a replica call ``play`` with the same arguments."""
 
-    def __init__(self, settings: EnvironmentConfig, observation_format: ObservationFormat, model_stop_ids: Sequence[int]) -> None:
+    def __init__(self, settings: EnvironmentConfig, observation_format: ObservationFormat) -> None:
         self.settings = settings
         self.format = observation_format
-        self.model_stop_ids = frozenset(model_stop_ids)
 
     def play(
         self,
@@ -204,7 +202,7 @@ class MultiTurn:
                 break
             generations = generate([episodes[i].next_request(sampling.max_tokens) for i in playing], sampling)
             for i, generation in zip(playing, generations, strict=True):
-                episodes[i].take(generation, self.format.tokenizer)
+                episodes[i].take(generation, self.format.control.tokenizer)
             asked = [i for i in playing if episodes[i].finish_reason == "stop"]
             replies = respond([episodes[i].turn_request(subjects[i]) for i in asked])
             last = turn == self.settings.max_turns - 1
@@ -222,7 +220,7 @@ class MultiTurn:
         if last or episode.tokens_sampled >= budget:
             episode.finish_reason = "turns" if last else "length"
             return False
-        open_turn = episode.token_ids[-1] not in self.model_stop_ids
+        open_turn = episode.token_ids[-1] != self.format.end_of_turn
         token_ids, cut = self.format.encode(text, open_turn=open_turn)
         episode.observe(token_ids, cut=cut)
         return True

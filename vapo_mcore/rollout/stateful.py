@@ -25,13 +25,23 @@ class StatefulEngine(ABC):
         replica: which replica this rank belongs to.
         parameter_shapes: HF name -> shape of every tensor that a weight sync must deliver.
         vocab_size: rows of the embedding; prompt tokens lie below it.
+        unknown_token_ids: ids below ``vocab_size`` that the tokenizer lacks: never sampled, and outside the softmax of log-probs.
         max_model_len: tokens of prompt and response together that the engine was built for.
     """
 
-    def __init__(self, replica: Replica, parameter_shapes: Mapping[str, tuple[int, ...]], *, vocab_size: int, max_model_len: int) -> None:
+    def __init__(
+        self,
+        replica: Replica,
+        parameter_shapes: Mapping[str, tuple[int, ...]],
+        *,
+        vocab_size: int,
+        max_model_len: int,
+        unknown_token_ids: Sequence[int] = (),
+    ) -> None:
         self.replica = replica
         self.parameter_shapes = dict(parameter_shapes)
         self.vocab_size = vocab_size
+        self.unknown_token_ids = tuple(unknown_token_ids)
         self.max_model_len = max_model_len
         self._state = EngineState.ASLEEP
         self._last_sync: SyncReport | None = None

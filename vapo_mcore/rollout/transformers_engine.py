@@ -30,14 +30,28 @@ class TransformersEngine(StatefulEngine):
     matrix products.
     """
 
-    def __init__(self, folder: str | Path, dtype: torch.dtype, replica: Replica, *, max_model_len: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        folder: str | Path,
+        dtype: torch.dtype,
+        replica: Replica,
+        *,
+        max_model_len: int,
+        device: torch.device,
+        unknown_token_ids: Sequence[int] = (),
+        stop_ids: Sequence[int] | None = None,
+    ) -> None:
+        """``stop_ids``: what ends a response (None: the folder's stop tokens); ``unknown_token_ids``: see StatefulEngine."""
         architecture = require_supported(folder, max_model_len)
-        self.stop_ids = torch.tensor(stop_token_ids(folder), device=device)
+        self.stop_ids = torch.tensor(stop_token_ids(folder) if stop_ids is None else stop_ids, device=device)
+        self._excluded = torch.tensor(unknown_token_ids, dtype=torch.int64, device=device)
         self.device, self.dtype = device, dtype
         self.model = _uninitialised_model(folder, dtype).to(device)
         self._parameters = dict(self.model.named_parameters())
         shapes = {name: tuple(parameter.shape) for name, parameter in self._parameters.items()}
-        super().__init__(replica, shapes, vocab_size=architecture.vocab_size, max_model_len=max_model_len)
+        super().__init__(
+            replica, shapes, vocab_size=architecture.vocab_size, max_model_len=max_model_len, unknown_token_ids=unknown_token_ids
+        )
         values_per_token = 2 * architecture.num_layers * architecture.num_key_value_heads * architecture.head_dim
         self._cached_tokens = CACHE_BYTES // (values_per_token * dtype.itemsize)
         self._sleep()
@@ -97,7 +111,7 @@ class TransformersEngine(StatefulEngine):
         lengths = limits.clone()
         stopped = torch.zeros(n, dtype=torch.bool, device=self.device)
         rows, live = torch.arange(n, device=self.device), torch.ones(n, dtype=torch.bool, device=self.device)
-        batch = _LeftPaddedBatch(self.model, [request.prompt_token_ids for request in requests], self.device)
+        batch = _LeftPaddedBatch(self.model, [request.prompt_token_ids for request in requests], self._excluded)
         for step in range(steps):
             heartbeat.alive()
             sampled, drawn_logprobs = draw(batch.logits, uniforms[rows, step], sampling)
@@ -122,12 +136,12 @@ class TransformersEngine(StatefulEngine):
 
 
 class _LeftPaddedBatch:
-    """Prompts in a model's KV cache, and the logits ``[n, vocab]`` of each row's next token."""
+    """Prompts in a model's KV cache, and the logits ``[n, vocab]`` of each row's next token, -inf for the ``excluded`` ids."""
 
-    def __init__(self, model: Any, prompts: Sequence[Sequence[int]], device: torch.device) -> None:
+    def __init__(self, model: Any, prompts: Sequence[Sequence[int]], excluded: Tensor) -> None:
         from transformers import DynamicCache
 
-        self.model = model
+        self.model, self.excluded, device = model, excluded, excluded.device
         longest = max(len(prompt) for prompt in prompts)
         ids = torch.tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts], device=device)
         self.mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
@@ -153,7 +167,7 @@ class _LeftPaddedBatch:
             use_cache=True,
             logits_to_keep=1,
         )
-        return output.logits[:, -1]
+        return output.logits[:, -1].index_fill(-1, self.excluded, float("-inf"))
 
 
 def _uninitialised_model(folder: str | Path, dtype: torch.dtype) -> Any:

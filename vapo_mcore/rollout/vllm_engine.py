@@ -40,7 +40,7 @@ from vapo_mcore.errors import ConfigError, EngineRemains, RolloutError
 from vapo_mcore.rollout.base import Generation, GenerationRequest, Replica, SamplingConfig
 from vapo_mcore.rollout.hf_folder import parameter_shapes, require_supported, stop_token_ids
 from vapo_mcore.rollout.stateful import StatefulEngine
-from vapo_mcore.rollout.vllm_parameters import holds
+from vapo_mcore.rollout.vllm_parameters import exclude_tokens, holds
 from vapo_mcore.rollout.weight_stream import listed
 
 RUN_KEY = "vapo_mcore_run"  # in vLLM's additional_config: the name of this run, for RunScopedCPUWorker
@@ -56,14 +56,27 @@ class VllmEngine(StatefulEngine):
     """
 
     def __init__(
-        self, folder: str | Path, dtype: torch.dtype, config: VllmConfig, replica: Replica, *, rank: int, max_model_len: int, seed: int
+        self,
+        folder: str | Path,
+        dtype: torch.dtype,
+        config: VllmConfig,
+        replica: Replica,
+        *,
+        rank: int,
+        max_model_len: int,
+        seed: int,
+        unknown_token_ids: Sequence[int] = (),
+        stop_ids: Sequence[int] | None = None,
     ) -> None:
+        """``stop_ids``: what ends a response (None: the folder's stop tokens); ``unknown_token_ids``: see StatefulEngine."""
         _require_installed()
         architecture = require_supported(folder, max_model_len)
-        self._stop_ids = list(stop_token_ids(folder))
+        self._stop_ids = list(stop_token_ids(folder) if stop_ids is None else stop_ids)
         shapes = parameter_shapes(folder)
         _prepare_environment(rank)
-        super().__init__(replica, shapes, vocab_size=architecture.vocab_size, max_model_len=max_model_len)
+        super().__init__(
+            replica, shapes, vocab_size=architecture.vocab_size, max_model_len=max_model_len, unknown_token_ids=unknown_token_ids
+        )
         self._arguments = _engine_arguments(folder, dtype, config, replica, max_model_len=max_model_len, seed=seed)
         self._llm: Any = None
         self._build()
@@ -75,6 +88,8 @@ class VllmEngine(StatefulEngine):
             named = {} if _HAS_CUDA else {"additional_config": {RUN_KEY: _run_key()}}
             self._llm = _start(self._arguments | named)
         _require_parameters_of(self._llm, self.parameter_shapes)
+        if self.unknown_token_ids:
+            self._llm.apply_model(lambda model: exclude_tokens(model, self.unknown_token_ids))
         _report_steps(self._llm)
         self._sleep()
 

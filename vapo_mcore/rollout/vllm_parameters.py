@@ -1,4 +1,6 @@
-"""Does vLLM hold the weights it was given? Its fused and sharded parameters against full HF tensors, value by value.
+"""vLLM's own model: does it hold the weights it was given, and which token ids it may draw.
+
+Its fused and sharded parameters are compared with full HF tensors, value by value.
 
 vLLM fuses q, k, v and gate, up into one parameter each (``packed_modules_mapping``) and cuts them over its own tensor parallelism, which
 is unlike Megatron's: whole blocks of q, k and v one after the other, key-value heads repeated where there are fewer than ranks.
@@ -6,6 +8,7 @@ is unlike Megatron's: whole blocks of q, k and v one after the other, key-value 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -56,3 +59,26 @@ def _blocks(module: Any, leaf: str, part: int, full: Tensor, parameter: Tensor) 
     if isinstance(module, RowParallelLinear) and leaf == "weight":
         return full.chunk(module.tp_size, dim=1)[module.tp_rank], parameter
     return full, parameter
+
+
+def exclude_tokens(model: nn.Module, token_ids: Sequence[int]) -> None:
+    """Set the logits of ``token_ids`` to -inf as the model computes them, before any sampling: whatever vLLM does with logits (greedy
+    or sampled, top-p, log-probs), these ids have probability 0.
+
+    One fill of a few columns a step. vLLM's ``allowed_token_ids`` would need the whole vocabulary in each request, and its
+    ``logit_bias`` is bounded.
+    """
+    if not token_ids:
+        return
+    compute: Any = model.compute_logits
+    columns = torch.tensor(sorted(token_ids), dtype=torch.int64)
+
+    def compute_logits(*arguments: Any, **options: Any) -> Tensor | None:
+        nonlocal columns
+        logits: Tensor | None = compute(*arguments, **options)
+        if logits is None:  # a rank that does not sample
+            return None
+        columns = columns.to(logits.device)
+        return logits.index_fill_(-1, columns, float("-inf"))
+
+    setattr(model, "compute_logits", compute_logits)  # noqa: B010 (a Module declares its attributes as tensors and modules)

@@ -29,10 +29,12 @@ from vapo_mcore.checkpoint.resume import (
 from vapo_mcore.checkpoint.saver import Checkpointer
 from vapo_mcore.checkpoint_files import remove_leftovers
 from vapo_mcore.collectives import all_gather_objects, broadcast_object, fail_together, lost_a_peer, world
+from vapo_mcore.config.architecture import read_architecture
 from vapo_mcore.config.loading import dump_yaml
 from vapo_mcore.config.schema import Config
-from vapo_mcore.data.prompts import PromptDataset, check_files, overlaps
-from vapo_mcore.data.tokenizer import load_tokenizer
+from vapo_mcore.data.chat_template import chat_tokenizer
+from vapo_mcore.data.prompts import PromptDataset, load_prompts, overlaps
+from vapo_mcore.data.tokenizer import unknown_token_ids
 from vapo_mcore.errors import EXIT_REQUEUE, ConfigError, DataError, RunStopped, TrainingError
 from vapo_mcore.experience.evaluator import Evaluator
 from vapo_mcore.experience.extension_checks import check_extensions
@@ -50,8 +52,8 @@ from vapo_mcore.records.trackers import check_trackers, start_trackers
 from vapo_mcore.rewards import VerifierPool, check_verifier_names
 from vapo_mcore.rollout.base import RolloutEngine
 from vapo_mcore.rollout.factory import build_rollout_engine
-from vapo_mcore.rollout.hf_folder import stop_token_ids
 from vapo_mcore.rollout.multi_turn import MultiTurn, ObservationFormat
+from vapo_mcore.rollout.stopping import described, stop_ids
 from vapo_mcore.trainer.critic_probe import CriticProbe, probe_prompts
 from vapo_mcore.trainer.loop import TrainingLoop
 from vapo_mcore.trainer.models import build_models
@@ -123,7 +125,8 @@ def train(config: Config, parallel: ParallelContext, *, clean: bool, resume: Res
             console.print(f"warning: {sentence}: its score is not that of unseen problems")
         if past is not None and resume is not None:
             _continue_data(prompts, past, restart=resume.restart_data, console=console)
-        engine = build_engine(config, parallel)
+        console.print(described(stop_ids(config, tokenizer), tokenizer))
+        engine = build_engine(config, parallel, tokenizer)
         verifiers = start_verifiers(config, engine, stack, _verifiers(prompts, held_out))
         models = build_models(config, parallel, console.print)
         if past is not None:
@@ -266,11 +269,10 @@ def _load_data(config: Config) -> tuple[Any, PromptDataset, PromptDataset | None
     Every rank reads the files: the prompts are then the same everywhere, and so is what is wrong with them.
     """
     with fail_together():
-        tokenizer = load_tokenizer(config.model.path)
+        tokenizer = chat_tokenizer(config.model.path, config.data)
         check_extensions(config, verifiers=False)  # those are loaded by the processes that grade
-        check_files(config.data)
-        train = PromptDataset(config.data, "train", tokenizer, seed=config.seed)
-        held_out = PromptDataset(config.data, "eval", tokenizer, seed=config.seed) if config.data.eval else None
+        datasets = load_prompts(config.data, tokenizer, seed=config.seed)
+        train, held_out = datasets["train"], datasets.get("eval")
         check_verifier_names(_verifiers(train, held_out))
     for dataset in (train, held_out):
         if dataset is not None and len(set(all_gather_objects(dataset.fingerprint))) > 1:
@@ -286,8 +288,11 @@ def build_multi_turn(config: Config, tokenizer: Any) -> MultiTurn | None:
     multi_turn = None
     with fail_together():
         if settings is not None:
-            observation_format = ObservationFormat.build(tokenizer, settings, chat_template=config.data.chat_template)
-            multi_turn = MultiTurn(settings, observation_format, stop_token_ids(config.model.path))
+            data = config.data
+            observation_format = ObservationFormat.build(
+                tokenizer, settings, chat_template=bool(data.chat_template), kwargs=data.chat_template_kwargs
+            )
+            multi_turn = MultiTurn(settings, observation_format)
     return multi_turn
 
 
@@ -295,7 +300,7 @@ def _verifiers(*datasets: PromptDataset | None) -> list[str]:
     return sorted({prompt.verifier for dataset in datasets if dataset is not None for prompt in dataset.items})
 
 
-def build_engine(config: Config, parallel: ParallelContext) -> RolloutEngine:
+def build_engine(config: Config, parallel: ParallelContext, tokenizer: Any) -> RolloutEngine:
     """Built before the models: a missing or unfit engine is found early, and vLLM sizes its memory on an empty device."""
     return build_rollout_engine(
         config.rollout,
@@ -306,6 +311,8 @@ def build_engine(config: Config, parallel: ParallelContext) -> RolloutEngine:
         rank=parallel.rank,
         world_size=parallel.world_size,
         seed=config.seed,
+        stop_ids=stop_ids(config, tokenizer),
+        unknown_token_ids=unknown_token_ids(tokenizer, read_architecture(config.model.path).vocab_size),
     )
 
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
+
+import torch
 
 from vapo_mcore.checkpoint.models import fill_chunks, require_intact
 from vapo_mcore.checkpoint_files import model_folder, saved_weights
 from vapo_mcore.config.architecture import ModelArchitecture, new_critic, read_architecture
 from vapo_mcore.config.schema import Config
+from vapo_mcore.data.tokenizer import load_tokenizer, unknown_token_ids
 from vapo_mcore.errors import ConfigError
-from vapo_mcore.megatron.engine import MegatronModel
+from vapo_mcore.megatron.engine import MegatronModel, output_row_norms
 from vapo_mcore.megatron.host import HAS_CUDA
 from vapo_mcore.megatron.offload import Residency
 from vapo_mcore.megatron.parallel import ParallelContext
@@ -25,6 +28,7 @@ def build_models(config: Config, parallel: ParallelContext, say: Say) -> Models:
     architecture = read_architecture(config.model.path)
     if config.model.dtype == "float32" and config.model.attention == "te":
         say("warning: model.dtype = float32 with model.attention = te: Transformer Engine multiplies float32 in TF32 (10 bits of mantissa)")
+    unknown = unknown_token_ids(load_tokenizer(config.model.path), architecture.vocab_size)
     policy = MegatronModel(
         "policy",
         architecture,
@@ -33,7 +37,10 @@ def build_models(config: Config, parallel: ParallelContext, say: Say) -> Models:
         load_weights=lambda chunks: _fill_policy(chunks, config, architecture, parallel, say),
         optimizer=config.policy.optimizer,
         warmup_updates=config.policy.optimizer.warmup_rollouts * config.batch.updates_per_step * config.policy.epochs,
+        unknown_token_ids=unknown,
     )
+    if unknown:
+        _tell_unknown(policy, unknown, say)
     residency = Residency(enabled=HAS_CUDA if config.model.offload is None else config.model.offload)
     residency.add(policy)
     reference = None
@@ -45,6 +52,22 @@ def build_models(config: Config, parallel: ParallelContext, say: Say) -> Models:
     if critic is not None:
         residency.add(critic)
     return Models(architecture, policy, critic, reference, residency)
+
+
+def _tell_unknown(policy: MegatronModel, unknown: Sequence[int], say: Say) -> None:
+    """Say how many ids are excluded, and warn where output rows of theirs are so large that sampling would have drawn them."""
+    norms = output_row_norms(policy)
+    sizes = f"{len(unknown):,} of the model's {norms.numel():,} token ids"
+    say(f"model.path: {sizes} are not in the tokenizer: never sampled, and outside the softmax of all log-probs and entropies")
+    known = torch.ones(norms.numel(), dtype=torch.bool)
+    known[list(unknown)] = False
+    typical = float(norms[known].median())
+    large = int((norms[~known] >= typical).sum())
+    if large:
+        say(
+            f"warning: {large:,} of these {len(unknown):,} ids have output rows as large as those of tokens (norm >= {typical:.3g}, the "
+            "tokens' median); a system that does not exclude them samples them, and they decode to nothing"
+        )
 
 
 def _fill_policy(chunks: list[Any], config: Config, architecture: ModelArchitecture, parallel: ParallelContext, say: Say) -> None:

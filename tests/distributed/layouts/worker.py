@@ -29,7 +29,7 @@ from vapo_mcore.config.architecture import read_architecture
 from vapo_mcore.config.schema import OptimizerConfig
 from vapo_mcore.data.microbatch import MicroBatch
 from vapo_mcore.data.thd import ThdLayout
-from vapo_mcore.megatron.engine import MegatronModel
+from vapo_mcore.megatron.engine import MegatronModel, output_row_norms
 from vapo_mcore.megatron.parallel import ParallelContext, initialize_parallel
 from vapo_mcore.weights.export import Exporter
 from vapo_mcore.weights.loader import load_hf_into
@@ -90,6 +90,7 @@ def cases(world: int) -> list[Case]:
             Case("qwen2", recompute="full"),
             Case("qwen3", recompute="selective"),
             Case(problem.MLP_HEAD),
+            *(Case(model) for model in problem.UNKNOWN_MODELS),
         ]
         return [Case(model, aggregation=kind) for model in every for kind in ("token", "sequence", "fixed_length")] + extra
     if world == 2:
@@ -105,6 +106,8 @@ def cases(world: int) -> list[Case]:
             Case("qwen3", tp=2, recompute="selective"),
             Case("qwen2", cp=2, recompute="full"),
             *(Case(problem.MLP_HEAD, **degrees) for degrees in ({"tp": 2}, {"tp": 2, "sequence_parallel": False}, {"pp": 2}, {})),
+            Case(problem.UNKNOWN_MODELS[0], tp=2),
+            Case(problem.UNKNOWN_MODELS[1], pp=2),
         ]
         return result
     if world == 4:
@@ -124,6 +127,8 @@ def cases(world: int) -> list[Case]:
             Case("qwen2", cp=4),
             Case("qwen2", pp=4),
             Case("qwen2", tp=2, cp=2, aggregation="sequence"),
+            Case(problem.UNKNOWN_MODELS[0], tp=4),
+            Case(problem.UNKNOWN_MODELS[1], tp=2, pp=2),
         ]
     return [
         Case("qwen2", tp=2, pp=2, cp=2),
@@ -174,8 +179,8 @@ class ValueTestLoss:
         return (terms * batch["token_weight"]).sum(), {}
 
 
-def token_tensors(aggregation: str, old_logprobs: list[Tensor]) -> dict[str, list[Tensor]]:
-    batch = problem.make_batch()
+def token_tensors(model: str, aggregation: str, old_logprobs: list[Tensor]) -> dict[str, list[Tensor]]:
+    batch = problem.make_batch(model)
     positives = sum(int(mask.sum()) for mask in batch["positive"])
     if aggregation == "gspo":
         batch["advantages"] = problem.sequence_advantages(batch)
@@ -239,7 +244,8 @@ def build(role: str, case: Case, folder: Path, parallel: ParallelContext) -> Meg
                     chunks[-1].output_layer.dense.bias.copy_(bias)
 
     model = SimpleNamespace(dtype=case.dtype, attention="auto", recompute=case.recompute)
-    return MegatronModel(role, architecture, model, parallel, load_weights=load, optimizer=OPTIMIZER)  # type: ignore[arg-type]
+    unknown = problem.unknown_ids(case.model)
+    return MegatronModel(role, architecture, model, parallel, load_weights=load, optimizer=OPTIMIZER, unknown_token_ids=unknown)  # type: ignore[arg-type]
 
 
 class GradientExporter(Exporter):
@@ -290,7 +296,7 @@ class Reference:
         self.data = load_file(self.path)
 
     def _make(self) -> dict[str, Tensor]:
-        batch = problem.make_batch()
+        batch = problem.make_batch(self.folder.name)
         oracle = problem.Oracle(self.folder, batch)
         logprobs, entropies = oracle.policy_outputs()
         values, last = oracle.values()
@@ -358,7 +364,7 @@ def counted_shape_exchanges() -> Iterator[list[None]]:
 def compare(case: Case, parallel: ParallelContext, reference: Reference, workdir: Path) -> dict[str, float]:
     """Differences of this rank from the right answers."""
     world = dist.get_world_size()
-    parts, batches = microbatches(case, parallel, token_tensors(case.aggregation, reference.by_row("old")))
+    parts, batches = microbatches(case, parallel, token_tensors(case.model, case.aggregation, reference.by_row("old")))
     rows = [row for part in parts for row in part]
     errors: dict[str, float] = {}
     for role in ("policy", "critic"):
@@ -383,6 +389,11 @@ def compare(case: Case, parallel: ParallelContext, reference: Reference, workdir
         expected_grads = reference.group(f"{role}.{kind}.grad.")
         found = gradients(model)
         errors[f"{role}_gradient"] = gradient_error(found, expected_grads)
+        unknown = list(problem.unknown_ids(case.model))
+        if unknown and role == "policy":
+            head = found["lm_head.weight" if "lm_head.weight" in found else "model.embed_tokens.weight"]
+            assert head[unknown].count_nonzero() == 0 and (head.norm(dim=-1) > 0).sum() == problem.VOCAB - len(unknown)
+            assert compare_norms(output_row_norms(model), reference.folder)
         if case.dtype == BF16 and (world == 1 or (world == 2 and parallel.data_parallel_size == 2)):
             errors[f"{role}_gradient_of_one_process"] = compare_gradients(found, workdir / f"{case.model}.{role}.{BF16}.safetensors")
         results = [model.train_step(batches, loss) for _ in range(2)]
@@ -392,6 +403,13 @@ def compare(case: Case, parallel: ParallelContext, reference: Reference, workdir
             path = workdir / f"{case.model}.{role}.{kind}.weights.safetensors"
             errors[f"{role}_weights_over_lr"] = compare_weights(weights(exporter), path)
     return errors
+
+
+def compare_norms(norms: Tensor, folder: Path) -> bool:
+    """Of the output layer's rows, on every rank, against the file's."""
+    tensors = load_file(folder / "model.safetensors")
+    weight = tensors.get("lm_head.weight", tensors["model.embed_tokens.weight"])
+    return torch.allclose(norms, weight.norm(dim=-1))
 
 
 def compare_weights(got: dict[str, Tensor], path: Path) -> float:

@@ -8,7 +8,7 @@ import pytest
 
 from tests.unit.data.test_prompts import TOKENIZER, data_config, source, write_jsonl
 from vapo_mcore.cli import main
-from vapo_mcore.data.check import check_data
+from vapo_mcore.data.check import check_data, render
 from vapo_mcore.data.prompts import PromptDataset, overlaps, prompt_key
 
 TRAIN: list[Any] = [
@@ -31,8 +31,16 @@ def test_the_report_counts_what_is_there(files: tuple[Path, Path]) -> None:
     config = data_config(source(files[0]), eval=[source(files[1])], max_prompt_length=11)
     report = check_data(config, TOKENIZER)
     train, held_out = report.train[0], report.eval[0]
-    assert (train.rows, train.usable, train.answers, train.overlong) == (6, 4, 3, 3)
-    assert [(fault.row, fault.field) for fault in train.faults] == [(5, "prompt"), (6, None)]
+    assert (train.rows, train.usable, train.answers, train.overlong) == (6, 1, 1, 3)
+    assert [(fault.row, fault.field) for fault in train.faults] == [(1, None), (2, None), (3, None), (5, "prompt"), (6, None)]
+    assert train.faults[0].reason.startswith("the prompt has 12 tokens, more than data.max_prompt_length = 11")
+    dropping = check_data(config.model_copy(update={"overlong_prompts": "drop"}), TOKENIZER)
+    assert [(fault.row, fault.field) for fault in dropping.train[0].faults] == [(5, "prompt"), (6, None)]
+    assert (dropping.train[0].overlong, dropping.train[0].overlong_rows) == (3, [(1, 12), (2, 13), (3, 12)])
+    assert "prompts of more than 11 tokens: 3 (row 1: 12, row 2: 13, row 3: 12)" in render(dropping, 11, None)
+    report = check_data(config.model_copy(update={"max_prompt_length": 100}), TOKENIZER)
+    train, held_out = report.train[0], report.eval[0]
+    assert (train.rows, train.usable, train.answers, train.overlong) == (6, 4, 3, 0)
     assert (train.repeated, train.contradicting, train.repeated_rows) == (2, 1, [(2, 1), (3, 1)])
     assert train.fields == {
         "prompt": {"text": 4, "null": 1},

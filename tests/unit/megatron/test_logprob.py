@@ -40,6 +40,34 @@ def test_values_and_gradients(temperature: float, entropy: bool, chunk_elements:
     assert (single.grad[:, vocab:] == 0).all()
 
 
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_excluded_columns_have_no_probability_and_no_gradient(temperature: float, dtype: torch.dtype) -> None:
+    """Some inside the vocabulary (listed) and its end (``vocab_size``), all with the largest logits of their rows."""
+    generator = torch.Generator().manual_seed(4)
+    outside = [3, 17, *range(27, 32)]
+    logits = torch.randn(9, 32, generator=generator, dtype=torch.float64) * 5
+    logits[:, outside] += 40
+    logits = logits.to(dtype).double().requires_grad_()
+    labels = torch.tensor([0, 1, 2, 4, 16, 18, 26, 5, 6])
+    masked = logits.index_fill(1, torch.tensor(outside), float("-inf"))
+    logp = torch.log_softmax(masked / temperature, -1)
+    expected, expected_entropy = logp.gather(1, labels[:, None])[:, 0], -(logp.exp() * logp.nan_to_num(neginf=0.0)).sum(-1)
+    (expected.sum() + expected_entropy.sum()).backward()
+    got_logits = logits.detach().to(dtype).requires_grad_()
+    got, entropy = vocab_parallel_logprobs(
+        got_logits, labels, vocab_size=27, temperature=temperature, entropy=True, excluded=torch.tensor([3, 17]), chunk_elements=70
+    )
+    assert entropy is not None and logits.grad is not None
+    (got.sum() + entropy.sum()).backward()
+    torch.testing.assert_close(got, expected.float(), atol=1e-5, rtol=0)
+    torch.testing.assert_close(entropy, expected_entropy.float(), atol=1e-5, rtol=0)
+    tolerance = {"atol": 1e-5, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 2e-2, "rtol": 2**-6}
+    assert got_logits.grad is not None
+    torch.testing.assert_close(got_logits.grad.double(), logits.grad, **tolerance)
+    assert (got_logits.grad[:, outside] == 0).all()
+
+
 def test_temperature_is_applied_before_the_softmax() -> None:
     """Logits 2, 0 at T = 0.5: log-prob of token 0 is -0.0181; the raw one is -0.1269 and the raw one over T -0.2538."""
     logits = torch.tensor([[2.0, 0.0]])

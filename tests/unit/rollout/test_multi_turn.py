@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
+from tokenizers import AddedToken
 
 from vapo_mcore.config.schema import EnvironmentConfig
 from vapo_mcore.environments import Observation, Reply, TurnRequest
@@ -21,7 +22,7 @@ ALPHABET = ["<pad>", "<eos>", "<call>", *"abcdefghijklmnopqrstuvwxyz:[]{}|. "]
 class Letters:
     """One token a letter; names of special tokens are one token unless they are to be split."""
 
-    eos_token = "<eos>"
+    added_tokens_decoder: ClassVar = {number: AddedToken(text, special=True) for number, text in enumerate(ALPHABET[:3])}
 
     def get_vocab(self) -> dict[str, int]:
         return {text: number for number, text in enumerate(ALPHABET)}
@@ -51,7 +52,7 @@ def play(
 ) -> Any:
     """``script[sample]``: turns that the model writes (without <eos> or <call> at the end: cut); ``replies`` by the newest turn's text."""
     config = EnvironmentConfig(name="calculator", **{"format": "[{observation}]", "max_observation_length": 8, **settings})
-    multi_turn = MultiTurn(config, ObservationFormat.build(Letters(), config, chat_template=False), [EOS])
+    multi_turn = MultiTurn(config, ObservationFormat.build(Letters(), config, chat_template=False))
     asked: list[list[GenerationRequest]] = []
 
     def generate(requests: Sequence[GenerationRequest], sampling: SamplingConfig) -> list[Generation]:

@@ -13,15 +13,19 @@ from tests.rollout_models import (
     EOS,
     MODELS,
     PROMPTS,
+    UNKNOWN,
+    VOCAB,
     change_weights,
+    exclude_from_softmax,
     greedy_of,
     in_buckets,
     load_model,
     logits_of,
     logprobs_of,
+    make_ids_likely,
     named_weights,
 )
-from vapo_mcore.rollout.base import Generation, GenerationRequest, SamplingConfig
+from vapo_mcore.rollout.base import Generation, GenerationRequest, Replica, SamplingConfig
 from vapo_mcore.rollout.seeds import sampling_seed
 from vapo_mcore.rollout.token_sampling import draw, uniform_numbers
 from vapo_mcore.rollout.transformers_engine import TransformersEngine
@@ -71,6 +75,31 @@ def test_sampled_tokens_and_logprobs(temperature: float, folder: GetFolder, read
         assert g.finish_reason == "stop" or len(g.token_ids) == how.max_tokens
     assert {g.finish_reason for g in generations} == {"stop", "length"}
     assert len({tuple(g.token_ids) for g in generations}) == len(generations)
+
+
+def test_excluded_ids_are_never_drawn(folder: GetFolder) -> None:
+    """Their head rows are likely, with and without truncation of the distribution; the oracle has them at -inf."""
+    path = folder("qwen2_tied")
+    model, plain = load_model(path), load_model(path)
+    engine = TransformersEngine(
+        path, torch.float32, Replica.of_rank(0, 1, 1), max_model_len=64, device=torch.device("cpu"), unknown_token_ids=UNKNOWN
+    )
+    for changed in (model, plain):
+        make_ids_likely(changed, UNKNOWN)
+    weights = named_weights(plain)
+    engine.wake_weights()
+    engine.update_weights(in_buckets(weights), list(weights))
+    engine.wake_kv_cache()
+    exclude_from_softmax(model, UNKNOWN)
+    generations = engine.generate(requests(4), sampling(1.0))
+    check_logprobs(model, generations, 1.0)
+    mass = [logits_of(plain, g.request.prompt_token_ids, g.token_ids).softmax(-1)[:, list(UNKNOWN)].sum(-1) for g in generations]
+    assert torch.cat(mass).mean() > 0.03
+    assert [g.token_ids for g in engine.generate(requests(), sampling(0.0))] == [greedy_of(model, prompt, 24) for prompt in PROMPTS]
+    flat = engine.generate(requests(40), sampling(2.0))
+    assert {token for g in flat for token in g.token_ids} == set(range(VOCAB)) - set(UNKNOWN)
+    cut = engine.generate(requests(8), sampling(1.0, top_p=0.9, top_k=40))
+    assert not {token for g in [*generations, *cut] for token in g.token_ids} & set(UNKNOWN)
 
 
 def test_batching_does_not_matter(folder: GetFolder, ready_engine: ReadyEngine) -> None:

@@ -47,7 +47,7 @@ def test_a_dump_comes_back_on_as_many_ranks_as_there_are(tmp_path: Path, world_s
     whole = make_batch(ROWS)
     seen: list[int] = []
     for rank in range(world_size):
-        dump = load_step(tmp_path, "rl", 12, rank=rank, world_size=world_size, vocab_size=VOCAB)
+        dump = load_step(tmp_path, "rl", 12, rank=rank, world_size=world_size, known=torch.ones(VOCAB, dtype=torch.bool))
         assert (dump.stage, dump.step, dump.rollouts, dump.counts) == ("rl", 12, 15, COUNTS)
         for name, column in vars(ROWS).items():
             found = getattr(dump.sampled.rows, name)
@@ -110,7 +110,7 @@ def test_a_damaged_dump_is_told(tmp_path: Path, damage: Callable[[Path], object]
     write(tmp_path)
     damage(step_dump.dump_folder(tmp_path, "rl", 12))
     with pytest.raises(CheckpointError, match=expected):
-        load_step(tmp_path, "rl", 12, rank=0, world_size=1, vocab_size=VOCAB)
+        load_step(tmp_path, "rl", 12, rank=0, world_size=1, known=torch.ones(VOCAB, dtype=torch.bool))
 
 
 def test_ranks_that_hold_other_rows_than_is_said_are_told(tmp_path: Path) -> None:
@@ -118,7 +118,7 @@ def test_ranks_that_hold_other_rows_than_is_said_are_told(tmp_path: Path) -> Non
     path = step_dump.dump_folder(tmp_path, "rl", 12) / "step.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"holder": [1, 0, 0, 1]}))
     with pytest.raises(CheckpointError, match=r"do not hold the rows that step.json says: it is damaged"):
-        load_step(tmp_path, "rl", 12, rank=0, world_size=2, vocab_size=VOCAB)
+        load_step(tmp_path, "rl", 12, rank=0, world_size=2, known=torch.ones(VOCAB, dtype=torch.bool))
 
 
 def test_a_dump_that_cannot_be_written_says_why(tmp_path: Path) -> None:

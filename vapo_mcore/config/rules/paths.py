@@ -65,6 +65,9 @@ def missing_paths(config: Config) -> Iterator[Fault]:
         file = reference.rpartition(":")[0]
         if is_file_reference(reference) and not os.path.isfile(file):
             yield Fault(key, f"no such file: {file!r} {here}")
+    template = config.data.chat_template
+    if isinstance(template, str) and not os.path.isfile(template):
+        yield Fault("data.chat_template", f"no such file: {template!r} {here}; give true, false or the file of a Jinja template")
     for split in ("train", "eval"):
         for index, source in enumerate(getattr(config.data, split)):
             if isinstance(source, FileSource) and not os.path.exists(source.path):

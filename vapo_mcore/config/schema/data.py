@@ -76,7 +76,9 @@ class DataConfig(Section):
     overlong_prompts: Literal["refuse", "drop"] = "refuse"  # longer ones end the start, or are dropped and counted
     deduplicate: bool = False  # training prompts whose text repeats an earlier one's are dropped and counted
     shuffle: bool = True  # each pass over a source has an order of its own; false: the file's
-    chat_template: bool = True  # the tokenizer's; false: a prompt is plain text
+    chat_template: bool | Path = True  # true: the tokenizer's; a file: this Jinja template instead; false: a prompt is plain text
+    chat_template_kwargs: dict[str, Any] = Field({})  # further variables that the template reads, as enable_thinking: false
+    control_tokens: Literal["refuse", "plain"] = "refuse"  # in a row's text (<|im_end|>): a fault of the row, or ordinary text
     system_prompt: str | None = None  # a system message before each prompt
     prompt_suffix: str = ""  # appended to each prompt
 

@@ -7,7 +7,16 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field
 
 from vapo_mcore.config.environments import environment_name_fault
-from vapo_mcore.config.schema.base import Fraction, Interval, PositiveFloat, PositiveInt, SamplingTemperature, Section, UnitFloat
+from vapo_mcore.config.schema.base import (
+    Fraction,
+    Interval,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    SamplingTemperature,
+    Section,
+    UnitFloat,
+)
 
 
 class VllmConfig(Section):
@@ -60,6 +69,8 @@ class RolloutConfig(Section):
     top_p: Fraction = 1.0  # 1.0 alone: training samples from the whole distribution
     top_k: int = -1  # -1 alone, for the same reason
     old_logprobs: Literal["recompute", "rollout"] = "recompute"  # recompute: by the trainer, in a pass of its own; rollout: the sampler's
+    # These end a response, besides the EOS tokens of model and tokenizer and the chat template's end of turn.
+    stop_token_ids: tuple[NonNegativeInt, ...] = Field(strict=False, default=())
     verify_weights: bool = False  # compare checksums of all tensors in each weight sync
     vllm: VllmConfig = VllmConfig()
     dynamic_sampling: DynamicSamplingConfig = DynamicSamplingConfig()
