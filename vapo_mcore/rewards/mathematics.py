@@ -24,6 +24,7 @@ from vapo_mcore.rewards import forms
 from vapo_mcore.rewards.extraction import answer_line, marked_answer, marked_answer_or_last_number
 from vapo_mcore.rewards.normalization import as_words, normalize_answer, units_differ, unwrap_text
 from vapo_mcore.rewards.quantities import as_union, number_of, quantities_equal
+from vapo_mcore.rewards.roundings import is_rounding
 from vapo_mcore.rewards.types import UngradableError
 
 MAX_ANSWER_LENGTH = 1000
@@ -39,12 +40,6 @@ _FRACTION = re.compile(
     r"(?P<sign>[-+]?)(?:\\[dt]?frac\{(?P<n1>-?\d{1,100})\}\{(?P<d1>-?\d{1,100})\}"
     r"|\\[dt]?frac(?P<n2>\d)(?P<d2>\d)|(?P<n3>\d{1,100})/(?P<d3>\d{1,100}))"
 )
-MIN_DECIMALS = 6
-MIN_SIGNIFICANT = 4
-"""A decimal number stands for the value that rounds to it if it has so many decimals and significant digits."""
-PRINTED_DECIMALS = 10
-PRINTED_NOISE = Fraction(1, 10**9)
-"""Relative difference that floating-point arithmetic leaves in a result of so many decimals."""
 
 
 def math(response: str, ground_truth: str, metadata: Mapping[str, Any]) -> float:
@@ -205,19 +200,6 @@ def _numbers_equal(a: _Number, b: _Number) -> bool:
 def _rounds_to(decimal: _Number, other: _Number) -> bool:
     scale = 10**decimal.places
     return is_rounding(decimal.value * scale, decimal.places, other.value * scale, other.places)
-
-
-def is_rounding(scaled: Fraction, places: int, value: Any, value_places: int = 0) -> bool:
-    """Whether a decimal with so many places, times ``10**places``, stands for ``value``, times the same.
-
-    It does if the value rounds to it (and has no fewer places itself, if it is a decimal) and it is precise enough; or if both are the
-    same to 9 digits and it has the 10 places or more that floating-point arithmetic prints.
-    """
-    apart = abs(value - scaled)
-    if places >= PRINTED_DECIMALS and apart <= PRINTED_NOISE * abs(scaled):
-        return True
-    finer = value_places == 0 or value_places > places
-    return bool(finer and places >= MIN_DECIMALS and abs(scaled) >= 10 ** (MIN_SIGNIFICANT - 1) and 2 * apart <= 1)
 
 
 _ROUNDED_WITHIN = Fraction(1, 50)

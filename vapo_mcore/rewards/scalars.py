@@ -13,7 +13,7 @@ from typing import Any
 import sympy  # type: ignore[import-untyped]
 
 from vapo_mcore.rewards.magnitude import log10_of
-from vapo_mcore.rewards.mathematics import is_rounding
+from vapo_mcore.rewards.roundings import is_rounding
 
 _DIGITS = 80
 """A difference that is zero to so many digits (below the larger of 1 and the values) is zero."""

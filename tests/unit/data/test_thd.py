@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from vapo_mcore.data.thd import ThdLayout, pad_multiples
+from vapo_mcore.megatron.host import import_megatron
 
 
 def layouts(lengths: list[int], cp: int, tp: int = 1) -> list[ThdLayout]:
@@ -180,6 +181,7 @@ class _Group:
 @pytest.mark.parametrize("cp", [1, 2, 4])
 @pytest.mark.parametrize("lengths", [[1, 2, 3, 5, 17], [6], []])
 def test_megatrons_rotary_code_sees_our_positions(lengths: list[int], cp: int) -> None:
+    import_megatron()  # imported past it, Megatron's functions would be compiled through the replacements of a later test
     from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd, _apply_rotary_pos_emb_thd
 
     for rank, layout in enumerate(layouts(lengths, cp, tp=2)):
