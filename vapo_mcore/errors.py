@@ -31,6 +31,10 @@ class CheckpointError(VapoError):
     """A model folder or a checkpoint is missing, damaged or does not match the model."""
 
 
+class RecordError(VapoError):
+    """The records of a run (metrics, samples, an evaluation's report) cannot be written: the disk is full, a quota is used up, ..."""
+
+
 class RolloutError(VapoError):
     """Generation or weight synchronisation cannot do what was asked (engine missing, wrong state, wrong names)."""
 

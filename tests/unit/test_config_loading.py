@@ -172,6 +172,18 @@ def test_overrides_of_any_depth(tmp_path: Path) -> None:
     assert (config.algorithm.policy_loss.dual_clip, config.run.tensorboard) == (None, True)
 
 
+def test_an_index_may_stand_in_brackets(tmp_path: Path) -> None:
+    added = f"{{kind: file, path: {tmp_path}/train.jsonl, name: again, verifier: exact}}"
+    config = load(tmp_path, f"data.train[1]={added}", "data.train[0].fields.prompt=question", "reward.scale.target=[0, 5]")
+    assert config == load(tmp_path, f"data.train.1={added}", "data.train.0.fields.prompt=question", "reward.scale.target=[0, 5]")
+    assert config.data.train[0].fields.prompt == "question"  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(("typed", "value"), [("007", 7), ("012", 12), ("+5", 5), ("0x1f", 31)])
+def test_numbers_are_those_of_yaml_1_2(typed: str, value: int, tmp_path: Path) -> None:
+    assert load(tmp_path, f"seed={typed}").seed == value
+
+
 def test_null_resets_what_cannot_be_null(tmp_path: Path) -> None:
     write_child(tmp_path, "critic: {epochs: 3}\nparallel: {data_parallel_size: null}\n")
     assert load_config(tmp_path / "child.yaml").critic.epochs == 3
@@ -199,7 +211,14 @@ def test_null_resets_what_cannot_be_null(tmp_path: Path) -> None:
         ("data.train.0.verifyer=x", "data.train.0.verifyer: unknown key; did you mean 'verifier'?"),
         ("data.eval.0.fields.prompt=x", "data.eval.0.fields: unknown key; known here: kind, task, name, size, seed, weight, options"),
         ("seed=1.5", "seed: 1.5 must be a whole number"),
-        ("seed='7'", "seed: '7' must be a whole number"),
+        ("seed='7'", "seed: '7' must be a whole number; text in quotes is no number: write 7"),
+        ("seed=1_000", "seed: '1_000' must be a whole number; YAML 1.2 has no '_' in numbers: write 1000"),
+        ("policy.optimizer.lr=1_0e-6", "policy.optimizer.lr: '1_0e-6' must be a number; YAML 1.2 has no '_' in numbers: write 10e-6"),
+        ("data.train[5].path=x", "data.train[5].path: '5' is not an index of a list of 1"),
+        ("data.train[x].path=x", "'data.train[x].path=x': an index in brackets must be a whole number behind a key"),
+        ("data.train[-1].path=x", "an index in brackets must be a whole number behind a key, as in data.train[0].path"),
+        ("data.train[0]path=x", "an index in brackets must be a whole number behind a key"),
+        ("[0].path=x", "an index in brackets must be a whole number behind a key"),
         ("seed=true", "seed: true must be a whole number"),
         ("policy.optimizer.lr=fast", "policy.optimizer.lr: 'fast' must be a number"),
         ("policy.optimizer.lr=.nan", "policy.optimizer.lr: nan must be"),

@@ -20,7 +20,16 @@ from vapo_mcore.config.yaml_text import format_yaml, parse_yaml, shown
         ("1.0e-6", 1e-6),
         ("-.5", -0.5),
         ("17", 17),
-        ("1_000", 1000),
+        ("1_000", "1_000"),  # YAML 1.1's, as are the other readings of the next lines
+        ("1_0.5", "1_0.5"),
+        ("012", 12),
+        ("-007", -7),
+        ("0x1f", 31),
+        ("0o17", 15),
+        ("0b11", "0b11"),
+        ("!!int '012'", 12),
+        ("!!float 3", 3.0),
+        ("-.INF", float("-inf")),
         ("null", None),
         ("~", None),
         ("", None),
@@ -52,7 +61,7 @@ def test_merge_keys_work() -> None:
 
 
 _MALFORMED = ["a: [1", "a: b: c", "\tx: 1", "a: !!python/object/apply:os.system [ls]", "a: 1\n---\nb: 2\n", "x: \x01", "a: <<: 3"]
-_WRONG_TAGS = ["a: !!timestamp x", "a: !!set {b}", "a: !!binary x", "a: !!int x", "a: !!int ''", "a: !!float ''", "a: !!bool x"]
+_WRONG_TAGS = ["a: !!timestamp x", "a: !!set {b}", "a: !!binary x", "a: !!int x", "a: !!int ''", "a: !!float ''", "a: !!bool x", "a: !!int 1_0", "a: !!int 1.5"]
 _ENDLESS = ["a: &x {b: *x}", "a: &x [[*x]]", "&x [*x]", "[" * 2000, "{a: " * 2000, "a: " + "9" * 5000]
 
 

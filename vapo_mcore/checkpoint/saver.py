@@ -157,6 +157,11 @@ class Checkpointer:
                 self._settle(self._pending)
 
     @property
+    def has_begun(self) -> bool:
+        """Whether a snapshot waits for ``commit``; no collective, the same on all ranks."""
+        return self._begun is not None
+
+    @property
     def under_way(self) -> tuple[Stage, int] | None:
         """(stage, step) of the save that has begun and is not published; no collective."""
         save = self._begun or self._pending

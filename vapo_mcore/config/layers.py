@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any
 from vapo_mcore.config.yaml_text import parse_yaml, shown
 
 Key = tuple[str, ...]
+_BRACKETED_INDEX = re.compile(r"(?<=[^.\[])\[([0-9]+)\](?=[.\[]|$)")
 
 
 @dataclass(frozen=True)
@@ -129,10 +131,14 @@ def _read_document(path: Path, faults: list[Fault]) -> dict[str, Any] | None:
 
 
 def apply_overrides(tree: Tree, overrides: Iterable[str], layer: int, faults: list[Fault]) -> None:
-    """Apply ``key.path=value`` settings with YAML values; a number in the path indexes into a list (its length appends)."""
+    """Apply ``key.path=value`` settings with YAML values; a number in the path, ``train.0`` or ``train[0]``, indexes into a list (its
+    length appends)."""
     for override in overrides:
         name, equals, text = override.partition("=")
-        key = tuple(name.strip().split("."))
+        key = tuple(_BRACKETED_INDEX.sub(r".\1", name.strip()).split("."))
+        if any(character in part for part in key for character in "[]"):
+            faults.append(Fault(repr(override), "an index in brackets must be a whole number behind a key, as in data.train[0].path"))
+            continue
         if not equals or not all(key):
             faults.append(Fault(repr(override), "an override must read key.path=value, for example batch.mini_batch_size=64"))
             continue

@@ -15,7 +15,7 @@ from vapo_mcore.config.architecture import ModelArchitecture
 from vapo_mcore.config.layers import Fault, Key, Setting, Tree, apply_overrides, dotted, nested, put, read_layers
 from vapo_mcore.config.rules import Subject, broken_rules, missing_paths, read_model
 from vapo_mcore.config.schema import Config, CustomSource, FileSource, LossTermConfig, ReasoningGymSource
-from vapo_mcore.config.yaml_text import format_yaml, shown
+from vapo_mcore.config.yaml_text import format_yaml, parse_yaml, shown
 from vapo_mcore.errors import ConfigError
 
 # Stand-ins for required keys that are missing or faulty, so that the other rules can still be checked; never used in a run.
@@ -186,7 +186,7 @@ def _message(item: Any, root: type[BaseModel]) -> str:
         given = f"kind {shown(value.get('kind'))}" if "tag" in context else "a source without kind"
         return f"{given}; kind must be {' or '.join(map(repr, _SOURCES))}"
     if kind in _EXPECTED:
-        return f"{shown(value)} must be {_EXPECTED[kind]}"
+        return f"{shown(value)} must be {_EXPECTED[kind]}{_meant_number(kind, value)}"
     if kind in _BOUNDS:
         name, sign = _BOUNDS[kind]
         bound = context[name]
@@ -200,6 +200,17 @@ def _message(item: Any, root: type[BaseModel]) -> str:
     if kind == "value_error":  # of our own validators, whose messages name the value
         return str(context["error"])
     return f"{shown(value)}: {item['msg'][0].lower()}{item['msg'][1:]}"
+
+
+def _meant_number(kind: str, value: Any) -> str:
+    """A hint where the text would be a number without its underscores or quotes."""
+    if kind not in ("int_type", "int_from_float", "float_type") or not isinstance(value, str):
+        return ""
+    number, faults = parse_yaml(value.replace("_", ""))
+    if faults or isinstance(number, bool) or not isinstance(number, int | float):
+        return ""
+    why = "YAML 1.2 has no '_' in numbers" if "_" in value else "text in quotes is no number"
+    return f"; {why}: write {value.replace('_', '')}"
 
 
 _SHARED_BACKBONE = (

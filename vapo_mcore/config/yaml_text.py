@@ -1,4 +1,5 @@
-"""YAML in and out with the scalars of YAML 1.2: ``off`` and ``no`` are strings, ``1e-6`` is a number, a date stays text.
+"""YAML in and out with the scalars of YAML 1.2's core schema: ``off``, ``no``, dates and ``1_000`` are text, ``1e-6``, ``012`` (twelve)
+and ``0x1f`` are numbers.
 
 Reading refuses duplicate keys and keys that are not strings, all of them at once, each with its line. Of explicit tags
 (``!!int``) only those of the scalars above, lists and mappings are known.
@@ -14,8 +15,8 @@ import yaml
 _SCALARS: tuple[tuple[str, str, str], ...] = (
     ("tag:yaml.org,2002:null", r"(?:~|null|Null|NULL|)", "~nN\0"),
     ("tag:yaml.org,2002:bool", r"(?:true|True|TRUE|false|False|FALSE)", "tTfF"),
-    ("tag:yaml.org,2002:int", r"[-+]?(?:0|[1-9][0-9_]*)", "-+0123456789"),
-    ("tag:yaml.org,2002:float", r"[-+]?(?:[0-9][0-9_]*(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?", "-+.0123456789"),
+    ("tag:yaml.org,2002:int", r"(?:[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+)", "-+0123456789"),
+    ("tag:yaml.org,2002:float", r"[-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?", "-+.0123456789"),
     ("tag:yaml.org,2002:float", r"(?:[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))", "-+."),
     ("tag:yaml.org,2002:merge", r"<<", "<"),
 )
@@ -30,13 +31,24 @@ def _resolvers() -> dict[str, list[tuple[str, re.Pattern[str]]]]:
     return table
 
 
+def _construct_number(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int | float:
+    """An integer or a float by its tag; PyYAML's own constructors read YAML 1.1. Raises ValueError for other text (after ``!!int``)."""
+    text = str(loader.construct_scalar(node))
+    is_float = node.tag.endswith(":float")
+    if not any(re.fullmatch(pattern, text) for tag, pattern, _ in _SCALARS if tag.endswith((":int", ":float") if is_float else ":int")):
+        raise ValueError(f"{text!r} is not a number of YAML 1.2")
+    if is_float:
+        return float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
+    return int(text, {"0o": 8, "0x": 16}.get(text[:2], 10))
+
+
 class _Loader(yaml.SafeLoader):
     yaml_implicit_resolvers = _resolvers()
-    yaml_constructors = {  # noqa: RUF012 (an instance variable to the type stubs)
+    yaml_constructors = {
         tag: constructor
         for tag, constructor in yaml.SafeLoader.yaml_constructors.items()
-        if tag is None or tag.rsplit(":", 1)[-1] in ("null", "bool", "int", "float", "str", "seq", "map")
-    }
+        if tag is None or tag.rsplit(":", 1)[-1] in ("null", "bool", "str", "seq", "map")
+    } | {"tag:yaml.org,2002:int": _construct_number, "tag:yaml.org,2002:float": _construct_number}
 
     def __init__(self, stream: str) -> None:
         super().__init__(stream)

@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from vapo_mcore.errors import RecordError
 from vapo_mcore.evaluation.intervals import Estimate
 from vapo_mcore.evaluation.statistics import Summary
 
@@ -27,7 +28,7 @@ def write_report(
 ) -> None:
     """Write ``<name>.json`` and ``<name>.md``. All but ``timing`` depends on the responses alone: a repetition gives the same bytes.
 
-    ``processes``: that took ``seconds`` together, one a GPU.
+    ``processes``: that took ``seconds`` together, one a GPU. Raises RecordError where the files cannot be written.
     """
     results = {
         "settings": dict(settings),
@@ -135,5 +136,9 @@ def _cell(value: object) -> str:
 def _replace(path: Path, text: str) -> None:
     """A reader sees the old file or the new one, never a part."""
     unfinished = path.with_name(f".{path.name}.part")
-    unfinished.write_text(text, encoding="utf-8", errors="surrogatepass")
-    os.replace(unfinished, path)
+    try:
+        unfinished.write_text(text, encoding="utf-8", errors="surrogatepass")
+        os.replace(unfinished, path)
+    except OSError as error:
+        unfinished.unlink(missing_ok=True)
+        raise RecordError(f"{path} cannot be written: {error.strerror or error}") from error

@@ -52,8 +52,9 @@ def training_sampling(config: Config) -> SamplingConfig:
 
 
 def shown_rows(rows: int, count: int) -> set[int]:
-    """``count`` row numbers spread evenly over ``rows``."""
-    return {number * rows // count for number in range(min(count, rows))} if count else set()
+    """``count`` row numbers spread evenly over ``rows``; all of them where ``count`` is larger."""
+    count = min(count, rows)
+    return {number * rows // count for number in range(count)}
 
 
 def collect(

@@ -12,6 +12,7 @@ from vapo_mcore.config.schema import Config
 from vapo_mcore.data.prompts import Prompt
 from vapo_mcore.evaluation.statistics import Summary, summarise
 from vapo_mcore.evaluation.store import ResponseStore
+from vapo_mcore.experience.collecting import shown_rows
 from vapo_mcore.experience.sampling import ResponseSampler
 from vapo_mcore.records.timing import PhaseTimer
 from vapo_mcore.rewards import GradeItem, knows_answers, stated_answer
@@ -58,8 +59,7 @@ class Evaluator:
     def run(self) -> Evaluation:
         """Evaluate with the engine's present weights; the texts of ``run.samples_per_step`` responses are kept."""
         assert self.sampler is not None
-        total, shown = len(self.prompts) * self.samples, self.config.run.samples_per_step
-        show = {number * total // shown for number in range(min(shown, total))} if shown else set()
+        show = shown_rows(len(self.prompts) * self.samples, self.config.run.samples_per_step)
         records: list[dict[str, Any]] = []
         seconds: dict[str, float] = {}
         for chunk in self.chunks(self.sampler.engine.num_replicas):

@@ -20,12 +20,14 @@ import json
 import math
 import os
 import shutil
+import tempfile
 import uuid
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from vapo_mcore.errors import CheckpointError, ConfigError
+from vapo_mcore.errors import CheckpointError, ConfigError, RecordError
 from vapo_mcore.records.dumps import dumps_folder
 from vapo_mcore.records.trackers import Trackers
 
@@ -57,7 +59,8 @@ class RunDirectory:
         self.run_id = run_id(path)
         self.samples = path / "samples"
         self.evaluations = path / "evaluations"
-        self._metrics = open(path / "metrics.jsonl", "a", encoding="utf-8")  # noqa: SIM115 (kept open for the run, closed in close())
+        # Unbuffered: what a full disk did not take must not be written later.
+        self._metrics = open(path / "metrics.jsonl", "ab", buffering=0)  # noqa: SIM115 (kept open for the run, closed in close())
         self._last_row = 0  # where the row last written begins
         self.trackers = Trackers({})  # that show the rows too
 
@@ -111,9 +114,10 @@ class RunDirectory:
         """Where the files stand, for :meth:`resume`; the rows are on the disk when this returns.
 
         ``without_last_row``: :meth:`resume` shall take the row last written away, because it will be written again.
+        Raises RecordError where the disk does not take the rows.
         """
-        self._metrics.flush()
-        os.fsync(self._metrics.fileno())
+        with _explained(self.path / "metrics.jsonl"):
+            os.fsync(self._metrics.fileno())
         written = sorted(file.relative_to(self.path).as_posix() for file in _written(self.path))
         dumps = sorted(dump.name for dump in _dumps(self.path))
         return {"metrics_bytes": self._last_row if without_last_row else self._metrics.tell(), "written": written, "dumps": dumps}
@@ -123,32 +127,57 @@ class RunDirectory:
         (self.path / "engine.json").write_text(json.dumps(settings, indent=1, default=str) + "\n", encoding="utf-8")
 
     def mark_finished(self, steps: int) -> None:
-        """The run has reached its end after so many RL steps."""
-        (self.path / _FINISHED).write_text(json.dumps({"steps": steps}) + "\n", encoding="utf-8")
+        """The run has reached its end after so many RL steps. Raises RecordError."""
+        with _explained(self.path / _FINISHED):
+            (self.path / _FINISHED).write_text(json.dumps({"steps": steps}) + "\n", encoding="utf-8")
 
     def write_metrics(self, row: Mapping[str, Any]) -> None:
-        """Append one step. Undefined and non-finite numbers become null; the latter are named under ``metrics/nonfinite``."""
+        """Append one step. Undefined and non-finite numbers become null; the latter are named under ``metrics/nonfinite``.
+
+        Raises RecordError where the row cannot be written; the file then ends with the row before.
+        """
         clean = {name: _finite_or_none(value) for name, value in row.items()}
         if self.trackers:
             clean["trackers/failed"] = self.trackers.failed
         nonfinite = [name for name, value in row.items() if clean[name] != value]  # a NaN differs from itself, and from None
         if nonfinite:
             clean["metrics/nonfinite"] = nonfinite
-        self._last_row = self._metrics.tell()
-        self._metrics.write(json.dumps(clean, allow_nan=False) + "\n")
-        self._metrics.flush()
+        start = self._metrics.tell()
+        left = (json.dumps(clean, allow_nan=False) + "\n").encode()
+        with _explained(self.path / "metrics.jsonl"):
+            try:
+                while left:
+                    left = left[self._metrics.write(left) :]
+            except OSError:
+                self._metrics.truncate(start)
+                raise
+        self._last_row = start
         self.trackers.write(clean)
 
     def write_samples(self, name: str, samples: Iterable[Mapping[str, Any]]) -> Path:
-        """Write ``samples/<name>.jsonl``, one response a line."""
+        """Write ``samples/<name>.jsonl``, one response a line. Raises RecordError, and leaves no part of the file then."""
         path = self.samples / f"{name}.jsonl"
-        with open(path, "w", encoding="utf-8") as file:
-            file.writelines(json.dumps(sample, ensure_ascii=False) + "\n" for sample in samples)
+        with _explained(path):
+            try:
+                with open(path, "w", encoding="utf-8") as file:
+                    file.writelines(json.dumps(sample, ensure_ascii=False) + "\n" for sample in samples)
+            except OSError:
+                path.unlink(missing_ok=True)
+                raise
         return path
 
     def close(self) -> None:
         self._metrics.close()
         self.trackers.close()
+
+
+@contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    """Raise RecordError for an error of the file system."""
+    try:
+        yield
+    except OSError as error:
+        raise RecordError(f"{path} cannot be written: {error.strerror or error}") from error
 
 
 def _finite_or_none(value: Any) -> Any:
@@ -217,11 +246,16 @@ def check_run_directory(path: str | Path, *, clean: bool, resume: bool = False) 
     """
     path = Path(path)
     try:
-        if path.is_symlink() or (path.exists() and not path.is_dir()):
+        places = (path, *path.absolute().parents)
+        dangling = next((place for place in places if place.is_symlink() and not place.exists()), None)
+        if dangling is not None:
+            raise ConfigError(
+                f"run.dir = {str(path)!r} cannot be made: {str(dangling)!r} is a symbolic link to {os.readlink(dangling)!r}, which does "
+                "not exist; make that directory, or give another run.dir"
+            )
+        if path.exists() and not path.is_dir():
             raise ConfigError(f"run.dir = {str(path)!r} exists and is not a directory; give another run.dir")
-        above = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
-        if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
-            raise ConfigError(f"run.dir = {str(path)!r} cannot be made: {str(above)!r} is not a directory that can be written to")
+        _check_writable(path, next(place for place in places if place.exists()))
         in_use = path.exists() and any(entry.name != LOCK_NAME for entry in path.iterdir())
         if in_use and not (path / _MARKER).is_file():
             raise ConfigError(
@@ -233,6 +267,19 @@ def check_run_directory(path: str | Path, *, clean: bool, resume: bool = False) 
         raise ConfigError(
             f"run.dir = {str(path)!r} already holds a run; give --resume to continue it, another run.dir, or --clean to delete it first"
         )
+
+
+def _check_writable(path: Path, above: Path) -> None:
+    """Raise ConfigError unless a directory can be made in ``above``, the nearest place to ``path`` that exists."""
+    if not above.is_dir():
+        raise ConfigError(f"run.dir = {str(path)!r} cannot be made: {str(above)!r} is not a directory")
+    try:
+        os.rmdir(tempfile.mkdtemp(prefix=".vapo_mcore_try_", dir=above))  # permissions do not tell: /proc, read-only mounts, root
+    except OSError as error:
+        what = "be used" if above == path else "be made"
+        raise ConfigError(
+            f"run.dir = {str(path)!r} cannot {what}: no directory can be made in {str(above)!r}: {error.strerror}; give another run.dir"
+        ) from error
 
 
 def _make_empty(path: Path) -> None:

@@ -12,7 +12,7 @@ from vapo_mcore.checkpoint.saver import Checkpointer
 from vapo_mcore.checkpoint_files import Stage, model_folder
 from vapo_mcore.collectives import fail_together
 from vapo_mcore.config.schema import Config
-from vapo_mcore.errors import EXIT_REQUEUE, CheckpointError, RolloutError, RunStopped, StepAbandoned, StepBroken
+from vapo_mcore.errors import EXIT_REQUEUE, CheckpointError, RecordError, RolloutError, RunStopped, StepAbandoned, StepBroken
 from vapo_mcore.evaluation.report import console_lines, describe, write_report
 from vapo_mcore.experience.evaluator import Evaluation, Evaluator, evaluation_settings
 from vapo_mcore.megatron.host import HAS_CUDA
@@ -61,6 +61,8 @@ class TrainingLoop:
         self.step = 0
         self.resumed = False
         self.unevaluated: dict[str, Any] | None = None  # row of the last step, whose evaluation was lost and is to be made up
+        self.unwritten: dict[str, Any] | None = None  # row of the last step, which metrics.jsonl did not take; a resumed run writes it
+        self.record_fault: str | None = None  # on rank 0: the first record that could not be written
         self._before_step: dict[str, Any] = {}
         self._steps_done = 0  # of this start
         trainer.state.register("run", self)
@@ -75,6 +77,7 @@ class TrainingLoop:
             "probes": [list(entry) for entry in self.probes],
             "pretraining": self.pretraining.state_dict(),
             "unevaluated": self.unevaluated,
+            "unwritten": self.unwritten,
             "clock": self.clock.state_dict(),
             "best": self.best.state_dict(),
         }
@@ -85,6 +88,7 @@ class TrainingLoop:
         self.probes = [(when, value) for when, value in state.get("probes", [])]  # checkpoints of earlier versions have none
         self.pretraining.load_state_dict(state["pretraining"])
         self.unevaluated = state.get("unevaluated")  # checkpoints of 0.1 have none
+        self.unwritten = state.get("unwritten")
         if "clock" in state:  # absent in checkpoints of 0.1 before it was kept
             self.clock.load_state_dict(state["clock"])
         if "best" in state:  # checkpoints of earlier versions have none
@@ -100,8 +104,13 @@ class TrainingLoop:
             metrics = self._evaluate(0)
             self._write({"step": 0, "stage": "rl"} | metrics)
             self.best.start(metrics)
+            with fail_together():  # nothing is trained yet that could be saved
+                if self.record_fault is not None:
+                    raise RecordError(self.record_fault)
         if self.unevaluated is not None:
             self._make_up_evaluation(self.unevaluated)
+        elif self.unwritten is not None:
+            self._write_again(self.unwritten)
         if self.stage == "value_pretraining":
             self._pretrain_values()
         if self.config.run.steps > 0:
@@ -109,8 +118,9 @@ class TrainingLoop:
         self.checkpointer.wait()
         if self.config.run.steps > 0 and self.config.export.at_end:
             self._export()
-        if self.run_dir is not None:
-            self.run_dir.mark_finished(self.config.run.steps)
+        with fail_together():
+            if self.run_dir is not None:
+                self.run_dir.mark_finished(self.config.run.steps)
         self._summarise()
 
     def _look_at_best_export(self) -> None:
@@ -208,10 +218,15 @@ class TrainingLoop:
                 self.checkpointer.begin("rl" if stage == "rl" else "value_pretraining", step, final=final)
 
     def _commit(self, row: dict[str, Any]) -> None:
+        """Let the save that has begun, if any, be written. Raises RecordError on all ranks where the disk does not take the rows."""
+        if not self.checkpointer.has_begun:
+            return
         state = None
-        if self.run_dir is not None:
-            files = self.run_dir.position(without_last_row=self.unevaluated is not None)
-            state = {"objects": self.trainer.state.state_dict(), "files": files, "run_id": self.run_dir.run_id}
+        with fail_together():
+            if self.run_dir is not None:
+                written_again = self.unevaluated is not None and self.unwritten is None
+                files = self.run_dir.position(without_last_row=written_again)
+                state = {"objects": self.trainer.state.state_dict(), "files": files, "run_id": self.run_dir.run_id}
         self.checkpointer.commit(state, row)
 
     def _save_now(self, row: dict[str, Any], *, final: bool = False) -> None:
@@ -251,6 +266,8 @@ class TrainingLoop:
         self.unevaluated = None
         try:
             row |= self._evaluate(row["step"])
+            if self.record_fault is not None:
+                self.unevaluated = row
             self._export_if_best(row["step"], row)
         except StepAbandoned as lost:
             self.unevaluated = row
@@ -259,9 +276,15 @@ class TrainingLoop:
 
     def _make_up_evaluation(self, row: dict[str, Any]) -> None:
         """The evaluation that the run was stopped at; metrics.jsonl is what it was before the row of that step."""
-        self.unevaluated = None
+        self.unevaluated = self.unwritten = None
         if self.evaluator is not None:
             self._evaluate_step(row)
+        self._write(row)
+        self._stop_if_asked(row)
+
+    def _write_again(self, row: dict[str, Any]) -> None:
+        """Write the row that the disk did not take before the run was stopped."""
+        self.unwritten = None
         self._write(row)
         self._stop_if_asked(row)
 
@@ -277,17 +300,21 @@ class TrainingLoop:
         for line in console_lines(evaluation.summaries):
             self.console.print(f"evaluation after step {step}: {line}; {spent}")
         if self.run_dir is not None:
-            self.run_dir.write_samples(f"eval_step_{step:04d}", evaluation.records)
-            title, settings = f"Evaluation after step {step}", evaluation_settings(self.config)
-            write_report(
-                self.run_dir.evaluations,
-                f"step_{step:04d}",
-                title,
-                settings,
-                evaluation.summaries,
-                evaluation.seconds,
-                processes=self.config.parallel.world_size,
-            )
+            try:
+                self.run_dir.write_samples(f"eval_step_{step:04d}", evaluation.records)
+                title, settings = f"Evaluation after step {step}", evaluation_settings(self.config)
+                write_report(
+                    self.run_dir.evaluations,
+                    f"step_{step:04d}",
+                    title,
+                    settings,
+                    evaluation.summaries,
+                    evaluation.seconds,
+                    processes=self.config.parallel.world_size,
+                )
+            except RecordError as error:
+                self._stop_for(error)
+                self.evaluations.pop()  # a resumed run evaluates again
         return evaluation.metrics
 
     def _record(self, outcome: StepOutcome, total: int) -> None:
@@ -295,7 +322,10 @@ class TrainingLoop:
         self._write(row)
         if self.run_dir is not None and outcome.samples:
             prefix = "step" if row["stage"] == "rl" else "value_pretraining"
-            self.run_dir.write_samples(f"{prefix}_{row['step']:04d}", outcome.samples)
+            try:
+                self.run_dir.write_samples(f"{prefix}_{row['step']:04d}", outcome.samples)
+            except RecordError as error:
+                self._stop_for(error)
         self.console.print(format_step(row, total))
         for sentence in outcome.warnings:
             self.console.print(f"warning: step {row['step']}: {sentence}")
@@ -304,7 +334,16 @@ class TrainingLoop:
     def _write(self, row: dict[str, Any]) -> None:
         row |= self.clock.metrics()
         if self.run_dir is not None:
-            self.run_dir.write_metrics(row)
+            try:
+                self.run_dir.write_metrics(row)
+            except RecordError as error:
+                self.unwritten = row
+                self._stop_for(error)
+
+    def _stop_for(self, error: RecordError) -> None:
+        """On rank 0: a record is lost; stop after this step, with a checkpoint if the disk takes one."""
+        self.record_fault = self.record_fault or str(error)
+        self.trainer.stop_requests.request(self.record_fault, exit_code=error.exit_code)
 
     def _save_critic(self) -> None:
         critic = self.trainer.models.critic

@@ -56,8 +56,13 @@ def new_folder(destination: str | Path) -> Iterator[Path]:
         temporary.rename(destination)
         _sync(destination.parent)
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise CheckpointError(f"no space left on the disk while writing {destination}; nothing was published") from error
+        reasons = {
+            errno.ENOSPC: "no space left on the disk",
+            errno.EDQUOT: "the disk quota is used up",
+            errno.EFBIG: "a file would exceed the file-size limit (ulimit -f, or the file system's)",
+        }
+        if error.errno in reasons:
+            raise CheckpointError(f"{reasons[error.errno]} while writing {destination}; nothing was published") from error
         raise CheckpointError(f"cannot write {destination}: {error}") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

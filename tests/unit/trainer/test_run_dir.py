@@ -2,11 +2,15 @@
 
 import json
 import math
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from vapo_mcore.errors import CheckpointError, ConfigError
+from tests.torchrun import ROOT
+from vapo_mcore.errors import CheckpointError, ConfigError, RecordError
 from vapo_mcore.records.run_dir import RunDirectory, check_position, check_run_directory, finished_steps
 
 
@@ -49,12 +53,92 @@ def test_clean_never_deletes_a_foreign_directory(tmp_path):
     assert (tmp_path / "thesis.tex").read_text() == "precious"
 
 
-def test_clean_does_not_follow_a_link(tmp_path):
-    create(tmp_path / "run").close()
-    (tmp_path / "link").symlink_to(tmp_path / "run")
-    with pytest.raises(ConfigError, match="not a directory"):
-        create(tmp_path / "link", clean=True)
-    assert (tmp_path / "run" / "config.yaml").is_file()
+def test_a_link_to_a_directory_is_a_directory(tmp_path):
+    """A run goes where the link points to; ``--clean`` empties that directory and leaves the link."""
+    (tmp_path / "large_disk").mkdir()
+    link = tmp_path / "run"
+    link.symlink_to(tmp_path / "large_disk")
+    create(link).close()
+    (tmp_path / "large_disk" / "metrics.jsonl").write_text("old\n")
+    with pytest.raises(ConfigError, match="already holds a run"):
+        create(link)
+    create(link, clean=True).close()
+    assert link.is_symlink()
+    assert (tmp_path / "large_disk" / "metrics.jsonl").read_text() == ""
+    (tmp_path / "large_disk" / "thesis.tex").touch()
+    (tmp_path / "large_disk" / ".vapo_mcore_run").unlink()
+    with pytest.raises(ConfigError, match="not a run of vapo-mcore"):
+        create(link, clean=True)
+
+
+@pytest.mark.parametrize("inside", ["", "/deep/run"])
+def test_a_link_to_nothing_says_so(tmp_path, inside):
+    (tmp_path / "link").symlink_to(tmp_path / "unmounted")
+    with pytest.raises(ConfigError, match=r"link' is a symbolic link to '.*unmounted', which does not exist"):
+        check_run_directory(f"{tmp_path}/link{inside}", clean=False)
+
+
+@pytest.mark.parametrize("place", ["/proc/x", "/proc/x/deep/run", "/sys/x"])
+def test_a_place_where_nobody_can_make_a_directory(place):
+    """Not even root, whom permissions stop nowhere."""
+    with pytest.raises(ConfigError, match=r"cannot be made: no directory can be made in '/(proc|sys)': "):
+        check_run_directory(place, clean=False)
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 256 kB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", folder], capture_output=True, text=True, check=False)
+    if mounted.returncode != 0:
+        pytest.skip(f"no file system can be mounted here: {mounted.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+def test_a_full_disk_leaves_whole_rows_and_no_half_samples(small_disk):
+    run = create(small_disk / "run")
+    run.write_metrics({"step": 1})
+    free = os.statvfs(small_disk)
+    (small_disk / "filler").write_bytes(b"x" * (free.f_bavail * free.f_frsize))
+    with pytest.raises(RecordError, match=r"samples/step_0001\.jsonl cannot be written: No space left on device"):
+        run.write_samples("step_0001", [{"response": "x" * 10000}])
+    assert list(run.samples.iterdir()) == []
+    with pytest.raises(RecordError, match=r"metrics\.jsonl cannot be written: No space left on device"):
+        run.write_metrics({"step": 2, "much": "x" * 10000})
+    (small_disk / "filler").unlink()
+    run.write_metrics({"step": 3})
+    assert [row["step"] for row in run.rows()] == [1, 3]
+    check_position(run.path, **run.position())
+    run.close()
+
+
+_LIMITED = """
+import json, resource, sys
+from vapo_mcore.errors import RecordError
+from vapo_mcore.records.run_dir import RunDirectory
+run = RunDirectory.create(sys.argv[1], clean=False, config_yaml="")
+run.write_metrics({"step": 1})
+resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+for write in (lambda: run.write_metrics({"step": 2, "much": "x" * 5000}), lambda: run.write_samples("s", [{"response": "x" * 50000}])):
+    try:
+        write()
+    except RecordError as error:
+        print(error)
+run.write_metrics({"step": 3})
+print(json.dumps([row["step"] for row in run.rows()]))
+"""
+
+
+def test_a_file_size_limit_is_called_one(tmp_path):
+    """In a process of its own; what the limit cut off is taken back."""
+    out = subprocess.run([sys.executable, "-c", _LIMITED, tmp_path / "run"], capture_output=True, text=True, check=True, cwd=ROOT).stdout
+    metrics, samples, rows = out.splitlines()
+    assert metrics.endswith("metrics.jsonl cannot be written: File too large")
+    assert samples.endswith("samples/s.jsonl cannot be written: File too large")
+    assert rows == "[1, 3]"
+    assert list((tmp_path / "run" / "samples").iterdir()) == []
 
 
 def test_an_unwritable_place_is_one_message(tmp_path):

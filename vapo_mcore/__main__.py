@@ -1,0 +1,8 @@
+"""``python -m vapo_mcore COMMAND``: the same as ``vapo-mcore COMMAND``."""
+
+import sys
+
+from vapo_mcore.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())
