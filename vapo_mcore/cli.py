@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from vapo_mcore import __version__
 from vapo_mcore.errors import ConfigError, VapoError
+from vapo_mcore.interrupts import EXIT_INTERRUPTED, importing, tell_interrupted
 
 if TYPE_CHECKING:
     from vapo_mcore.config.schema import Config
@@ -22,59 +23,92 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code: 0 done, 2 an error of the user's that was explained, 75 stopped by a signal with a
     checkpoint to resume from, 130 interrupted."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if "RANK" in os.environ:
+        from vapo_mcore.launch import ranks
+
+        ranks.end_with_launcher()
+        ranks.SIBLINGS.start()
     try:
-        options = _parse(arguments)
-        if options.command in ("train", "eval", "replay-step"):
-            from vapo_mcore.launch.allocator import prepare_allocator
-
-            prepare_allocator(os.environ)
-        if options.command == "config":
-            return _config(options)
-        if options.command == "convert":
-            from vapo_mcore.weights import command
-
-            return command.run(options)
-        if options.command == "plan":
-            from vapo_mcore.planning import command as plan
-
-            return plan.run(options)
-        if options.command == "launch":
-            from vapo_mcore.launch import command as launch
-
-            return launch.run(options)
-        if options.command == "data":
-            from vapo_mcore.data import command as data_command
-
-            return data_command.run(options)
-        if options.command == "eval":
-            from vapo_mcore.commands import evaluate_command as evaluation
-
-            return evaluation.run(options, arguments, _load_on_every_rank)
-        if options.command == "replay-step":
-            from vapo_mcore.commands import replay_command
-
-            return replay_command.run(options, arguments, _load_on_every_rank)
-        if options.command == "watch":
-            from vapo_mcore.watch import command as watch
-
-            return watch.run(options)
-        if options.command == "doctor":
-            from vapo_mcore.doctor import command as doctor
-
-            return doctor.run(options)
-        if options.command == "report":
-            from vapo_mcore.report import command as report
-
-            return report.run(options)
-        return _train(options, arguments)
+        try:
+            code = _run(_parse(arguments), arguments)
+        finally:
+            sys.stdout.flush()  # here rather than at the end of the interpreter, where a fault cannot be told
+        return code
     except VapoError as error:
         _report(str(error), error.exit_code)
         return error.exit_code
     except KeyboardInterrupt:
-        return 130
+        tell_interrupted()
+        return EXIT_INTERRUPTED
     except BrokenPipeError:  # the reader of our output is gone, for example ``| head``
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         return 141
+    except OSError as error:
+        if not _output_is_at_fault(error):
+            raise
+        _drop_output()
+        _report(f"the output cannot be written: {error.strerror}", 2)
+        return 2
+
+
+def _run(options: argparse.Namespace, arguments: list[str]) -> int:
+    if options.command in ("train", "eval", "replay-step"):
+        from vapo_mcore.launch.allocator import prepare_allocator
+
+        prepare_allocator(os.environ)
+    if options.command == "config":
+        return _config(options)
+    if options.command == "convert":
+        from vapo_mcore.weights import command
+
+        return command.run(options)
+    if options.command == "plan":
+        from vapo_mcore.planning import command as plan
+
+        return plan.run(options)
+    if options.command == "launch":
+        from vapo_mcore.launch import command as launch
+
+        return launch.run(options)
+    if options.command == "data":
+        from vapo_mcore.data import command as data_command
+
+        return data_command.run(options)
+    if options.command == "eval":
+        from vapo_mcore.commands import evaluate_command as evaluation
+
+        return evaluation.run(options, arguments, _load_on_every_rank)
+    if options.command == "replay-step":
+        from vapo_mcore.commands import replay_command
+
+        return replay_command.run(options, arguments, _load_on_every_rank)
+    if options.command == "watch":
+        from vapo_mcore.watch import command as watch
+
+        return watch.run(options)
+    if options.command == "doctor":
+        from vapo_mcore.doctor import command as doctor
+
+        return doctor.run(options)
+    if options.command == "report":
+        from vapo_mcore.report import command as report
+
+        return report.run(options)
+    return _train(options, arguments)
+
+
+def _output_is_at_fault(error: OSError) -> bool:
+    """Whether ``error`` is that of writing to stdout (``> /dev/full``), whose buffer then still cannot be emptied."""
+    try:
+        sys.stdout.flush()
+    except OSError as again:
+        return again.errno == error.errno
+    return False
+
+
+def _drop_output() -> None:
+    """Have what is left in stdout's buffer go nowhere when the interpreter ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
@@ -182,8 +216,9 @@ def _train(options: argparse.Namespace, arguments: list[str]) -> int:
             return local.launch("vapo_mcore.cli", arguments, config.parallel.world_size)
         local.become_single_process()
 
-    from vapo_mcore.checkpoint.resume import ResumeOptions
-    from vapo_mcore.trainer.main import run_training
+    with importing():
+        from vapo_mcore.checkpoint.resume import ResumeOptions
+        from vapo_mcore.trainer.main import run_training
 
     resume = ResumeOptions(options.resume_from, options.allow_config_change, options.restart_data) if options.resume else None
     return run_training(config, clean=options.clean, resume=resume)

@@ -6,11 +6,16 @@ import sys
 import time
 from pathlib import Path
 
-from vapo_mcore.launch.local import become_stoppable, report_error
+from vapo_mcore.launch.local import become_stoppable, hand_exit_code, report_error
+from vapo_mcore.launch.ranks import SiblingWatch, end_with_launcher
 
 
 def main(how: str, folder: Path) -> int:
     rank = int(os.environ["RANK"])
+    end_with_launcher()
+    if how in ("leave", "finish"):
+        watch = SiblingWatch(look_seconds=0.2, grace_seconds=1.5)
+        watch.start()
     if how == "stop":
         signal.signal(signal.SIGUSR1, _stop)
         become_stoppable()
@@ -28,6 +33,16 @@ def main(how: str, folder: Path) -> int:
         os.kill(os.getpid(), signal.SIGKILL)
     if how == "exit_3":
         return 3
+    if how == "exit_3_alone" and rank == 1:
+        return 3
+    if how == "judge":
+        return hand_exit_code(2)
+    if how == "leave" and rank == 1:
+        return 0
+    if how == "finish":
+        watch.stop()
+        time.sleep(4.0 * rank)
+        return 0
     if how != "fine":
         time.sleep(120)
     return 0

@@ -9,12 +9,13 @@ from pathlib import Path
 from tests.torchrun import run_bounded
 from tests.training_setup import write_setup
 
+NODE = [sys.executable, "-m", "vapo_mcore.launch.node"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d", "--local-addr", "127.0.0.1"]
 
 
 def test_two_ranks(tmp_path: Path) -> None:
     recipe = write_setup(tmp_path) / "base.yaml"
-    command = [*TORCHRUN, "--rdzv-endpoint", "localhost:0", "-m", "vapo_mcore.cli", "doctor", str(recipe), "--seconds", "100"]
+    command = [*NODE, *TORCHRUN, "--rdzv-endpoint", "localhost:0", "-m", "vapo_mcore.cli", "doctor", str(recipe), "--seconds", "100"]
     result = run_bounded([*command, "parallel.world_size=2"], timeout=400)
     rows = dict(re.findall(r"^(\S.*?)  +(ok  |warn|FAIL)  .*$", result.stdout, re.MULTILINE))
     for check in ("versions", "devices", "host memory", "input files", "ranks", "clocks", "shared files", "all-reduce (gloo)"):

@@ -61,7 +61,17 @@ def test_merge_keys_work() -> None:
 
 
 _MALFORMED = ["a: [1", "a: b: c", "\tx: 1", "a: !!python/object/apply:os.system [ls]", "a: 1\n---\nb: 2\n", "x: \x01", "a: <<: 3"]
-_WRONG_TAGS = ["a: !!timestamp x", "a: !!set {b}", "a: !!binary x", "a: !!int x", "a: !!int ''", "a: !!float ''", "a: !!bool x", "a: !!int 1_0", "a: !!int 1.5"]
+_WRONG_TAGS = [
+    "a: !!timestamp x",
+    "a: !!set {b}",
+    "a: !!binary x",
+    "a: !!int x",
+    "a: !!int ''",
+    "a: !!float ''",
+    "a: !!bool x",
+    "a: !!int 1_0",
+    "a: !!int 1.5",
+]
 _ENDLESS = ["a: &x {b: *x}", "a: &x [[*x]]", "&x [*x]", "[" * 2000, "{a: " * 2000, "a: " + "9" * 5000]
 
 

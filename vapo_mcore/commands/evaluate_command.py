@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from vapo_mcore.errors import ConfigError, VapoError
+from vapo_mcore.interrupts import importing
 
 if TYPE_CHECKING:
     from vapo_mcore.config.schema import Config
@@ -44,7 +45,8 @@ def run(options: argparse.Namespace, arguments: list[str], load: Callable[[argpa
             return local.launch("vapo_mcore.cli", arguments, config.parallel.world_size)
         local.become_single_process()
 
-    from vapo_mcore.commands.evaluate import run_evaluation
+    with importing():
+        from vapo_mcore.commands.evaluate import run_evaluation
 
     return run_evaluation(config, checkpoint, output, clean=options.clean)
 

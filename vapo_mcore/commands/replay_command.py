@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vapo_mcore.errors import ConfigError
+from vapo_mcore.interrupts import importing
 
 if TYPE_CHECKING:
     from vapo_mcore.config.schema import Config
@@ -65,6 +66,7 @@ def run(options: argparse.Namespace, arguments: list[str], load: Callable[[argpa
             return local.launch("vapo_mcore.cli", arguments, config.parallel.world_size)
         local.become_single_process()
 
-    from vapo_mcore.commands.replay import run_replay
+    with importing():
+        from vapo_mcore.commands.replay import run_replay
 
     return run_replay(config, replay)

@@ -38,10 +38,11 @@ def run(options: argparse.Namespace) -> int:
     from vapo_mcore.config import load_config
 
     config = load_config(options.file, options.overrides, check_paths=False) if options.file else None
-    from vapo_mcore.launch.local import under_torchrun
+    from vapo_mcore.launch.local import hand_exit_code, under_torchrun
 
     code = _with_ranks(config, options.seconds) if under_torchrun() else _alone(config, options.seconds)
-    return 0 if code == 1 and options.accept_warnings else code
+    code = 0 if code == 1 and options.accept_warnings else code
+    return hand_exit_code(code) if under_torchrun() else code
 
 
 def _alone(config: Config | None, seconds: float) -> int:

@@ -20,10 +20,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vapo_mcore.errors import EXIT_HANG, EXIT_REQUEUE
+from vapo_mcore.interrupts import importing, tell_interrupted
 
 ERRORS_VARIABLE = "VAPO_MCORE_ERRORS"  # folder for the workers' error messages, set by the launcher
+LAUNCHER_VARIABLE = "VAPO_MCORE_LAUNCHER"  # process id of the launcher, for its workers
 _WAIT_FOR_OTHERS_SECONDS = 2.0
-_SECONDS_BEFORE_KILL = 30  # that the agent leaves the other workers after SIGTERM, once one has failed; torch's default
+SECONDS_BEFORE_KILL = 30.0  # that the agent leaves the other workers after SIGTERM, once one has failed; torch's default
 _PASSED_ON = (signal.SIGTERM, signal.SIGUSR1)
 _STOPPABLE = "stoppable_"  # file of the folder, with the worker's process id
 
@@ -46,11 +48,12 @@ def launch(module: str, arguments: list[str], processes: int) -> int:
 
     SIGTERM and SIGUSR1 are passed on to workers that train, which then save and end by themselves, however long it takes; their exit
     code is the result. Before that, and with other signals, the workers are ended (within 30 s) and the result is 128 + signal. One
-    failed worker ends the others; its exit code is the result.
+    failed worker ends the others; its exit code is the result. Workers end with the launcher, however it ends (launch/ranks.py).
     """
-    from torch.distributed.elastic.multiprocessing import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+    with importing():
+        from torch.distributed.elastic.multiprocessing import SignalException
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+        from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # its reports repeat what the workers say
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
@@ -67,6 +70,7 @@ def launch(module: str, arguments: list[str], processes: int) -> int:
     )
     with tempfile.TemporaryDirectory(prefix="vapo_mcore_errors_") as folder:
         os.environ[ERRORS_VARIABLE] = folder
+        os.environ[LAUNCHER_VARIABLE] = str(os.getpid())
         try:
             _pass_signals_on(Path(folder), processes)
             elastic_launch(config, sys.executable)("-u", "-m", module, *arguments)
@@ -75,11 +79,14 @@ def launch(module: str, arguments: list[str], processes: int) -> int:
             exits = {rank: (failure.exitcode, failure.timestamp - first) for rank, failure in error.failures.items()}
             return _report(Path(folder), exits, processes)
         except SignalException as stopped:
+            if stopped.sigval == signal.SIGINT:
+                tell_interrupted()
             return 128 + int(stopped.sigval)
         finally:
             for number in _PASSED_ON:
                 signal.signal(number, signal.SIG_DFL)
-            os.environ.pop(ERRORS_VARIABLE, None)
+            for name in (ERRORS_VARIABLE, LAUNCHER_VARIABLE):
+                os.environ.pop(name, None)
     return 0
 
 
@@ -117,22 +124,27 @@ def _report(folder: Path, exits: dict[int, tuple[int, int]], processes: int) -> 
     failed has -SIGTERM, or -SIGKILL if it did not listen: it is named only when nothing else failed. That the run hung outweighs the
     codes of the ranks that were ended with it, and whatever went wrong outweighs a stop in good order.
     """
-    print_errors(read_errors(folder), processes)
+    told = read_errors(folder)
+    print_errors(told, processes)
     collateral = {
         rank
         for rank, (code, later) in exits.items()
-        if code == -signal.SIGTERM or (code == -signal.SIGKILL and later >= _SECONDS_BEFORE_KILL / 2)
+        if code == -signal.SIGTERM or (code == -signal.SIGKILL and later >= SECONDS_BEFORE_KILL / 2)
     }
     failed = {rank: code for rank, (code, _) in sorted(exits.items()) if rank not in collateral or len(collateral) == len(exits)}
-    for rank, code in failed.items():
-        if code < 0:
-            print(f"error: the process of rank {rank} was ended by signal {signal.Signals(-code).name}", file=sys.stderr)
+    for code in dict.fromkeys(failed.values()):
+        silent = [str(rank) for rank, other in failed.items() if other == code and rank not in told]
+        if silent:
+            whose = f"process of rank {silent[0]}" if len(silent) == 1 else f"processes of ranks {', '.join(silent)}"
+            was = "was" if len(silent) == 1 else "were"
+            how = f"ended with exit code {code}" if code > 0 else f"{was} ended by signal {signal.Signals(-code).name}"
+            print(f"error: the {whose} {how}", file=sys.stderr)
     return exit_code_of(failed.values())
 
 
 @dataclass(frozen=True)
 class WorkerError:
-    """What one rank ended with."""
+    """What one rank ended with; the message is empty where it has told the user itself."""
 
     message: str
     exit_code: int
@@ -164,7 +176,7 @@ def _weight(code: int) -> tuple[int, int]:
 
 def print_errors(errors: dict[int, WorkerError], processes: int) -> None:
     """One line for what all ranks say, else one for each message with the ranks that said it."""
-    for error in dict.fromkeys(errors[rank] for rank in sorted(errors)):
+    for error in dict.fromkeys(errors[rank] for rank in sorted(errors) if errors[rank].message):
         ranks = [rank for rank, other in sorted(errors.items()) if other == error]
         same_everywhere = len(ranks) == processes
         where = "" if same_everywhere else f" (rank {', '.join(map(str, ranks))})"
@@ -184,10 +196,27 @@ def report_error(message: str, exit_code: int = 2) -> None:
         where = f" (rank {rank})" if rank else ""
         print(f"{_label(exit_code)}{where}: {message}", file=sys.stderr, flush=True)
         return
-    unfinished = Path(folder) / f".{rank}"
-    unfinished.write_text(f"{exit_code}\n{message}", encoding="utf-8")
-    unfinished.rename(Path(folder) / str(rank))
+    _leave(Path(folder), rank, WorkerError(message, exit_code))
     # The agent ends the other workers as soon as one is gone: those with the same error get time to say so.
     deadline = time.monotonic() + _WAIT_FOR_OTHERS_SECONDS
     while sum(path.name.isdigit() for path in Path(folder).iterdir()) < processes and time.monotonic() < deadline:
         time.sleep(0.05)
+
+
+def hand_exit_code(code: int) -> int:
+    """The exit code for this rank of a command whose ranks all have the result ``code`` and have told it.
+
+    torchrun makes 1 of every code and prints a traceback for it. Where a launcher of ours collects the ranks' codes, it gets ``code``, and
+    torchrun 0.
+    """
+    folder = os.environ.get(ERRORS_VARIABLE)
+    if code == 0 or folder is None or not Path(folder).is_dir():
+        return code
+    _leave(Path(folder), int(os.environ["RANK"]), WorkerError("", code))
+    return 0
+
+
+def _leave(folder: Path, rank: int, error: WorkerError) -> None:
+    unfinished = folder / f".{rank}"
+    unfinished.write_text(f"{error.exit_code}\n{error.message}", encoding="utf-8")
+    unfinished.rename(folder / str(rank))

@@ -21,6 +21,7 @@ from types import FrameType
 
 from vapo_mcore.errors import EXIT_REQUEUE
 from vapo_mcore.launch.local import ERRORS_VARIABLE, exit_code_of, print_errors, read_errors, stoppable_workers
+from vapo_mcore.launch.ranks import ranks_below
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -59,30 +60,15 @@ def _run(command: list[str], directory: Path | None, folder: Path) -> int:
     for number in (signal.SIGUSR1, signal.SIGTERM):
         signal.signal(number, pass_on)
     code = process.wait()
-    if code == 0:
-        return 0
     errors = read_errors(folder)
+    if code == 0 and not errors:
+        return 0
     print_errors(errors, len(errors))
     if errors:
         return exit_code_of(error.exit_code for error in errors.values())
     if asked:
         return EXIT_REQUEUE if asked[0] == signal.SIGUSR1 else 128 + asked[0]
     return code if code > 0 else 128 - code
-
-
-def ranks_below(agent: int) -> list[int]:
-    """Ids of the processes that torchrun (process ``agent``) has started as ranks."""
-    ranks = []
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
-        try:
-            parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-            if parent == agent and b"\0LOCAL_RANK=" in b"\0" + (entry / "environ").read_bytes():
-                ranks.append(int(entry.name))
-        except OSError:  # it has ended, or is not ours
-            continue
-    return ranks
 
 
 def _send(process: int, number: int) -> None:

@@ -37,6 +37,7 @@ from vapo_mcore.collectives import all_gather_objects
 from vapo_mcore.config.schema import VllmConfig
 from vapo_mcore.config.schema.rollout import runs_eagerly
 from vapo_mcore.errors import ConfigError, EngineRemains, RolloutError
+from vapo_mcore.interrupts import importing
 from vapo_mcore.rollout.base import Generation, GenerationRequest, Replica, SamplingConfig
 from vapo_mcore.rollout.hf_folder import parameter_shapes, require_supported, stop_token_ids
 from vapo_mcore.rollout.stateful import StatefulEngine
@@ -280,7 +281,8 @@ def _run_key() -> str:
 
 def _start(arguments: dict[str, Any]) -> Any:
     try:
-        from vllm import LLM
+        with importing():
+            from vllm import LLM
     except ImportError as error:
         raise RolloutError(f"vLLM is installed but cannot be imported: {error}; repair it or set rollout.engine: transformers") from error
     _let_modules_be_scanned()

@@ -40,6 +40,7 @@ from vapo_mcore.experience.evaluator import Evaluator
 from vapo_mcore.experience.extension_checks import check_extensions
 from vapo_mcore.experience.sampling import ResponseSampler
 from vapo_mcore.launch.local import become_stoppable
+from vapo_mcore.launch.ranks import SIBLINGS
 from vapo_mcore.launch.watchdog import Watchdog
 from vapo_mcore.megatron.host import HAS_CUDA
 from vapo_mcore.megatron.model import DTYPES
@@ -88,6 +89,7 @@ def ending_together() -> Iterator[None]:
         except RunStopped as request:
             stopped = request
         dist.barrier()
+        SIBLINGS.stop()
     except RuntimeError as error:
         if not lost_a_peer(error):
             raise
