@@ -138,6 +138,12 @@ def list_checkpoints(run_dir: str | Path) -> list[Path]:
     return sorted((path for path in folder.iterdir() if path.is_dir() and _NAME.fullmatch(path.name)), key=lambda path: order(path.name))
 
 
+def require_named(run_dir: str | Path, name: str, found: Sequence[str]) -> None:
+    """Raise CheckpointError unless ``name`` is among ``found``, the names of the run's checkpoints."""
+    if name not in found:
+        raise CheckpointError(f"{checkpoints_folder(run_dir)} has no checkpoint {name!r}; there are: {', '.join(found) or 'none'}")
+
+
 def incomplete(run_dir: str | Path, name: str) -> Path:
     """Where a checkpoint is written before it is published."""
     return checkpoints_folder(run_dir) / f"{_INCOMPLETE}{name}"

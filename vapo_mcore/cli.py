@@ -98,9 +98,12 @@ def _run(options: argparse.Namespace, arguments: list[str]) -> int:
 
 
 def _output_is_at_fault(error: OSError) -> bool:
-    """Whether ``error`` is that of writing to stdout (``> /dev/full``), whose buffer then still cannot be emptied."""
+    """Whether ``error`` is that of writing to stdout (``> /dev/full``): then writing to it fails again."""
+    if error.filename is not None:
+        return False
     try:
         sys.stdout.flush()
+        os.write(sys.stdout.fileno(), b"\n")
     except OSError as again:
         return again.errno == error.errno
     return False
@@ -207,7 +210,7 @@ def _train(options: argparse.Namespace, arguments: list[str]) -> int:
     if options.resume and options.resume_from is None and _is_finished(config):
         return 0
     if options.dry_run or not local.under_torchrun():
-        _check_files(config, clean=options.clean, resume=options.resume)
+        _check_files(config, options)
         if options.dry_run:
             if os.environ.get("RANK", "0") == "0":
                 print(_plan(config), flush=True)
@@ -236,7 +239,7 @@ def _is_finished(config: Config) -> bool:
     return True
 
 
-def _check_files(config: Config, *, clean: bool, resume: bool) -> None:
+def _check_files(config: Config, options: argparse.Namespace) -> None:
     """Check the run directory, all rows of the data, and the headers of the weights. Raises one ConfigError for all that is wrong."""
     from vapo_mcore.checkpoint_files import saved_weights
     from vapo_mcore.config.architecture import read_architecture
@@ -249,7 +252,7 @@ def _check_files(config: Config, *, clean: bool, resume: bool) -> None:
     from vapo_mcore.weights.loader import check_folder
 
     checks: list[tuple[str, Callable[[], None]]] = [
-        ("", lambda: check_run_directory(config.run.dir, clean=clean, resume=resume)),
+        ("", lambda: check_run_directory(config.run.dir, clean=options.clean, resume=options.resume)),
         ("", lambda: check_trackers(config.run)),
         ("", lambda: check_extensions(config)),
         ("", lambda: check_prompts(config.data, lambda: chat_tokenizer(config.model.path, config.data))),
@@ -257,6 +260,8 @@ def _check_files(config: Config, *, clean: bool, resume: bool) -> None:
     ]
     if config.model.offload:  # with null, which means "with CUDA", every node checks itself when its processes start
         checks.append(("", lambda: check_host_memory(config, processes=config.parallel.world_size, cuda=False)))
+    if options.resume:
+        checks.append(("", lambda: _check_resume(config, options.resume_from, allow_change=options.allow_config_change)))
     critic = config.critic.path if config.uses_critic else None
     if critic is not None and saved_weights(critic, "critic") is None:
         checks.append(("critic.path: ", lambda: check_folder(critic, read_architecture(critic), role="critic")))
@@ -268,6 +273,26 @@ def _check_files(config: Config, *, clean: bool, resume: bool) -> None:
             faults.append(f"{where}{error}")
     if faults:
         raise ConfigError("\n".join(faults))
+
+
+def _check_resume(config: Config, name: str | None, *, allow_change: bool) -> None:
+    """Raise VapoError where no checkpoint of the run (or not the named one) can be continued with ``config``. Their files are not read."""
+    from vapo_mcore.checkpoint.changes import compare_configs
+    from vapo_mcore.checkpoint_files import list_checkpoints, require_named
+
+    found = list_checkpoints(config.run.dir)
+    if name is not None:
+        require_named(config.run.dir, name, [path.name for path in found])
+        found = [path for path in found if path.name == name]
+    refusal: VapoError | None = None
+    for path in found:  # the last, that of the newest, is told
+        try:
+            compare_configs(config, path, allow=allow_change, say=lambda _: None)
+            return
+        except VapoError as error:
+            refusal = error
+    if refusal is not None:
+        raise refusal
 
 
 def _load_on_every_rank(options: argparse.Namespace, settings: Sequence[str] = ()) -> Config:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from tests.training_setup import read_metrics, training_config, write_setup
 from vapo_mcore.checkpoint.resume import ResumeOptions
 from vapo_mcore.checkpoint.saver import Checkpointer
 from vapo_mcore.checkpoint_files import Manifest, list_checkpoints
-from vapo_mcore.errors import EXIT_REQUEUE, CheckpointError, ConfigError, RunStopped, StepAbandoned, StepBroken
+from vapo_mcore.errors import EXIT_REQUEUE, CheckpointError, ConfigError, RecordError, RunStopped, StepAbandoned, StepBroken
 from vapo_mcore.experience.evaluator import Evaluation, Evaluator
 from vapo_mcore.megatron.parallel import initialize_parallel
 from vapo_mcore.trainer.main import train
@@ -200,3 +202,54 @@ def test_data_that_is_exhausted_stops_with_a_checkpoint(folder: Path) -> None:
     run(folder, "exhausted", ResumeOptions(allow_config_change=True), rarely, go_on)
     run(folder, "trained", None, rarely, go_on)
     assert rows(folder / "exhausted") == rows(folder / "trained")
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 64 MB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", folder], capture_output=True, text=True, check=False)
+    if mounted.returncode != 0:
+        pytest.skip(f"no file system can be mounted here: {mounted.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+@pytest.mark.parametrize("elsewhere", [True, False], ids=["checkpoints_on_another_disk", "one_disk"])
+def test_a_full_disk_stops_the_run_and_a_resume_goes_on(
+    elsewhere: bool, folder: Path, whole: Path, small_disk: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Metrics and samples of step 1 cannot be written; its checkpoint can where ``checkpoints`` is on a disk with room."""
+    original, filler = StepRunner.rl_step, small_disk / "filler"
+
+    def filling(self: StepRunner, number: int) -> StepOutcome:
+        outcome = original(self, number)
+        with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+            while file.write(b"x" * 4096):
+                pass
+        return outcome
+
+    run_dir, settings = f"run.dir={small_disk}/run", "checkpoint={every_minutes: 0, every_steps: 0}"
+    pretrain = StepRunner.value_pretraining_step
+
+    def begins(self: StepRunner, number: int) -> StepOutcome:
+        if elsewhere:
+            (tmp_path / "large").mkdir()
+            (small_disk / "run" / "checkpoints").symlink_to(tmp_path / "large")
+        return pretrain(self, number)
+
+    patches = (mock.patch.object(StepRunner, "rl_step", filling), mock.patch.object(StepRunner, "value_pretraining_step", begins))
+    message = r"metrics\.jsonl cannot be written: No space left on device; stopped after step 1 \(rl\)"
+    with patches[0], patches[1], pytest.raises(RunStopped, match=message) as stopped:
+        run(folder, "full", None, settings, run_dir)
+    assert stopped.value.exit_code == 2
+    assert [row["step"] for row in read_metrics(small_disk / "run")] == [0, 1]  # the evaluation at the start and value pretraining
+    assert [path.name for path in list_checkpoints(small_disk / "run")] == (["step_000001"] if elsewhere else [])
+    assert ("this step has no checkpoint" in capfd.readouterr().out) != elsewhere
+    with pytest.raises((RunStopped, RecordError, ConfigError), match="No space left on device"):  # the disk still is full
+        run(folder, "full", ResumeOptions(), settings, run_dir)
+    filler.unlink()
+    run(folder, "full", ResumeOptions(), settings, run_dir)
+    assert rows(small_disk / "run") == rows(whole)
+    assert weights(small_disk / "run") == weights(whole)

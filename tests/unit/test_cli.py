@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -15,6 +16,7 @@ from vapo_mcore import __version__
 from vapo_mcore.cli import main
 from vapo_mcore.config import load_config
 from vapo_mcore.launch.local import report_error
+from vapo_mcore.records.run_dir import RunDirectory
 
 HEAVY = ("torch", "transformers", "vllm", "megatron", "numpy")
 
@@ -193,3 +195,53 @@ def test_closed_pipe_is_no_traceback(base: Path) -> None:
     result = subprocess.run(command, env=environment, stdout=write, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
     os.close(write)
     assert (result.returncode, result.stderr) == (141, "")
+
+
+def test_python_m_is_the_command(base: Path) -> None:
+    command = [sys.executable, "-m", "vapo_mcore", "config", str(base), "sed=3"]
+    result = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=60, check=False)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert "sed: unknown key; did you mean 'seed'?" in result.stderr
+
+
+@pytest.mark.parametrize(("command", "unbuffered"), [("config", ""), ("config", "1"), ("watch", ""), ("watch", "1"), ("--help", "")])
+def test_output_that_cannot_be_written_is_one_message(command: str, unbuffered: str, base: Path) -> None:
+    """As on a full disk."""
+    arguments = {"config": ["config", str(base)], "watch": ["watch", "--once", str(base.parent / "seen")], "--help": ["--help"]}[command]
+    RunDirectory.create(base.parent / "seen", clean=False, config_yaml="seed: 1\n").close()
+    with open("/dev/full", "w") as full:
+        result = subprocess.run(
+            [sys.executable, "-m", "vapo_mcore", *arguments],
+            env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": unbuffered},
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    assert (result.returncode, result.stderr) == (2, "error: the output cannot be written: No space left on device\n")
+
+
+def test_an_interrupt_while_libraries_are_imported_ends_at_once(tmp_path: Path) -> None:
+    """Though the library catches it, as some do, and would go on for minutes."""
+    (tmp_path / "slow_library.py").write_text(
+        "import pathlib, time\npathlib.Path(__file__).with_name('began').touch()\n"
+        "try:\n    time.sleep(60)\nexcept BaseException:\n    time.sleep(60)\n    raise ImportError('cannot import name x')\n"
+    )
+    code = "from vapo_mcore.interrupts import importing\nwith importing():\n    import slow_library"
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
+    process = subprocess.Popen([sys.executable, "-c", code], env=environment, stderr=subprocess.PIPE, text=True)
+    while not (tmp_path / "began").exists():
+        time.sleep(0.05)
+        assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    _, told = process.communicate(timeout=20)
+    assert (process.returncode, told) == (130, "interrupted\n")
+
+
+@pytest.mark.parametrize("place", ["/proc/x", "/proc/x/y"])
+def test_a_dry_run_refuses_a_place_where_no_directory_can_be_made(
+    place: str, base: Path, weights: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", str(base), "--dry-run", f"run.dir={place}"]) == 2
+    assert f"run.dir = '{place}' cannot be made: no directory can be made in '/proc'" in capsys.readouterr().err

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2] / PACKAGE
 
 LAYERS = (
     ("__init__", "errors"),
-    ("collectives", "heartbeat", "metrics_file"),
+    ("collectives", "heartbeat", "interrupts", "metrics_file"),
     ("checkpoint_files",),
     ("algorithm", "config"),
     ("diagnosis", "environments", "evaluation", "extensions", "launch", "records"),
@@ -30,6 +30,7 @@ LAYERS = (
     ("trainer",),
     ("commands",),
     ("cli",),
+    ("__main__",),
 )
 
 

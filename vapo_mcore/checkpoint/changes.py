@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 import yaml
@@ -11,9 +12,9 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import to_jsonable_python
 
-from vapo_mcore.config.loading import models_in
+from vapo_mcore.config.loading import dump_yaml, models_in
 from vapo_mcore.config.schema import Config
-from vapo_mcore.errors import CheckpointError
+from vapo_mcore.errors import CheckpointError, ConfigError
 
 HARMLESS = (
     "run",
@@ -152,3 +153,21 @@ def _leaves(tree: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]
             yield from _leaves(value, name)
         else:
             yield name, value
+
+
+def compare_configs(config: Config, checkpoint: Path, *, allow: bool, say: Callable[[str], None]) -> None:
+    """Say what differs from the saved configuration. Raises ConfigError for differences that change what is learned, unless allowed."""
+    try:
+        before = (checkpoint / "config.yaml").read_text(encoding="utf-8")
+    except OSError as error:
+        raise CheckpointError(f"{checkpoint / 'config.yaml'} cannot be read: {error.strerror}") from error
+    found = changes(before, dump_yaml(config))
+    harmful = [change for change in found if not change.harmless]
+    if harmful and not allow:
+        lines = "\n".join(f"  {change}" for change in harmful)
+        raise ConfigError(
+            f"the configuration is not the one that {checkpoint} was saved with, and these changes change what is learned:\n{lines}\n"
+            "take them back, or give --allow-config-change"
+        )
+    for change in found:
+        say(f"configuration changed: {change}" + ("" if change.harmless else " (allowed by --allow-config-change)"))

@@ -9,13 +9,11 @@ from typing import Any
 
 from vapo_mcore import checkpoint_files as files
 from vapo_mcore.checkpoint import state
-from vapo_mcore.checkpoint.changes import changes
 from vapo_mcore.checkpoint.models import OptimizerFormat, inspect, load_optimizer, load_weights
 from vapo_mcore.checkpoint_files import OPTIMIZER, WEIGHTS, Manifest
 from vapo_mcore.collectives import broadcast_object, fail_together
-from vapo_mcore.config.loading import dump_yaml
 from vapo_mcore.config.schema import Config
-from vapo_mcore.errors import CheckpointError, ConfigError
+from vapo_mcore.errors import CheckpointError
 from vapo_mcore.megatron.parallel import ParallelContext
 from vapo_mcore.megatron.roles import Models, refresh_critic
 
@@ -54,9 +52,7 @@ def choose(run_dir: str, name: str | None, say: Say) -> Checkpoint | None:
     """
     candidates = broadcast_object([path.name for path in files.list_checkpoints(run_dir)])
     if name is not None:
-        if name not in candidates:
-            shown = ", ".join(candidates) or "none"
-            raise CheckpointError(f"{files.checkpoints_folder(run_dir)} has no checkpoint {name!r}; there are: {shown}")
+        files.require_named(run_dir, name, candidates)
         candidates = [name]
     damaged = []
     for candidate in reversed(candidates):
@@ -82,24 +78,6 @@ def leave_newer(run_dir: str, chosen: Checkpoint, say: Say) -> None:
     for path in files.list_checkpoints(run_dir):
         if files.order(path.name) > files.order(chosen.path.name):
             say(f"checkpoint {path.name} is newer than the one the run continues from; renamed to {files.set_aside(path).name}")
-
-
-def compare_configs(config: Config, checkpoint: Checkpoint, *, allow: bool, say: Say) -> None:
-    """Say what differs from the saved configuration. Raises ConfigError for differences that change what is learned, unless allowed."""
-    try:
-        before = (checkpoint.path / "config.yaml").read_text(encoding="utf-8")
-    except OSError as error:
-        raise CheckpointError(f"{checkpoint.path / 'config.yaml'} cannot be read: {error.strerror}") from error
-    found = changes(before, dump_yaml(config))
-    harmful = [change for change in found if not change.harmless]
-    if harmful and not allow:
-        lines = "\n".join(f"  {change}" for change in harmful)
-        raise ConfigError(
-            f"the configuration is not the one that {checkpoint.path} was saved with, and these changes change what is learned:\n{lines}\n"
-            "take them back, or give --allow-config-change"
-        )
-    for change in found:
-        say(f"configuration changed: {change}" + ("" if change.harmless else " (allowed by --allow-config-change)"))
 
 
 def load_models(config: Config, models: Models, parallel: ParallelContext, checkpoint: Checkpoint) -> None:

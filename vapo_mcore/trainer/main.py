@@ -16,11 +16,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from vapo_mcore.checkpoint.changes import compare_configs
 from vapo_mcore.checkpoint.resume import (
     Checkpoint,
     ResumeOptions,
     choose,
-    compare_configs,
     leave_newer,
     load_models,
     load_state,
@@ -194,7 +194,7 @@ def _find_past(config: Config, resume: ResumeOptions, console: Console) -> _Past
         console.print(f"nothing to resume: {config.run.dir} has no checkpoint; the run starts from the beginning")
         return None
     with fail_together():
-        compare_configs(config, checkpoint, allow=resume.allow_config_change, say=console.print)
+        compare_configs(config, checkpoint.path, allow=resume.allow_config_change, say=console.print)
     manifest = checkpoint.manifest
     console.print(
         f"resuming from {checkpoint.path}: after step {manifest.step} ({manifest.stage}), saved by vapo-mcore {manifest.package_version}"
