@@ -150,6 +150,7 @@ class RunDirectory:
                     left = left[self._metrics.write(left) :]
             except OSError:
                 self._metrics.truncate(start)
+                self._metrics.seek(start)  # truncating does not move it, and position() tells where it stands
                 raise
         self._last_row = start
         self.trackers.write(clean)

@@ -107,6 +107,7 @@ def test_a_full_disk_leaves_whole_rows_and_no_half_samples(small_disk):
     assert list(run.samples.iterdir()) == []
     with pytest.raises(RecordError, match=r"metrics\.jsonl cannot be written: No space left on device"):
         run.write_metrics({"step": 2, "much": "x" * 10000})
+    assert run.position()["metrics_bytes"] == (run.path / "metrics.jsonl").stat().st_size
     (small_disk / "filler").unlink()
     run.write_metrics({"step": 3})
     assert [row["step"] for row in run.rows()] == [1, 3]
