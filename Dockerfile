@@ -5,7 +5,7 @@ FROM nvidia/cuda:13.0.3-cudnn-devel-ubuntu24.04
 
 ENV DEBIAN_FRONTEND=noninteractive LC_ALL=C.UTF-8
 RUN apt-get update \
-    && apt-get install --yes --no-install-recommends build-essential git ninja-build python3 python3-dev python3-venv \
+    && apt-get install --yes --no-install-recommends build-essential git ninja-build numactl python3 python3-dev python3-venv \
     && rm -rf /var/lib/apt/lists/*
 
 ENV VIRTUAL_ENV=/opt/vapo-mcore
@@ -29,7 +29,8 @@ RUN pip install --no-cache-dir --no-build-isolation "megatron-core==0.16.1" ".[t
 # Clusters run containers as the submitting user; nothing here needs root, and HOME may be read-only there.
 RUN useradd --create-home --uid 10001 vapo
 USER vapo
-ENV HF_HUB_OFFLINE=1 TRITON_CACHE_DIR=/tmp/triton VLLM_CACHE_ROOT=/tmp/vllm
+ENV HF_HUB_OFFLINE=1 TRITON_CACHE_DIR=/tmp/triton TORCHINDUCTOR_CACHE_DIR=/tmp/inductor VLLM_CACHE_ROOT=/tmp/vllm \
+    FLASHINFER_WORKSPACE_BASE=/tmp/flashinfer
 WORKDIR /home/vapo
 ENTRYPOINT []
 CMD ["vapo-mcore", "--help"]

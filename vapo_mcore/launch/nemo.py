@@ -169,8 +169,8 @@ def _srun_arguments(cluster: SlurmConfig, directory: Path) -> list[str]:
     A node that ends is no reason to end the others at once: they may be ending with the same exit code.
     """
     arguments = ["--kill-on-bad-exit=0", f"--wait={_SECONDS_FOR_OTHER_NODES}"]
-    if cluster.cpus_per_task is not None:  # srun does not take it from sbatch
-        arguments.append(f"--cpus-per-task={cluster.cpus_per_task}")
+    # srun does not take it from sbatch, and would give the one task of a node one core.
+    arguments.append(f"--cpus-per-task={cluster.cpus_per_task or '$SLURM_CPUS_ON_NODE'}")
     arguments += cluster.srun
     if cluster.container is not None and not cluster.container.mount_home:
         arguments.append("--no-container-mount-home")

@@ -3,7 +3,8 @@
 torchrun alone is not enough there. Slurm gives its warning signal to the processes that it started itself, so torchrun would get
 it and not the ranks, and would die of it; and torchrun ends with 1 whatever its workers ended with. This process passes SIGUSR1 and
 SIGTERM on to the ranks once all of them can stop in good order (before that it ends torchrun), prints the ranks' errors once and
-ends with their exit code: 75 asks for the job to be queued again (docs/cluster.md).
+ends with their exit code: 75 asks for the job to be queued again (docs/cluster.md). It also sets the variables of
+``launch/environment.py``.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from pathlib import Path
 from types import FrameType
 
 from vapo_mcore.errors import EXIT_REQUEUE
+from vapo_mcore.launch.environment import node_defaults, raise_locked_memory
 from vapo_mcore.launch.local import ERRORS_VARIABLE, exit_code_of, print_errors, read_errors, stoppable_workers
 from vapo_mcore.launch.ranks import ranks_below
 
@@ -42,8 +44,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(command: list[str], directory: Path | None, folder: Path) -> int:
     asked: list[int] = []
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # inherited by torchrun; the ranks install handlers of their own
+    raise_locked_memory()
+    environment = {**os.environ, **node_defaults(command), ERRORS_VARIABLE: str(folder)}
     try:
-        process = subprocess.Popen(command, cwd=directory, env={**os.environ, ERRORS_VARIABLE: str(folder)})
+        process = subprocess.Popen(command, cwd=directory, env=environment)
     except OSError as error:
         print(f"error: {command[0]!r} cannot be started on node {os.uname().nodename}: {error.strerror}", file=sys.stderr)
         return 2

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from vapo_mcore.errors import ConfigError
+from vapo_mcore.megatron.devices import device_fault
 from vapo_mcore.megatron.host import HAS_CUDA, compute_device, import_megatron, megatron_scope
 
 if TYPE_CHECKING:
@@ -70,6 +71,9 @@ def initialize_distributed(timeout_minutes: float) -> None:
     """Join the process group of torchrun's environment, or make a world of one. Idempotent. ConfigError for restarts that would hang."""
     if dist.is_initialized():
         return
+    fault = device_fault(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    if fault is not None:
+        raise ConfigError(fault)
     if HAS_CUDA:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     backend = "nccl" if HAS_CUDA else "gloo"

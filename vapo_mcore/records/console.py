@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console as RichConsole
@@ -33,6 +36,9 @@ _RL_FIELDS = (
     ("tokens/per_second", "tok/s", "{:.0f}"),
 )
 
+WAITING_SECONDS = 15.0
+"""How long a start may take without a line."""
+
 
 def format_step(row: Mapping[str, Any], total: int) -> str:
     """One line for one step; what the step did not measure (no critic, say) is left out, what is undefined is a dash."""
@@ -59,6 +65,26 @@ class Console:
         if self._rich is not None:
             self._rich.print(text)
             self._rich.file.flush()
+
+    @contextmanager
+    def waiting(self, activity: str) -> Iterator[None]:
+        """Print ``activity`` and its time so far every ``WAITING_SECONDS`` until the block ends."""
+        if self._rich is None:
+            yield
+            return
+        ended, begin = threading.Event(), time.monotonic()
+
+        def repeat() -> None:
+            while not ended.wait(WAITING_SECONDS):
+                self.print(f"{activity}: {time.monotonic() - begin:.0f} s")
+
+        thread = threading.Thread(target=repeat, name="waiting", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
 
     def start_progress(self, description: str, total: int) -> None:
         """Show a bar for ``total`` steps, on a terminal only."""

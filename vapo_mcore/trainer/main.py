@@ -128,9 +128,12 @@ def train(config: Config, parallel: ParallelContext, *, clean: bool, resume: Res
         if past is not None and resume is not None:
             _continue_data(prompts, past, restart=resume.restart_data, console=console)
         console.print(described(stop_ids(config, tokenizer), tokenizer))
-        engine = build_engine(config, parallel, tokenizer)
-        verifiers = start_verifiers(config, engine, stack, _verifiers(prompts, held_out))
-        models = build_models(config, parallel, console.print)
+        with console.waiting("starting the rollout engine"):
+            engine = build_engine(config, parallel, tokenizer)
+        with console.waiting("starting the graders"):
+            verifiers = start_verifiers(config, engine, stack, _verifiers(prompts, held_out))
+        with console.waiting("building the models"):
+            models = build_models(config, parallel, console.print)
         if past is not None:
             load_models(config, models, parallel, past.checkpoint)
         sampler = ResponseSampler(engine, verifiers, tokenizer, config.seed, multi_turn)
