@@ -111,7 +111,7 @@ def main() -> None:
     torch.set_num_threads(1)
     initialize_distributed(5)
     old = [torch.full((sum(shape),), -4.0) for shape in problem.SHAPES]
-    tensors = layouts.token_tensors("token", old)
+    tensors = layouts.token_tensors("qwen2", "token", old)
     for name, case in LAYOUTS.items():
         parallel = initialize_parallel(settings(case))
         _, batches = layouts.microbatches(case, parallel, tensors)

@@ -111,7 +111,7 @@ def main() -> None:
     initialize_distributed(5)
     parallel = small_models.context()
     old = [torch.full((sum(shape),), -4.0) for shape in problem.SHAPES]
-    _, batches = layouts.microbatches(layouts.Case("qwen2"), parallel, layouts.token_tensors("token", old))
+    _, batches = layouts.microbatches(layouts.Case("qwen2"), parallel, layouts.token_tensors("qwen2", "token", old))
     facts = {case.__name__: case(parallel, batches) for case in (warm_up, one_rank_is_not_finite, orders_of_epochs)}
     if dist.get_rank() == 0:
         print(json.dumps(facts), flush=True)

@@ -73,7 +73,7 @@ def build(role: str, dtype: str, parallel: ParallelContext, *, head_only: bool =
 def train(model: MegatronModel, parallel: ParallelContext, updates: int) -> list[float]:
     case = layouts.Case("qwen2")
     old = [torch.full((sum(shape),), -4.25, dtype=torch.float64) for shape in layouts.problem.SHAPES]  # about log(1 / vocabulary)
-    _, batches = layouts.microbatches(case, parallel, layouts.token_tensors("token", old))
+    _, batches = layouts.microbatches(case, parallel, layouts.token_tensors(case.model, "token", old))
     loss: Any = layouts.PolicyTestLoss() if model.role == "policy" else layouts.ValueTestLoss()
     return [model.train_step(batches, loss).grad_norm for _ in range(updates)]
 

@@ -56,7 +56,7 @@ def state(models: dict[str, MegatronModel]) -> dict[str, Tensor]:
 def run(folder: Path, dtype: str, parallel: ParallelContext, *, offload: bool) -> tuple[dict[str, Tensor], dict[str, Any]]:
     case = layouts.Case("qwen2")
     reference = layouts.Reference(folder.parent, "qwen2")
-    _, batches = layouts.microbatches(case, parallel, layouts.token_tensors("token", reference.by_row("old")))
+    _, batches = layouts.microbatches(case, parallel, layouts.token_tensors(case.model, "token", reference.by_row("old")))
     models = {role: build(role, folder, dtype, parallel) for role in ("policy", "critic")}
     residency = Residency(enabled=offload)
     for model in models.values():
