@@ -269,7 +269,7 @@ def test_explained_variance_of_bootstrapped_returns_flatters_a_critic_of_noise()
     experience.batch["values"] = (0.5 + 0.6 * torch.randn(40, generator=generator)).repeat_interleave(102)
     estimator.returns(experience)
     metrics = StepMetrics(METRICS)
-    record_values(metrics, experience, estimator.monte_carlo_returns(experience), 128, None)
+    record_values(metrics, experience, estimator.monte_carlo_returns(experience), 128, None, config.reward.interval)
     row = metrics.reduce(None)
     expected = torch.tensor([float(i % 2) for i in range(40)]).repeat_interleave(100)
     values = experience.batch["values"][experience.mask]
