@@ -46,7 +46,7 @@ def test_host_bytes_are_exact(cases: dict[str, dict[str, Any]]) -> None:
         assert max(rank["host"] for rank in case["ranks"]) == case["plan"]["host"], name
 
 
-# Measured 1.060 (policy) and 1.053 (critic) on stage 0 since `plan` counts rotary tables: too much by 1 % of this tiny model, cause not found.
+# Stage 0, measured since `plan` counts rotary tables: 1.060 (policy) and 1.053 (critic). The cause is not found.
 MOST = {"tiny_tied_interleaved_full": 1.07}
 
 
