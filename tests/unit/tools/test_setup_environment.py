@@ -35,7 +35,10 @@ def call(venv: Path, **environment: str) -> subprocess.CompletedProcess[str]:
 
 
 def make(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(["make", "-C", str(ROOT), "--no-print-directory", "setup", *words], capture_output=True, text=True, check=False)
+    """As typed in a terminal, also where a make runs the tests."""
+    environment = {name: value for name, value in os.environ.items() if name not in ("MAKELEVEL", "MAKEFLAGS", "MFLAGS")}
+    command = ["make", "-C", str(ROOT), "--no-print-directory", "setup", *words]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
 
 
 def fake_python(folder: Path, version: str) -> Path:
