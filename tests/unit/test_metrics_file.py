@@ -8,6 +8,7 @@ import pytest
 
 from vapo_mcore.errors import DataError
 from vapo_mcore.metrics_file import GrowingMetrics, metric_rows, whole_rows
+from vapo_mcore.records.metric_table import METRICS
 
 
 def test_rows_in_order_and_damage_by_line(tmp_path: Path) -> None:
@@ -64,7 +65,8 @@ def test_rows_that_the_trainer_does_not_write_are_refused(tmp_path: Path, row: s
 def test_rows_that_the_trainer_writes_are_read(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     row = {"step": 0, "stage": "rl", "a": None, "b": 1, "c": -2.5e38, "metrics/nonfinite": ["a"], "groups/accuracy_histogram": [0, 3]}
-    row |= {f"critic/{what}_by_{by}": [1, 2] for what in ("values", "returns", "tokens") for by in ("position", "length")}
+    row |= {f"critic/{what}_by_{by}": [1, 2] for what in ("values", "returns", "tokens") for by in ("position", "length", "prediction")}
+    row |= {f"critic/explained_variance_by_{by}": [None, -0.5] for by in ("position", "length")}
     row |= {"critic/values_by_length": [None, 0.5], "gae/lambda_histogram": None}
     path.write_text(json.dumps(row) + "\n")
     assert metric_rows(path) == [row]
@@ -98,3 +100,13 @@ def test_a_file_that_a_resume_cut_is_read_anew(tmp_path: Path, after: str) -> No
     path.unlink()
     assert metrics.refresh() == bool(after)
     assert (metrics.rows, metrics.refresh()) == ([], False)
+
+
+def test_every_list_of_the_table_of_metrics_is_read(tmp_path: Path) -> None:
+    """The table says which metrics are lists of means or counts by a bin: the reader accepts lists for exactly these."""
+    binned = [metric.name for metric in METRICS if "_by_" in metric.name and metric.name.startswith("critic/")]
+    assert len(binned) == 11
+    path = tmp_path / "metrics.jsonl"
+    row = {"step": 0} | {name: [0, 1] for name in binned}
+    path.write_text(json.dumps(row) + "\n")
+    assert metric_rows(path) == [row]
