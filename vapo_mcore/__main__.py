@@ -1,4 +1,4 @@
-"""``python -m vapo_mcore COMMAND``: the same as ``vapo-mcore COMMAND``."""
+"""Run ``python -m vapo_mcore COMMAND`` like ``vapo-mcore COMMAND``."""
 
 import sys
 

@@ -78,7 +78,7 @@ def test_what_a_person_is_told(runs: tuple[Path, str]) -> None:
         "nothing to resume:",
         "configuration changed: parallel.pipeline_model_parallel_size: 1 -> 2",
         "(allowed by --allow-config-change)",
-        "training prompts: begun anew (--restart-data)",
+        "training prompts: restarted (--restart-data)",
         "checkpoint step_000003 is newer than the one the run continues from; renamed to step_000003.set_aside",
         "critic: trunk from",
     ):
@@ -89,5 +89,5 @@ def test_a_run_starts_from_another_run_s_checkpoint(runs: tuple[Path, str]) -> N
     """Its policy answers as the exported one did, and its critic explains what the old one had learned to."""
     folder, printed = runs
     assert f"policy: weights from {folder / 'tp2'}/checkpoints/step_000006" in printed
-    assert "value head: that of the checkpoint" in printed
+    assert "value head: from the checkpoint" in printed
     assert [row["step"] for row in read_metrics(folder / "started")] == [0, 1]

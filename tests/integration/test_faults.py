@@ -57,7 +57,7 @@ def test_bad_updates_in_a_row_stop_the_run_after_their_step(facts: Facts, folder
     assert second["critic/updates"] == 4
     for rank in facts["bad_updates_in_a_row_stop_the_run"]:
         assert rank["code"] == 2
-        assert "2 updates of the policy in a row were skipped (faults.bad_updates_in_a_row = 2)" in rank["message"]
+        assert "2 consecutive updates of the policy were skipped (faults.bad_updates_in_a_row = 2)" in rank["message"]
         assert "the loss is not finite" in rank["message"]
         assert "stopped after step 2 (rl)" in rank["message"]
         assert "its rollout is in " in rank["message"]
@@ -112,7 +112,7 @@ def test_an_engine_that_fails_again_leaves_a_checkpoint_of_the_step_before(facts
 def test_a_failure_in_an_evaluation_keeps_the_step_before_it(facts: Facts, folder: Path) -> None:
     for rank in facts["engine_fails_in_an_evaluation"]:
         assert rank["kind"] == "RunStopped"
-        assert "the evaluation after step 2 could not be done: the rollout engine failed: rank 1: RuntimeError" in rank["message"]
+        assert "the evaluation after step 2 failed: the rollout engine failed: rank 1: RuntimeError" in rank["message"]
         assert len(rank["checkpoints"]) == 1
         assert rank["checkpoints"][0].endswith("2")
     assert [row["step"] for row in rows_of(folder, "engine_evaluation")] == [1, 2]

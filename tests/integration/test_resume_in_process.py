@@ -154,7 +154,7 @@ def test_an_evaluation_that_was_lost_is_made_up(folder: Path, whole: Path) -> No
     run(folder, "evaluated", None, after_step_one)
     name, resume = "unevaluated", None
     for _ in range(2):
-        with mock.patch.object(Evaluator, "run", failing), pytest.raises(RunStopped, match="evaluation after step 1 could not be done"):
+        with mock.patch.object(Evaluator, "run", failing), pytest.raises(RunStopped, match="evaluation after step 1 failed"):
             run(folder, name, resume, after_step_one)
         assert [(row["stage"], row["step"]) for row in rows(folder / name)] == [("value_pretraining", 1), ("rl", 1)]
         assert not any(key.startswith("eval/") for row in rows(folder / name) for key in row)

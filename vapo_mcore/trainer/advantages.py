@@ -1,6 +1,6 @@
-"""From rewards to what the updates read: token rewards, lambda, advantages, returns, whitening, importance weights.
+"""Compute token rewards, lambda, advantages, returns and importance weights of a rollout.
 
-Reads and writes tensors of an ``Experience``; the formulas are in ``vapo_mcore.algorithm``.
+The functions read and write tensors of an ``Experience``; the formulas are in ``vapo_mcore.algorithm``.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from vapo_mcore.records.metrics import StepMetrics
 
 
 def shaped_rewards(config: Config, rows: Rows) -> Tensor:
-    """float32 [n]: the verifier's scores after scaling, the factor on cut responses and the overlong punishment."""
+    """Return float32 [n]: the verifier's scores after scaling, the factor for truncated responses, and the overlong penalty."""
     reward = config.reward
     overlong = None if reward.overlong is None else (config.rollout.max_response_length, reward.overlong.cache, reward.overlong.penalty)
     return shape_rewards(
@@ -56,13 +56,13 @@ def shaped_rewards(config: Config, rows: Rows) -> Tensor:
 
 
 def trainable_rows(config: Config, rows: Rows) -> Tensor:
-    """bool [n]: responses whose tokens carry a loss: graded, and with ``truncation: mask`` not cut by the length limit."""
+    """Return bool [n]: responses whose tokens carry a loss, i.e. graded and, with ``truncation: mask``, not truncated."""
     masked = config.algorithm.advantage.truncation == "mask"
     return rows.graded & ~rows.truncated if masked else rows.graded.clone()
 
 
 def imitable_rows(config: Config, rows: Rows, *, skip_overlong: bool) -> Tensor:
-    """bool [n]: correct responses (raw verdict); with ``skip_overlong`` only those that were neither truncated nor punished for length."""
+    """Return bool [n]: correct responses (raw verdict); with ``skip_overlong`` only those neither truncated nor penalised for length."""
     overlong = config.reward.overlong
     if not skip_overlong:
         return rows.verdict.clone()
@@ -71,7 +71,7 @@ def imitable_rows(config: Config, rows: Rows, *, skip_overlong: bool) -> Tensor:
 
 
 class AdvantageEstimator:
-    """Fills ``rewards``, ``advantages`` and, with a critic, ``returns`` of an experience, as configured."""
+    """Fills ``rewards``, ``advantages`` and, with a critic, ``returns`` of an experience according to ``algorithm.advantage``."""
 
     def __init__(self, config: Config, data_parallel_group: dist.ProcessGroup) -> None:
         self.settings = config.algorithm.advantage
@@ -82,8 +82,10 @@ class AdvantageEstimator:
         self.custom = CustomEstimator(self.settings.custom) if self.settings.custom is not None else None
 
     def place_rewards(self, experience: Experience, *, kl: bool = True) -> None:
-        """The reward of each response on its last trained token, those of its steps and turns where these end, less the KL penalty
-        of each token if it belongs to the reward."""
+        """Place each response's reward on its last trained token and step and turn rewards where these end.
+
+        With ``algorithm.kl.place: reward`` the KL penalty of each token is subtracted, unless ``kl`` is False.
+        """
         per_response = experience.on_rows(experience.rows.reward)
         rewards = place_terminal_rewards(per_response, experience.mask, experience.cu_seqlens)
         batch = experience.batch
@@ -98,13 +100,13 @@ class AdvantageEstimator:
         batch["rewards"] = rewards
 
     def lambdas(self, experience: Experience) -> Tensor:
-        """float64 [n], replicated: lambda of the policy's GAE for each response."""
+        """Return float64 [n], replicated: lambda of the policy's GAE for each response."""
         settings = self.settings.lambda_policy
         lengths = experience.trained_lengths
         if settings.kind == "length_adaptive":
             return length_adaptive_lambda(lengths, settings.alpha)
         if settings.kind == "sigmoid":
-            # The statistics are of the whole rollout: a cut response that carries no loss counts too.
+            # The statistics cover the whole rollout, also truncated responses that carry no loss.
             rollout = experience.rows.response_length[experience.rows.graded].double()
             if rollout.numel() == 0:
                 return torch.zeros(lengths.numel(), dtype=torch.float64)
@@ -112,7 +114,7 @@ class AdvantageEstimator:
         return torch.full((lengths.numel(),), settings.value, dtype=torch.float64)
 
     def returns(self, experience: Experience, *, monte_carlo: bool = False) -> None:
-        """The critic's targets, from the values predicted before its update; ``monte_carlo``: lambda_critic = 1 whatever is configured."""
+        """Compute the critic's targets from the values before its update. ``monte_carlo`` overrides lambda_critic with 1."""
         lam = 1.0 if monte_carlo else self.settings.lambda_critic
         batch = experience.batch
         _, batch["returns"] = packed_gae_decoupled(
@@ -127,16 +129,16 @@ class AdvantageEstimator:
         )
 
     def monte_carlo_returns(self, experience: Experience) -> Tensor:
-        """The reward-to-go of each token, float [total]: what explained variance is judged by, whatever lambda_critic is.
+        """Return the reward-to-go of each token, float [total], the target of ``explained_variance_mc`` for every lambda_critic.
 
-        Returns at lambda_critic < 1 contain the values themselves, so a critic explains them in part by being equal to itself. With
-        ``truncation: bootstrap`` the value after a truncated response is all that is known of its future and is included.
+        Returns with lambda_critic < 1 contain the critic's own values, which inflates explained variance. With
+        ``truncation: bootstrap`` the value after a truncated response is included.
         """
         batch = experience.batch
         return reward_to_go(batch["rewards"], experience.mask, experience.cu_seqlens, self.settings.gamma, self._bootstrap(experience))
 
     def mean_return(self, experience: Experience) -> float | None:
-        """Mean Monte-Carlo return of all response tokens, without a KL penalty; None if none carries a loss. A collective."""
+        """Return the mean Monte-Carlo return of all response tokens, without KL penalty; None if no token carries a loss. Collective."""
         self.place_rewards(experience, kl=False)
         mask = experience.mask
         returns = reward_to_go(experience.batch["rewards"], mask, experience.cu_seqlens, self.settings.gamma)
@@ -144,7 +146,7 @@ class AdvantageEstimator:
         return float(mean) if float(count) > 0 else None
 
     def advantages(self, experience: Experience, metrics: StepMetrics) -> None:
-        """The policy's advantages, whitened as configured; a collective over data parallelism."""
+        """Compute the policy's advantages, whitened as configured. Collective over data parallelism."""
         batch, mask, cu_seqlens = experience.batch, experience.mask, experience.cu_seqlens
         estimator = self.settings.estimator
         if estimator == "gae":
@@ -167,21 +169,21 @@ class AdvantageEstimator:
         elif estimator == "grpo_process":
             advantages = self._process_advantages(experience)
         else:
-            # Rewards of cut responses that are masked from the losses stay in their group's statistics.
+            # Truncated responses that are masked from the losses still count in their group's statistics.
             rows = experience.rows
-            earned = rows.total_reward
+            total_rewards = rows.total_reward
             if estimator == "rloo" and self.kl.place == "reward":
-                earned = earned - self._kl_of_responses(experience)
-            per_response = group_advantages(earned, rows.group, estimator, rows.graded)  # type: ignore[arg-type]
+                total_rewards = total_rewards - self._kl_of_responses(experience)
+            per_response = group_advantages(total_rewards, rows.group, estimator, rows.graded)  # type: ignore[arg-type]
             advantages = broadcast_to_tokens(experience.on_rows(per_response), mask, cu_seqlens)
         for name in ("mean", "std", "min", "max"):
             metrics.add_tokens(f"advantages/{name}", advantages, mask)
         batch["advantages"] = self._whiten(experience, advantages)
 
     def _kl_of_responses(self, experience: Experience) -> Tensor:
-        """float64 [n], replicated: coef x the KL estimates summed over each response (RLOO, arXiv:2402.14740, Eq. 2); a collective.
+        """Return float64 [n], replicated: coef x the KL estimates summed over each response (RLOO, arXiv:2402.14740, Eq. 2). Collective.
 
-        0 for a response that carries no loss: it has no old log-probs that count.
+        Responses that carry no loss get 0.
         """
         batch = experience.batch
         estimate = kl_estimate(batch["old_logprobs"], batch["ref_logprobs"], self.kl.kind, experience.mask).double()
@@ -192,7 +194,7 @@ class AdvantageEstimator:
         return self.kl.coef * all_reduce_sum(table, self.group).cpu()
 
     def _custom_inputs(self, experience: Experience) -> dict[str, Any]:
-        """What a user's estimator may ask for; the names are ``extensions.points.ESTIMATOR_INPUTS``."""
+        """Return the arguments available to a custom estimator, named as in ``extensions.points.ESTIMATOR_INPUTS``."""
         batch = experience.batch
         return {
             "rewards": batch["rewards"],
@@ -210,8 +212,11 @@ class AdvantageEstimator:
         }
 
     def _process_advantages(self, experience: Experience) -> Tensor:
-        """GRPO with process supervision. Like the rewards of responses, those of steps are normalised over the whole group or
-        rollout, which every rank knows; cut responses that are masked from the losses stay in the statistics."""
+        """Compute GRPO advantages with process supervision.
+
+        Step rewards are normalised over the whole group or rollout, which is replicated on every rank. Truncated responses that are
+        masked from the losses still count in the statistics.
+        """
         rows, settings = experience.rows, self.settings.process
         steps = experience.steps(rows.graded)
         if settings.outcome:
@@ -224,7 +229,7 @@ class AdvantageEstimator:
         return rewards_of_own_and_later_steps(tokens, experience.mask, experience.cu_seqlens).float()
 
     def correct_importance(self, experience: Experience, metrics: StepMetrics) -> None:
-        """``importance_weights`` of the policy loss, if a correction is configured; what a mask rejects is recorded."""
+        """Compute the policy loss's ``importance_weights`` if a correction is configured, and record how much a mask rejects."""
         kind, cap, low = self.correction.kind, self.correction.cap, self.correction.low
         if kind == "off":
             return
@@ -241,13 +246,13 @@ class AdvantageEstimator:
             metrics.add(f"mismatch/responses_{what}_frac", counts[f"responses_{what}"], counts["responses"])
 
     def record_reference_kl(self, experience: Experience, metrics: StepMetrics) -> None:
-        """KL estimate to the reference before the updates, if there is a reference."""
+        """Record the KL estimate to the reference before the updates, if there is a reference."""
         if "ref_logprobs" in experience.batch:
             estimate = kl_estimate(experience.batch["old_logprobs"], experience.batch["ref_logprobs"], self.kl.kind, experience.mask)
             metrics.add_tokens("kl/reference", estimate, experience.mask)
 
     def _bootstrap(self, experience: Experience) -> Tensor | None:
-        """V of the state after a cut response, 0 after a finished one; None where cut responses end like finished ones."""
+        """Return the value after each truncated response and 0 after finished ones; None without ``truncation: bootstrap``."""
         if self.settings.truncation != "bootstrap":
             return None
         assert experience.bootstrap_values is not None, "the critic's pass stores bootstrap values"
@@ -277,7 +282,7 @@ class AdvantageEstimator:
 
 
 def check_experience(experience: Experience) -> None:
-    """Stop on all ranks, naming the response, if a tensor that training reads is not finite at a token that carries a loss."""
+    """Raise TrainingError on all ranks if any tensor used in training is not finite at a token that carries a loss."""
     names = ("rollout_logprobs", "old_logprobs", "ref_logprobs", "rewards", "values", "returns", "advantages", "importance_weights")
     present = {name: experience.batch[name] for name in names if name in experience.batch}
     with fail_together():

@@ -1,8 +1,8 @@
-"""The mini-batch that a run stopped at, on disk: enough to make its update again, read without executing code.
+"""Save and load the mini-batch whose skipped update stopped a run. The files suffice to repeat the update; reading them runs no code.
 
 <run.dir>/faults/bad_batch_<stage>_step_0012_policy/
-    batch.json                  what was wrong, where, the rows, the numbers of ranks and micro-batches
-    data_rank_0000.safetensors  the micro-batches of a data-parallel rank, as the loss read them
+    batch.json                  reason, position in the run, rows, number of ranks and micro-batches
+    data_rank_0000.safetensors  micro-batches of one data-parallel rank, exactly as passed to the loss
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _INFO = "batch.json"
 
 @dataclass(frozen=True)
 class BadUpdate:
-    """Which update was not made and why: its place in the run, its model, its loss and gradient norm."""
+    """A skipped update: its position in the run, model, reason, loss and gradient norm."""
 
     stage: str
     step: int
@@ -50,16 +50,18 @@ class BadUpdate:
 def save_bad_batch(
     faults: Path, update: BadUpdate, rows: Rows, row_ids: Tensor, microbatches: Sequence[MicroBatch], parallel: ParallelContext
 ) -> Path:
-    """Write this rank's part; returns the folder. Every rank calls it, one of each data-parallel index writes. Raises OSError.
+    """Write this rank's part and return the folder. Every rank calls it; TP, PP and CP rank 0 of each data-parallel rank writes.
+
+    Raises OSError.
 
     Args:
-        faults: folder for the folder.
+        faults: parent of the new folder.
         rows: all responses of the rollout, replicated.
-        row_ids: int64, replicated number of each row of this rank's batch, which ``microbatches[...].rows`` count in.
+        row_ids: int64, global row number of each row in this rank's batch; ``microbatches[...].rows`` index it.
     """
     folder = faults / update.folder_name
-    firsts = (parallel.tensor_model_parallel_rank, parallel.pipeline_model_parallel_rank, parallel.context_parallel_rank)
-    if any(firsts):
+    model_parallel_ranks = (parallel.tensor_model_parallel_rank, parallel.pipeline_model_parallel_rank, parallel.context_parallel_rank)
+    if any(model_parallel_ranks):
         return folder
     folder.mkdir(parents=True, exist_ok=True)
     tensors: dict[str, Tensor] = {}
@@ -85,23 +87,23 @@ def save_bad_batch(
 
 
 def load_bad_batch(folder: str | Path, data_parallel_rank: int, parallel: ParallelContext) -> tuple[dict[str, Any], list[MicroBatch]]:
-    """What ``batch.json`` says, and the micro-batches that a data-parallel rank had, laid out for ``parallel``.
+    """Return the contents of ``batch.json`` and the micro-batches of one data-parallel rank, laid out for ``parallel``.
 
-    The layout may differ from the run's in everything but data parallelism: TP, PP and CP split what is stored whole. Raises
-    CheckpointError for a folder that is missing, unfinished or of another format.
+    TP, PP and CP may differ from the run's: the stored tensors are not split along them. Raises CheckpointError for a folder that is
+    missing, incomplete or in another format.
     """
     folder = Path(folder)
     path = folder / f"data_rank_{data_parallel_rank:04d}.safetensors"
     try:
         info: dict[str, Any] = json.loads((folder / _INFO).read_text(encoding="utf-8"))
         if info["format"] != FORMAT:
-            raise CheckpointError(f"{folder}: written in format {info['format']}, this version reads {FORMAT}")
+            raise CheckpointError(f"{folder}: written in format {info['format']}, but this version reads format {FORMAT}")
         with safe_open(path, framework="pt") as file:
             stored = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (a safetensors handle is no dictionary)
     except CheckpointError:
         raise
-    except Exception as error:  # safetensors raises its own kind, json and the file system theirs
-        raise CheckpointError(f"{folder}: no bad batch can be read: {type(error).__name__}: {error}") from error
+    except Exception as error:  # of safetensors, json or the file system
+        raise CheckpointError(f"{folder}: cannot read the bad batch: {type(error).__name__}: {error}") from error
     return info, [_microbatch(stored, f"{number:04d}.", parallel) for number in range(info["microbatches"])]
 
 

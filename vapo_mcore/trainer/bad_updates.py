@@ -1,7 +1,6 @@
-"""Updates that no rank makes: which losses are spikes, how many were skipped in a row, and the batch that the run stopped at.
+"""Detect loss spikes and count consecutive skipped updates.
 
-Whether an update is made is one decision of all ranks (``megatron/optimizer.py``); what is counted here is therefore the same on
-all of them.
+All ranks decide together whether an update is skipped (``megatron/optimizer.py``), so the counts here are the same on all ranks.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from vapo_mcore.megatron.optimizer import Skipped
 
 
 class UpdateGuard:
-    """Judges the updates of one model, over the steps of a run."""
+    """Tracks the losses and skipped updates of one model over the steps of a run."""
 
     def __init__(self, settings: FaultsConfig) -> None:
         self.spike = settings.loss_spike
@@ -24,9 +23,9 @@ class UpdateGuard:
         self._losses: deque[float] = deque(maxlen=self.spike.window if self.spike is not None else 0)
 
     def is_spike(self, loss: float) -> bool:
-        """Whether the loss lies above median + factor x median absolute deviation of the last ``window`` losses that were learned from.
+        """Return whether the loss exceeds median + factor x median absolute deviation of the last ``window`` losses of applied updates.
 
-        False without such a setting, before there are so many, and where they do not differ at all.
+        Returns False if ``faults.loss_spike`` is unset, if fewer than ``window`` losses are known, or if these are all equal.
         """
         if self.spike is None or len(self._losses) < self.spike.window:
             return False
@@ -35,7 +34,7 @@ class UpdateGuard:
         return deviation > 0 and loss - middle > self.spike.factor * deviation
 
     def note(self, loss: float, skipped: Skipped | None) -> None:
-        """Take down one update, made or skipped."""
+        """Record one update, applied or skipped."""
         if skipped is None:
             self.in_a_row = 0
             self._losses.append(loss)
@@ -44,15 +43,15 @@ class UpdateGuard:
 
     @property
     def must_stop(self) -> bool:
-        """Returns whether the limit of consecutive skipped updates is reached."""
+        """Whether the limit of consecutive skipped updates is reached."""
         return self.in_a_row >= self.limit
 
     def state_dict(self) -> dict[str, Any]:
-        """For exact resume: plain numbers."""
+        """Return the state for an exact resume; plain numbers only."""
         return {"in_a_row": self.in_a_row, "losses": list(self._losses)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Losses beyond a window that was made smaller since are forgotten, oldest first."""
+        """Restore the state. If the window became smaller, the oldest losses are dropped."""
         self.in_a_row = int(state["in_a_row"])
         self._losses.clear()
         self._losses.extend(float(value) for value in state["losses"])

@@ -1,6 +1,6 @@
-"""The best policy so far by an evaluation score, as a Hugging Face folder: when it is exported, and how it takes the old one's place.
+"""Export the policy with the best evaluation score so far as a Hugging Face folder, replacing the previous export atomically.
 
-<run.dir>/best_hf/             config, tokenizer, weights, checksums.json, and
+<run.dir>/best_hf/             config, tokenizer, weights, checksums.json
 <run.dir>/best_hf/best.json    metric, score and step
 """
 
@@ -24,12 +24,12 @@ _LEFT_BEHIND = re.compile(r"best_hf\.(replaced|step_\d{6,})")
 
 
 def best_folder(run_dir: str | Path) -> Path:
-    """Where the best policy is."""
+    """Return the folder of the best export."""
     return Path(run_dir) / _FOLDER
 
 
 def step_of(folder: Path) -> int | None:
-    """The step after which the policy in a best folder was exported; None where there is none, or it cannot be read."""
+    """Return the step at which a best export was made; None if the folder is missing or unreadable."""
     try:
         return int(json.loads((folder / INFO).read_text(encoding="utf-8"))["step"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -37,10 +37,10 @@ def step_of(folder: Path) -> int | None:
 
 
 class BestExport:
-    """Decides after each evaluation whether the policy is exported; from metrics that all ranks have, so the same on all of them.
+    """Decides after each evaluation whether to export the policy. The metrics are replicated, so all ranks decide alike.
 
-    ``score`` and ``step`` are those of the last export, or of the evaluation before the first step: a policy must beat that to be
-    exported at all.
+    ``score`` and ``step`` belong to the last export or, before any export, to the evaluation before the first step, which the policy
+    must beat.
     """
 
     def __init__(self, settings: BestExportConfig | None) -> None:
@@ -49,13 +49,15 @@ class BestExport:
         self.step = 0
 
     def start(self, metrics: Mapping[str, Any]) -> None:
-        """Take the evaluation before the first step."""
+        """Record the score of the evaluation before the first step."""
         if self.settings is not None:
             self.score = _finite(metrics.get(self.settings.metric))
 
     def improved(self, step: int, metrics: Mapping[str, Any]) -> float | None:
-        """The score of an evaluation after which the policy is to be exported: better than that of the last export, and not within
-        ``every_steps`` of it. None otherwise, also where the score is undefined."""
+        """Return the score if the policy should be exported, else None.
+
+        It should if the score is defined, better than that of the last export, and at least ``every_steps`` steps later.
+        """
         if self.settings is None:
             return None
         score = _finite(metrics.get(self.settings.metric))
@@ -66,11 +68,11 @@ class BestExport:
         return score
 
     def exported(self, step: int, score: float) -> None:
-        """The policy after this step is the best now."""
+        """Record a completed export."""
         self.step, self.score = step, score
 
     def state_dict(self) -> dict[str, Any]:
-        """For a resume; a score counts only for the metric that it is of."""
+        """Return the state for a resume, with the metric's name: ``load_state_dict`` ignores the score of another metric."""
         return {"metric": None if self.settings is None else self.settings.metric, "step": self.step, "score": self.score}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -79,10 +81,10 @@ class BestExport:
 
 
 def restore_best(run_dir: str | Path) -> Path | None:
-    """Finish a replacement that was killed between its two renames: the complete new export takes the place, else the old one comes back.
+    """Complete a replacement that was killed between its two renames: install the new export if it is complete, else the previous one.
 
-    Rank 0 calls it at the start of a run. Returns the restored folder, or None if there was nothing to do.
-    Raises CheckpointError.
+    Rank 0 calls it at the start of a run. Returns the folder that was renamed, or None if there was nothing to do. Raises
+    CheckpointError.
     """
     destination = best_folder(run_dir)
     if destination.exists():
@@ -94,20 +96,20 @@ def restore_best(run_dir: str | Path) -> Path | None:
         try:
             found.rename(destination)
         except OSError as error:
-            raise CheckpointError(f"cannot put {found} back as {destination}: {error.strerror or error}") from error
+            raise CheckpointError(f"cannot rename {found} to {destination}: {error.strerror or error}") from error
     return found
 
 
-def new_folder_of(run_dir: str | Path, step: int) -> Path:
-    """Where the export of a step is written before it takes its place. What an export that was killed left is removed."""
+def staging_folder(run_dir: str | Path, step: int) -> Path:
+    """Return the folder to write the export of a step to before it is installed. Removes the leftovers of killed exports."""
     for stale in Path(run_dir).glob("best_hf.*"):
         if _LEFT_BEHIND.fullmatch(stale.name):
             shutil.rmtree(stale, ignore_errors=True)
     return Path(run_dir) / _STEP.format(step)
 
 
-def put_in_place(new: Path, run_dir: str | Path, info: Mapping[str, Any]) -> None:
-    """Replace the old export by a complete new one; the old one is deleted last. Rank 0 only. Raises CheckpointError."""
+def install_export(new: Path, run_dir: str | Path, info: Mapping[str, Any]) -> None:
+    """Replace the previous export with a complete new one; the previous one is deleted last. Rank 0 only. Raises CheckpointError."""
     destination = best_folder(run_dir)
     old = destination.with_name(_REPLACED)
     try:
@@ -118,7 +120,7 @@ def put_in_place(new: Path, run_dir: str | Path, info: Mapping[str, Any]) -> Non
             new.rename(destination)
         except OSError:
             if old.exists():
-                old.rename(destination)  # the old export stays the best
+                old.rename(destination)  # keep the previous export
             raise
         shutil.rmtree(old, ignore_errors=True)
     except OSError as error:

@@ -1,7 +1,7 @@
-"""The critic on held-out prompts: explained variance that no training batch flatters and that is comparable over a run.
+"""Measure the critic's explained variance on held-out prompts, which training does not bias and which is comparable over a run.
 
-Prompts and sampling seeds are fixed; the responses are the present policy's, and the critic never trains on them. So during value
-pretraining, in which the policy stays, the same responses are measured again after each step.
+Prompts and sampling seeds are fixed. The current policy samples the responses, and the critic never trains on them. During value
+pretraining the policy is fixed, so every step measures the same responses.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ from vapo_mcore.records.timing import PhaseTimer
 from vapo_mcore.trainer.advantages import AdvantageEstimator, shaped_rewards, trainable_rows
 
 SEED_STEP = -1
-"""Rollouts count from 1 and evaluations draw with 0: the probe shares its seeds with neither."""
+"""Rollouts use seed steps from 1 and evaluations use 0, so the probe shares its seeds with neither."""
 _SHOWN = 5
 
 
 def probe_prompts(config: Config, train: PromptDataset, held_out: PromptDataset | None) -> list[Prompt]:
-    """The probe's prompts, spread evenly over ``data.eval``; none without a probe.
+    """Return the probe's prompts, spread evenly over ``data.eval``; an empty list without a probe.
 
-    Raises DataError if there are too few, or one of them is a training prompt (by text, without regard to case and whitespace).
+    Raises DataError if ``data.eval`` has too few prompts, or if a chosen one is a training prompt (compared by text, ignoring case and
+    whitespace).
     """
     probe = config.critic.probe
     if not config.uses_critic or probe is None:
@@ -38,7 +39,7 @@ def probe_prompts(config: Config, train: PromptDataset, held_out: PromptDataset 
     assert held_out is not None, "the configuration requires data.eval for a probe"
     items = held_out.items
     if len(items) < probe.prompts:
-        raise DataError(f"critic.probe.prompts = {probe.prompts}, but data.eval has {len(items)} prompts; give at most so many")
+        raise DataError(f"critic.probe.prompts = {probe.prompts}, but data.eval has {len(items)} prompts; use at most {len(items)}")
     chosen = [items[number * len(items) // probe.prompts] for number in range(probe.prompts)]
     trained = set().union(*train.keys.values())
     shared = [prompt.prompt_id for prompt in chosen if held_out.key_of[prompt.prompt_id] in trained]
@@ -46,13 +47,13 @@ def probe_prompts(config: Config, train: PromptDataset, held_out: PromptDataset 
         names = ", ".join(shared[:_SHOWN]) + (", ..." if len(shared) > _SHOWN else "")
         raise DataError(
             f"critic.probe: {len(shared)} of its {len(chosen)} prompts are training prompts ({names}): the critic would be measured on "
-            "what it has seen; take them out of data.train or data.eval, or set critic.probe: null"
+            "its training data; remove them from data.train or data.eval, or set critic.probe: null"
         )
     return chosen
 
 
 class CriticProbe:
-    """The probe of a run. Every method is a collective over all ranks."""
+    """Samples held-out responses and measures the critic on them. Every method is a collective over all ranks."""
 
     def __init__(
         self, config: Config, prompts: Sequence[Prompt], parallel: ParallelContext, sampler: ResponseSampler, dp_rank_of_rank: Sequence[int]
@@ -62,15 +63,15 @@ class CriticProbe:
         self.parallel = parallel
         self.sampler = sampler
         self.dp_rank_of_rank = dp_rank_of_rank
-        self.experience: Experience | None = None  # the responses that were sampled last
+        self.experience: Experience | None = None  # the last sampled responses
 
     def is_due(self, step: int) -> bool:
-        """Whether this RL step is measured; the last one is."""
+        """Return whether this RL step is measured. The last step always is."""
         assert self.config.critic.probe is not None
         return step % self.config.critic.probe.every_steps == 0 or step == self.config.run.steps
 
     def sample(self, models: Models) -> None:
-        """Responses of the policy that the rollout engine has, which must be awake."""
+        """Sample responses with the rollout engine, which must be awake."""
         probe = self.config.critic.probe
         assert probe is not None
         sampled = self.sampler.sample(
@@ -83,9 +84,9 @@ class CriticProbe:
         )
 
     def explained_variance(self, models: Models, estimator: AdvantageEstimator) -> float | None:
-        """Of the present critic's values against the Monte-Carlo returns of the sampled responses; None if undefined.
+        """Return the explained variance of the current critic's values on the sampled responses' Monte-Carlo returns; None if undefined.
 
-        The returns are sums of rewards to the end, whatever lambda_critic is, and without a KL penalty: nothing of them is predicted.
+        The returns are plain reward sums, independent of lambda_critic and without KL penalty, so they contain no predicted values.
         """
         experience = self.experience
         assert experience is not None and models.critic is not None, "sample first"

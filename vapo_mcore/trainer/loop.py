@@ -1,4 +1,4 @@
-"""The course of a run: evaluation, value pretraining, RL steps with records after each, export, summary."""
+"""Drive a run from step to step: evaluation, value pretraining, RL steps, records and checkpoints after each step, export, summary."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from vapo_mcore.megatron.roles import refresh_critic
 from vapo_mcore.records.console import Console, format_step
 from vapo_mcore.records.run_dir import RunDirectory, critic_folder, export_folder
 from vapo_mcore.records.timing import PhaseTimer, RunClock
-from vapo_mcore.trainer.best_export import BestExport, best_folder, new_folder_of, put_in_place, restore_best, step_of
+from vapo_mcore.trainer.best_export import BestExport, best_folder, install_export, restore_best, staging_folder, step_of
 from vapo_mcore.trainer.step import StepOutcome, StepRunner
 from vapo_mcore.trainer.value_pretraining import PROBE, PretrainingEnd
 from vapo_mcore.weights.export import Exporter, save_hf
 
 BEFORE = f"{PROBE}_before"
 FIRST_STEPS, LAST_STEPS = 5, 10
-"""Steps whose mean reward the summary compares."""
+"""The summary compares the mean reward of the first and of the last steps."""
 
 
 class TrainingLoop:
-    """Drives a ``StepRunner`` from start to end. Runs on all ranks alike; the first one has the run directory and the console.
+    """Drives a ``StepRunner`` from the first step to the last. All ranks run it; only rank 0 has the run directory and prints.
 
-    ``stage`` and ``step`` are the last step done. A resumed run gets them, and the rest of its past, from ``load_state_dict``.
+    ``stage`` and ``step`` name the last completed step. ``load_state_dict`` restores them, and all other state, when a run resumes.
     """
 
     def __init__(
@@ -47,12 +47,12 @@ class TrainingLoop:
         self.config = config
         self.trainer = trainer
         self.evaluator = evaluator
-        self.run_dir: RunDirectory | None = None  # the first rank's, opened once a resumed run has its past
+        self.run_dir: RunDirectory | None = None  # rank 0 only; opened after the state of a resumed run is loaded
         self.console = console
         self.checkpointer = checkpointer
         self.rewards: list[float] = []
-        self.evaluations: list[tuple[int, dict[str, str]]] = []  # step, and what the summary says of each set
-        self.probes: list[tuple[str, float | None]] = []  # explained variance on held-out prompts and when, in words
+        self.evaluations: list[tuple[int, dict[str, str]]] = []  # step, and one line of the summary for each set
+        self.probes: list[tuple[str, float | None]] = []  # when, in words, and explained variance on held-out prompts
         self.best = BestExport(config.export.best)
         self.pretraining = PretrainingEnd(config.critic.value_pretraining)
         self.clock = RunClock(config.parallel.world_size)
@@ -60,11 +60,11 @@ class TrainingLoop:
         self.stage: Stage = "value_pretraining" if pretrains else "rl"
         self.step = 0
         self.resumed = False
-        self.unevaluated: dict[str, Any] | None = None  # row of the last step, whose evaluation was lost and is to be made up
-        self.unwritten: dict[str, Any] | None = None  # row of the last step, which metrics.jsonl did not take; a resumed run writes it
-        self.record_fault: str | None = None  # on rank 0: the first record that could not be written
+        self.unevaluated: dict[str, Any] | None = None  # row of the last step if its evaluation failed; a resumed run repeats it
+        self.unwritten: dict[str, Any] | None = None  # row of the last step if writing metrics.jsonl failed; a resumed run writes it
+        self.record_fault: str | None = None  # on rank 0: the first failure to write a record
         self._before_step: dict[str, Any] = {}
-        self._steps_done = 0  # of this start
+        self._steps_done = 0  # since this process started
         trainer.state.register("run", self)
         trainer.before_sync = self._snapshot_if_due
 
@@ -85,32 +85,33 @@ class TrainingLoop:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.stage, self.step, self.rewards = state["stage"], state["step"], state["rewards"]
         self.evaluations = [(step, results) for step, results in state["evaluations"]]
-        self.probes = [(when, value) for when, value in state.get("probes", [])]  # checkpoints of earlier versions have none
+        # Checkpoints of early 0.1 versions lack the keys read with a default below.
+        self.probes = [(when, value) for when, value in state.get("probes", [])]
         self.pretraining.load_state_dict(state["pretraining"])
-        self.unevaluated = state.get("unevaluated")  # checkpoints of 0.1 have none
+        self.unevaluated = state.get("unevaluated")
         self.unwritten = state.get("unwritten")
-        if "clock" in state:  # absent in checkpoints of 0.1 before it was kept
+        if "clock" in state:
             self.clock.load_state_dict(state["clock"])
-        if "best" in state:  # checkpoints of earlier versions have none
+        if "best" in state:
             self.best.load_state_dict(state["best"])
         self.resumed = True
 
     def execute(self) -> None:
-        """The whole run, or what is left of a resumed one; raises what ends it early."""
+        """Run all steps, or the remaining steps of a resumed run. Raises RunStopped or another VapoError if the run ends early."""
         with fail_together():
-            self._look_at_best_export()
+            self._restore_best_export()
         self.trainer.sync_weights()
         if self.evaluator is not None and self.config.eval.at_start and not self.resumed:
             metrics = self._evaluate(0)
             self._write({"step": 0, "stage": "rl"} | metrics)
             self.best.start(metrics)
-            with fail_together():  # nothing is trained yet that could be saved
+            with fail_together():  # nothing to save yet: no step was trained
                 if self.record_fault is not None:
                     raise RecordError(self.record_fault)
         if self.unevaluated is not None:
-            self._make_up_evaluation(self.unevaluated)
+            self._repeat_evaluation(self.unevaluated)
         elif self.unwritten is not None:
-            self._write_again(self.unwritten)
+            self._retry_write(self.unwritten)
         if self.stage == "value_pretraining":
             self._pretrain_values()
         if self.config.run.steps > 0:
@@ -123,16 +124,16 @@ class TrainingLoop:
                 self.run_dir.mark_finished(self.config.run.steps)
         self._summarise()
 
-    def _look_at_best_export(self) -> None:
-        """On the first rank: put an interrupted replacement right, and tell of an export that is newer than the resumed state."""
+    def _restore_best_export(self) -> None:
+        """On rank 0, complete an interrupted replacement of the best export, and report an export newer than the resumed state."""
         if self.run_dir is None:
             return
         best = best_folder(self.config.run.dir)
         if restored := restore_best(self.config.run.dir):
-            self.console.print(f"note: {restored} is {best} again: the run was killed while an export took its place")
+            self.console.print(f"note: renamed {restored} to {best}: the run was killed while it replaced the export")
         exported = step_of(best) if self.resumed else None
         if exported is not None and (self.stage != "rl" or exported > self.step):
-            self.console.print(f"note: {best} holds the policy after step {exported} of before this resume")
+            self.console.print(f"note: {best} holds the policy of step {exported}, exported before this resume")
 
     def _pretrain_values(self) -> None:
         end = self.pretraining
@@ -147,7 +148,7 @@ class TrainingLoop:
         self.console.stop_progress()
         self.console.print(end.describe())
         if self.config.run.steps == 0 and self.config.checkpoint.at_end:
-            self._save_now(row, final=True)  # unless the last step has done it: thresholds may end pretraining before
+            self._save_now(row, final=True)  # no-op if the last step saved already; thresholds may end pretraining early
         if self.trainer.imitation is not None:
             self.trainer.imitation.end_of_pretraining()
         self._save_critic()
@@ -169,8 +170,7 @@ class TrainingLoop:
         self.console.stop_progress()
 
     def _do(self, stage: Stage, number: int) -> StepOutcome:
-        """One step. One that is abandoned before it changed a model leaves a checkpoint of the step before; one that is broken, what
-        was being written when it began."""
+        """Run one step. On StepAbandoned, checkpoint the previous step; on StepBroken, finish the checkpoint being written."""
         self._before_step = self.trainer.state.state_dict()
         try:
             return self.trainer.rl_step(number) if stage == "rl" else self.trainer.value_pretraining_step(number)
@@ -185,11 +185,11 @@ class TrainingLoop:
             raise
 
     def _exit_code(self, lost: StepAbandoned) -> int:
-        """Ask to be queued again only after a step of this start: a failure that comes back at once must end the run."""
+        """Return the exit code. Request a requeue only if this process completed a step, so that a permanent failure ends the run."""
         return 2 if lost.exit_code == EXIT_REQUEUE and not self._steps_done else lost.exit_code
 
     def _complete(self, outcome: StepOutcome, total: int) -> None:
-        """Record the step, then the safe point: save what is due, publish what is written, stop if any rank asked for it."""
+        """Record the step, write the checkpoint if one is due, publish written checkpoints, and stop if any rank requested it."""
         self.step = outcome.row["step"]
         self._steps_done += 1
         self._record(outcome, total)
@@ -218,7 +218,7 @@ class TrainingLoop:
                 self.checkpointer.begin("rl" if stage == "rl" else "value_pretraining", step, final=final)
 
     def _commit(self, row: dict[str, Any]) -> None:
-        """Let the save that has begun, if any, be written. Raises RecordError on all ranks where the disk does not take the rows."""
+        """Start writing the snapshot, if one was taken. Raises RecordError on all ranks if the metric rows cannot be written."""
         if not self.checkpointer.has_begun:
             return
         state = None
@@ -230,7 +230,7 @@ class TrainingLoop:
         self.checkpointer.commit(state, row)
 
     def _save_now(self, row: dict[str, Any], *, final: bool = False) -> None:
-        """Have a published checkpoint of the present state, after which nothing is generated; a save that fails is tried once more."""
+        """Publish a checkpoint of the current state; retries once. May free the rollout engine, so nothing can be sampled afterwards."""
         here = (self.stage, self.step)
         for _ in range(2):
             if self.checkpointer.under_way != here and self.checkpointer.published != here:
@@ -243,12 +243,12 @@ class TrainingLoop:
         self.console.print("warning: this step has no checkpoint; --resume continues from the one before")
 
     def _free_device(self) -> None:
-        """Make room for the models, which come to the device to be copied; the run ends after that."""
+        """Free the rollout engine's memory for offloaded models, which return to the device to be saved."""
         if self.trainer.models.residency.enabled:
             try:
-                self.trainer.sync.end_for_good()
+                self.trainer.sync.release()
             except RolloutError as error:
-                self.console.print(f"warning: the rollout engine could not be put to sleep: {error}")
+                self.console.print(f"warning: cannot put the rollout engine to sleep: {error}")
 
     # ---------------------------------------------------------------------------------------------------- records, results
 
@@ -259,9 +259,9 @@ class TrainingLoop:
         return (last and self.config.eval.at_end) or (every > 0 and step % every == 0)
 
     def _evaluate_step(self, row: dict[str, Any]) -> None:
-        """Evaluate after the step of ``row``, which gets the metrics.
+        """Evaluate after a step and add the metrics to its ``row``.
 
-        Where that cannot be done the step is whole all the same: it is recorded and saved, the run ends, and a resumed one evaluates first.
+        If the evaluation fails, the step is still recorded and saved, the run stops, and a resumed run first repeats the evaluation.
         """
         self.unevaluated = None
         try:
@@ -271,32 +271,32 @@ class TrainingLoop:
             self._export_if_best(row["step"], row)
         except StepAbandoned as lost:
             self.unevaluated = row
-            reason = f"the evaluation after step {row['step']} could not be done: {lost}"
+            reason = f"the evaluation after step {row['step']} failed: {lost}"
             self.trainer.stop_requests.request(reason, exit_code=self._exit_code(lost))
 
-    def _make_up_evaluation(self, row: dict[str, Any]) -> None:
-        """The evaluation that the run was stopped at; metrics.jsonl is what it was before the row of that step."""
+    def _repeat_evaluation(self, row: dict[str, Any]) -> None:
+        """Repeat the evaluation at which the run stopped, then write its step's row, which metrics.jsonl does not contain yet."""
         self.unevaluated = self.unwritten = None
         if self.evaluator is not None:
             self._evaluate_step(row)
         self._write(row)
         self._stop_if_asked(row)
 
-    def _write_again(self, row: dict[str, Any]) -> None:
-        """Write the row that the disk did not take before the run was stopped."""
+    def _retry_write(self, row: dict[str, Any]) -> None:
+        """Write the row that could not be written before the run stopped."""
         self.unwritten = None
         self._write(row)
         self._stop_if_asked(row)
 
     def _evaluate(self, step: int) -> dict[str, Any]:
-        """Evaluate now; the metrics for the step's row."""
+        """Evaluate, print and write the results, and return the metrics for the step's row."""
         assert self.evaluator is not None
         with heartbeat.entering("evaluation"):
             evaluation: Evaluation = self.evaluator.run()
         results = {f"{summary.name} avg@{summary.samples}": describe(summary.average) for summary in evaluation.summaries}
         self.evaluations.append((step, results))
         cost = self.clock.metrics()
-        spent = f"{cost['time/run'] / 3600:.2f} h and {cost['time/gpu_hours']:.2f} {'GPU' if HAS_CUDA else 'process'}-hours of the run"
+        spent = f"run time {cost['time/run'] / 3600:.2f} h, {cost['time/gpu_hours']:.2f} {'GPU' if HAS_CUDA else 'process'}-hours"
         for line in console_lines(evaluation.summaries):
             self.console.print(f"evaluation after step {step}: {line}; {spent}")
         if self.run_dir is not None:
@@ -314,7 +314,7 @@ class TrainingLoop:
                 )
             except RecordError as error:
                 self._stop_for(error)
-                self.evaluations.pop()  # a resumed run evaluates again
+                self.evaluations.pop()  # a resumed run repeats this evaluation
         return evaluation.metrics
 
     def _record(self, outcome: StepOutcome, total: int) -> None:
@@ -341,7 +341,7 @@ class TrainingLoop:
                 self._stop_for(error)
 
     def _stop_for(self, error: RecordError) -> None:
-        """On rank 0: a record is lost; stop after this step, with a checkpoint if the disk takes one."""
+        """On rank 0, request a stop after this step because a record could not be written; the checkpoint is best-effort."""
         self.record_fault = self.record_fault or str(error)
         self.trainer.stop_requests.request(self.record_fault, exit_code=error.exit_code)
 
@@ -352,10 +352,10 @@ class TrainingLoop:
         source = model_folder(self.config.critic.path or self.config.model.path, "critic")
         self.trainer.models.residency.enter("values")
         if self.run_dir is not None:
-            shutil.rmtree(folder.parent, ignore_errors=True)  # of this run, before it was resumed
+            shutil.rmtree(folder.parent, ignore_errors=True)  # left by this run before it resumed
         with heartbeat.entering("export"):
             save_hf(Exporter(critic.chunks, critic.architecture, critic.parallel, role="critic"), source, folder)
-        self.console.print(f"pretrained critic saved: {folder} (a later run takes it with critic.init=saved critic.path={folder})")
+        self.console.print(f"pretrained critic saved: {folder} (reuse it with critic.init=saved critic.path={folder})")
 
     def _export(self) -> None:
         folder: Path = export_folder(self.config.run.dir)
@@ -366,13 +366,13 @@ class TrainingLoop:
         self.console.print(f"policy exported: {folder}")
 
     def _export_if_best(self, step: int, row: dict[str, Any]) -> None:
-        """Export the policy that has just been evaluated if its score asks for it. An export that fails is told, and the run goes on."""
+        """Export the evaluated policy if its score is the best so far. If the export fails, warn and continue."""
         score = self.best.improved(step, row)
         if score is None:
             return
         assert self.best.settings is not None
         run_dir, metric = self.config.run.dir, self.best.settings.metric
-        folder = new_folder_of(run_dir, step) if self.run_dir is not None else best_folder(run_dir)
+        folder = staging_folder(run_dir, step) if self.run_dir is not None else best_folder(run_dir)
         self.trainer.sync.put_to_sleep()
         self.trainer.models.residency.enter("sync")
         try:
@@ -380,15 +380,15 @@ class TrainingLoop:
                 save_hf(self.trainer.sync.exporter, self.config.model.path, folder)
             with fail_together():
                 if self.run_dir is not None:
-                    put_in_place(folder, run_dir, {"metric": metric, "score": score, "step": step, "run_id": self.run_dir.run_id})
+                    install_export(folder, run_dir, {"metric": metric, "score": score, "step": step, "run_id": self.run_dir.run_id})
             self.best.exported(step, score)
             self.console.print(f"best policy so far: {metric} = {score:.4g} after step {step}, exported to {best_folder(run_dir)}")
         except CheckpointError as error:
-            self.console.print(f"warning: the best policy so far ({metric} = {score:.4g} after step {step}) could not be exported: {error}")
-        self.trainer.sync_weights()  # the engine goes on with the policy's weights
+            self.console.print(f"warning: cannot export the best policy so far ({metric} = {score:.4g} after step {step}): {error}")
+        self.trainer.sync_weights()  # wake the engine again
 
     def _note_probe(self, row: dict[str, Any]) -> None:
-        """Keep what the summary says of the probe: before and after value pretraining, and at the last measured RL step."""
+        """Keep the probe's values for the summary: before and after value pretraining, and at the last measured RL step."""
         if row["stage"] == "value_pretraining":
             if not self.probes and BEFORE in row:
                 self.probes.append(("before value pretraining", row[BEFORE]))
@@ -399,6 +399,7 @@ class TrainingLoop:
             self.probes = [*earlier, (f"after step {row['step']}", row[PROBE])]
 
     def _summarise(self) -> None:
+        """Print the probe's explained variance, the change in mean reward, and the first and last evaluation."""
         if self.probes:
             assert self.config.critic.probe is not None
             values = ", ".join(f"{'undefined' if value is None else format(value, '.3f')} {when}" for when, value in self.probes)
@@ -414,6 +415,6 @@ class TrainingLoop:
             return
         (first_step, before), (last_step, after) = self.evaluations[0], self.evaluations[-1]
         for label, result in before.items():
-            # a resume may have changed the sets or the samples: then there is nothing to compare with
+            # A resume may have changed the evaluation sets or their number of samples: then nothing is comparable.
             later = f"; after step {last_step}: {after[label]}" if last_step != first_step and label in after else ""
             self.console.print(f"{label} after step {first_step}: {result}{later}")

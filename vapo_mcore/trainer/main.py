@@ -1,4 +1,4 @@
-"""``run_training`` builds everything a run needs, in the order that finds faults early, and closes it at the end."""
+"""Build everything a training run needs, run it, and close it. Cheap checks come first, so that errors appear before a model loads."""
 
 from __future__ import annotations
 
@@ -62,15 +62,14 @@ from vapo_mcore.trainer.signals import StopSignals
 from vapo_mcore.trainer.step import StepRunner
 from vapo_mcore.trainer.weight_sync import WeightSync
 
-_SECONDS_UNTIL_ENDED = 30.0
+_SECONDS_UNTIL_TERMINATED = 30.0
 
 
 def run_training(config: Config, *, clean: bool, resume: ResumeOptions | None = None) -> int:
-    """Run a configuration to its end in this process, one of ``parallel.world_size``. Returns the exit code 0.
+    """Train a configuration in this process, one of ``parallel.world_size``. Returns the exit code 0.
 
-    Raises VapoError for everything that is for a person to solve, and RunStopped where all ranks stopped together. A rank that raises
-    anything else ends its process, and with it the run: torchrun then ends the others, which may be waiting for it in a collective. So
-    nothing on the way out waits for them.
+    Raises VapoError for errors that the user can fix and RunStopped when all ranks stop together. Any other exception ends this process
+    without waiting for other ranks, which may be blocked in a collective; torchrun then terminates them.
     """
     configure_logging()
     parallel = initialize_parallel(config.parallel)
@@ -81,7 +80,7 @@ def run_training(config: Config, *, clean: bool, resume: ResumeOptions | None = 
 
 @contextmanager
 def ending_together() -> Iterator[None]:
-    """End the process group: all ranks meet in a barrier; if one is lost, the others wait until torchrun ends them."""
+    """Meet all ranks in a barrier and destroy the process group. If a rank is lost, the others wait until torchrun terminates them."""
     stopped: RunStopped | None = None
     try:
         try:
@@ -93,19 +92,19 @@ def ending_together() -> Iterator[None]:
     except RuntimeError as error:
         if not lost_a_peer(error):
             raise
-        # The failed rank prints the message. torchrun is about to end this one; it has nothing to save.
+        # The failed rank prints the message. torchrun is about to terminate this one, which has nothing to save.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        time.sleep(_SECONDS_UNTIL_ENDED)
-        raise TrainingError(f"the connection to another rank is lost, and nothing has ended this one since: {error}") from error
+        time.sleep(_SECONDS_UNTIL_TERMINATED)
+        raise TrainingError(f"lost the connection to another rank, and the launcher did not terminate this one: {error}") from error
     dist.destroy_process_group()
     if stopped is not None:
         raise stopped
 
 
 def train(config: Config, parallel: ParallelContext, *, clean: bool, resume: ResumeOptions | None = None) -> None:
-    """Train in existing process groups. Closes everything it opened when it returns or raises.
+    """Train in existing process groups. Closes everything it opened, also on an error.
 
-    ``resume``: go on from a checkpoint in ``run.dir``; where there is none, start, and say so.
+    With ``resume`` the run continues from a checkpoint in ``run.dir``; without a checkpoint there it starts, and prints that it does.
     """
     seed_everything(config.seed)
     limit = None if config.faults.hang_minutes is None else 60 * config.faults.hang_minutes
@@ -124,7 +123,7 @@ def train(config: Config, parallel: ParallelContext, *, clean: bool, resume: Res
             if dataset is not None:
                 console.print(dataset.summary)
         for sentence in [] if held_out is None else overlaps(prompts, held_out):
-            console.print(f"warning: {sentence}: its score is not that of unseen problems")
+            console.print(f"warning: {sentence}: its score does not measure unseen problems")
         if past is not None and resume is not None:
             _continue_data(prompts, past, restart=resume.restart_data, console=console)
         console.print(described(stop_ids(config, tokenizer), tokenizer))
@@ -170,7 +169,7 @@ class _Past:
 
 
 def _check_run_directory(config: Config, parallel: ParallelContext, clean: bool, resume: bool, stack: ExitStack, console: Console) -> bool:
-    """Check run directory and host memory. Returns whether rank 0 locked an existing run; a new one is locked when created."""
+    """Check run directory and host memory. Returns whether rank 0 locked an existing run; a new run is locked when it is created."""
     taken = False
     with fail_together():
         if parallel.rank == 0:
@@ -191,10 +190,10 @@ def _find_past(config: Config, resume: ResumeOptions, console: Console) -> _Past
         steps = broadcast_object(finished_steps(config.run.dir))
         if steps is not None:
             raise ConfigError(
-                f"run.dir: the run in {config.run.dir!r} is finished ({steps} steps) and has no checkpoint to go on from "
-                "(checkpoint.at_end saves the last step); give another run.dir, or --clean to delete it and start again"
+                f"run.dir: the run in {config.run.dir!r} is finished ({steps} steps) and has no checkpoint to continue from "
+                "(checkpoint.at_end saves the last step); choose another run.dir, or delete this run and start again with --clean"
             )
-        console.print(f"nothing to resume: {config.run.dir} has no checkpoint; the run starts from the beginning")
+        console.print(f"nothing to resume: {config.run.dir} has no checkpoint; starting from the beginning")
         return None
     with fail_together():
         compare_configs(config, checkpoint.path, allow=resume.allow_config_change, say=console.print)
@@ -210,17 +209,18 @@ def _find_past(config: Config, resume: ResumeOptions, console: Console) -> _Past
 
 
 def _continue_data(prompts: PromptDataset, past: _Past, *, restart: bool, console: Console) -> None:
+    """Continue the order of the training prompts from the checkpoint, or restart it with ``--restart-data``."""
     if restart:
-        console.print("training prompts: begun anew (--restart-data)")
+        console.print("training prompts: restarted (--restart-data)")
         return
     try:
         prompts.load_state_dict(past.state["objects"]["prompts"])
     except DataError as error:
-        raise DataError(f"{error}; use the data of the run, or give --restart-data to begin the prompts anew") from error
+        raise DataError(f"{error}; use the run's data, or restart the prompts with --restart-data") from error
 
 
 def configure_logging() -> None:
-    """Log warnings of this package and only errors of the libraries below it."""
+    """Log warnings of this package, and only errors of other libraries."""
     logging.basicConfig(level=logging.ERROR, format="%(levelname)s %(name)s: %(message)s")
     logging.getLogger("vapo_mcore").setLevel(logging.WARNING)
     # Silence resource_tracker: after a rank is terminated it always reports the graders' locks.
@@ -246,8 +246,10 @@ def _open_run_directory(
     fresh: bool,
     locked: bool,
 ) -> RunDirectory | None:
-    """Rank 0 creates the run directory, or rewinds it to the checkpoint, and opens the writers. This comes last: a failed start leaves
-    nothing behind, and a failed resume leaves the run as it was."""
+    """Create the run directory, or rewind it to the checkpoint, and open its writers, on rank 0. Returns None on other ranks.
+
+    Call it last: a start that fails earlier leaves nothing behind, and a resume that fails earlier leaves the run unchanged.
+    """
     run_dir = None
     yaml = dump_yaml(config)
     with fail_together():
@@ -269,26 +271,26 @@ def _open_run_directory(
 
 
 def _load_data(config: Config) -> tuple[Any, PromptDataset, PromptDataset | None]:
-    """Tokenizer, training prompts and held-out prompts; every fault of every file is reported before a model loads.
+    """Load tokenizer, training prompts and held-out prompts, and report all errors in all files before a model loads.
 
-    Every rank reads the files: the prompts are then the same everywhere, and so is what is wrong with them.
+    Every rank reads the files, so all ranks have the same prompts and find the same errors.
     """
     with fail_together():
         tokenizer = chat_tokenizer(config.model.path, config.data)
-        check_extensions(config, verifiers=False)  # those are loaded by the processes that grade
+        check_extensions(config, verifiers=False)  # the grading processes load the verifiers
         datasets = load_prompts(config.data, tokenizer, seed=config.seed)
         train, held_out = datasets["train"], datasets.get("eval")
         check_verifier_names(_verifiers(train, held_out))
     for dataset in (train, held_out):
         if dataset is not None and len(set(all_gather_objects(dataset.fingerprint))) > 1:
             raise DataError(
-                f"data.{dataset.split}: the prompts are not the same on all ranks; a task of your own must always return the same"
+                f"data.{dataset.split}: the prompts differ between ranks; a custom task must return the same prompts on every call"
             )
     return tokenizer, train, held_out
 
 
 def build_multi_turn(config: Config, tokenizer: Any) -> MultiTurn | None:
-    """Build the multi-turn loop if an environment is configured."""
+    """Build the multi-turn loop, or return None without an environment."""
     settings = config.rollout.environment
     multi_turn = None
     with fail_together():
@@ -306,7 +308,7 @@ def _verifiers(*datasets: PromptDataset | None) -> list[str]:
 
 
 def build_engine(config: Config, parallel: ParallelContext, tokenizer: Any) -> RolloutEngine:
-    """Built before the models: a missing or unfit engine is found early, and vLLM sizes its memory on an empty device."""
+    """Build the rollout engine. Call it before the models are built: engine errors appear early, and vLLM profiles an empty device."""
     return build_rollout_engine(
         config.rollout,
         config.model.path,
@@ -322,7 +324,7 @@ def build_engine(config: Config, parallel: ParallelContext, tokenizer: Any) -> R
 
 
 def start_verifiers(config: Config, engine: RolloutEngine, stack: ExitStack, verifiers: list[str]) -> VerifierPool | None:
-    """Start grading processes on rank 0 of each replica and import the verifiers of the data there."""
+    """Start the grading processes on rank 0 of each rollout replica and import the data's verifiers in them."""
     pool = None
     with fail_together():
         if engine.is_replica_leader:
@@ -333,7 +335,7 @@ def start_verifiers(config: Config, engine: RolloutEngine, stack: ExitStack, ver
 
 
 def _verifier_pool(config: Config) -> VerifierPool:
-    """Scores are those that ``reward.scale`` is for, 0 to 1 without it; the highest one is "correct"."""
+    """Create the pool. Scores range over ``reward.scale.source``, by default 0 to 1; the highest score means "correct"."""
     scores = (0.0, 1.0) if config.reward.scale is None else config.reward.scale.source
     return VerifierPool(
         config.reward.workers,

@@ -1,4 +1,4 @@
-"""Build and load policy, critic and reference from the configuration."""
+"""Build policy, critic and reference model from the configuration and load their weights."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ Say = Callable[[str], None]
 
 
 def build_models(config: Config, parallel: ParallelContext, say: Say) -> Models:
-    """Build and load all models of the run. Raises CheckpointError or ConfigError for folders that do not fit."""
+    """Build all models of the run and load their weights. Raises CheckpointError or ConfigError for folders that do not match."""
     architecture = read_architecture(config.model.path)
     if config.model.dtype == "float32" and config.model.attention == "te":
-        say("warning: model.dtype = float32 with model.attention = te: Transformer Engine multiplies float32 in TF32 (10 bits of mantissa)")
+        say("warning: model.dtype = float32 with model.attention = te: Transformer Engine multiplies float32 in TF32 (10-bit mantissa)")
     unknown = unknown_token_ids(load_tokenizer(config.model.path), architecture.vocab_size)
     policy = MegatronModel(
         "policy",
@@ -40,7 +40,7 @@ def build_models(config: Config, parallel: ParallelContext, say: Say) -> Models:
         unknown_token_ids=unknown,
     )
     if unknown:
-        _tell_unknown(policy, unknown, say)
+        _report_unknown_ids(policy, unknown, say)
     residency = Residency(enabled=HAS_CUDA if config.model.offload is None else config.model.offload)
     residency.add(policy)
     reference = None
@@ -54,24 +54,24 @@ def build_models(config: Config, parallel: ParallelContext, say: Say) -> Models:
     return Models(architecture, policy, critic, reference, residency)
 
 
-def _tell_unknown(policy: MegatronModel, unknown: Sequence[int], say: Say) -> None:
-    """Say how many ids are excluded, and warn where output rows of theirs are so large that sampling would have drawn them."""
+def _report_unknown_ids(policy: MegatronModel, unknown: Sequence[int], say: Say) -> None:
+    """Print how many token ids are excluded, and warn if some have output rows so large that sampling would draw them."""
     norms = output_row_norms(policy)
     sizes = f"{len(unknown):,} of the model's {norms.numel():,} token ids"
-    say(f"model.path: {sizes} are not in the tokenizer: never sampled, and outside the softmax of all log-probs and entropies")
+    say(f"model.path: {sizes} are not in the tokenizer: never sampled, and excluded from the softmax of log-probs and entropies")
     known = torch.ones(norms.numel(), dtype=torch.bool)
     known[list(unknown)] = False
     typical = float(norms[known].median())
     large = int((norms[~known] >= typical).sum())
     if large:
         say(
-            f"warning: {large:,} of these {len(unknown):,} ids have output rows as large as those of tokens (norm >= {typical:.3g}, the "
-            "tokens' median); a system that does not exclude them samples them, and they decode to nothing"
+            f"warning: {large:,} of these {len(unknown):,} ids have output rows as large as those of known tokens (norm >= {typical:.3g}, "
+            "their median); a system that does not exclude these ids samples them, and they decode to nothing"
         )
 
 
 def _fill_policy(chunks: list[Any], config: Config, architecture: ModelArchitecture, parallel: ParallelContext, say: Say) -> None:
-    """The initial weights: those of model.path, or of a checkpoint of an earlier run."""
+    """Load the initial weights from ``policy.path`` (a checkpoint of an earlier run) if set, else from ``model.path``."""
     if config.policy.path is None:
         load_hf_into(chunks, config.model.path, architecture, parallel, role="policy")
         return
@@ -80,7 +80,7 @@ def _fill_policy(chunks: list[Any], config: Config, architecture: ModelArchitect
 
 
 def _first_critic(config: Config, policy: ModelArchitecture, parallel: ParallelContext, say: Say) -> MegatronModel:
-    """The critic as it enters the run, with the settings of value pretraining if there is one."""
+    """Build and load the initial critic, with the optimizer settings of value pretraining if that is configured."""
     folder = config.model.path if config.critic.init == "policy" else config.critic.path
     assert folder is not None, "the configuration requires critic.path for this critic.init"
     fresh = config.critic.init == "policy"
@@ -88,14 +88,14 @@ def _first_critic(config: Config, policy: ModelArchitecture, parallel: ParallelC
     if architecture.vocab_size != policy.vocab_size:
         raise ConfigError(
             f"critic.path: the critic's vocabulary has {architecture.vocab_size} entries, the policy's {policy.vocab_size}; "
-            "both read the same tokens, so take a critic with the policy's tokenizer"
+            "both models read the same tokens, so use a critic with the policy's tokenizer"
         )
     reports: list[LoadReport] = []
 
     def load(chunks: list[Any]) -> None:
         if saved_weights(folder, "critic") is not None:
             fill_chunks(chunks, require_intact(folder, "critic"))
-            reports.append(LoadReport(head="that of the checkpoint"))
+            reports.append(LoadReport(head="from the checkpoint"))
             return
         head_init = config.critic.head_init if config.critic.init == "policy" else None
         reports.append(load_hf_into(chunks, folder, architecture, parallel, role="critic", head_init=head_init, seed=config.seed))

@@ -1,7 +1,7 @@
-"""Self-imitation in the loop: correct responses are remembered on every rank, and imitated in steps of their own.
+"""Self-imitation learning: keep correct responses in a replay buffer and train on them in separate steps.
 
-The contents of the buffer follow from the replicated rows and from tokens that are exchanged once, so every rank has the same
-buffer and draws the same responses from it; their micro-batches are then shared out like those of a rollout.
+Every rank holds the same buffer, built from the replicated rows and from tokens gathered once, and draws the same responses from it.
+Their micro-batches are distributed over the data-parallel ranks like those of a rollout.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _TENSORS = ("tokens", "response_mask", "returns")
 
 
 class SelfImitation:
-    """The buffer of a run and the steps on it. ``remember`` and the steps are collectives over all ranks."""
+    """Holds the replay buffer and trains on it. ``remember`` and the training steps are collectives over all ranks."""
 
     def __init__(self, config: Config, architecture: ModelArchitecture, parallel: ParallelContext) -> None:
         settings = config.algorithm.self_imitation
-        assert settings is not None, "built where it is configured only"
+        assert settings is not None, "requires algorithm.self_imitation"
         self.settings: SelfImitationConfig = settings
         self.config = config
         self.architecture = architecture
@@ -44,7 +44,7 @@ class SelfImitation:
         self.buffer = ReplayBuffer(settings.capacity, eviction=settings.keep, top_k=settings.top_k)
 
     def remember(self, experience: Experience, rollout: int, *, pretraining: bool) -> None:
-        """Offer the rollout's correct responses, their token rewards placed; ``pretraining``: only a frozen buffer takes those."""
+        """Add the rollout's correct responses; token rewards must be placed. With ``pretraining`` only a frozen buffer adds them."""
         if pretraining and self.settings.keep != "frozen":
             return
         imitable = imitable_rows(self.config, experience.rows, skip_overlong=self.settings.skip_overlong)
@@ -70,26 +70,26 @@ class SelfImitation:
             cumulative(bounds.diff()[order]),
             rows.total_reward,
             torch.ones(len(rows), dtype=torch.bool),
-            [prompt_id.rsplit("#", 1)[0] for prompt_id in rows.prompt_id],  # without the pass through the data
+            [prompt_id.rsplit("#", 1)[0] for prompt_id in rows.prompt_id],  # strip the number of the epoch
             rollout,
         )
 
     def end_of_pretraining(self) -> None:
-        """A frozen buffer that value pretraining has filled takes nothing from the changing policy."""
+        """Freeze a ``keep: frozen`` buffer that value pretraining filled, so that RL steps add nothing."""
         if self.settings.keep == "frozen" and len(self.buffer) > 0:
             self.buffer.freeze()
 
     def draw(self, number: int, rollout: int) -> ReplaySample | None:
-        """The responses of RL step ``number``; None where no imitation is due or nothing was remembered yet."""
+        """Draw the responses of RL step ``number``; None if no imitation is due or the buffer is empty."""
         if number % self.settings.every_steps or len(self.buffer) == 0:
             return None
         digest = hashlib.sha256(f"self-imitation/{self.config.seed}/{rollout}".encode()).digest()
-        # The CPU's generator reads 32 bits of its seed: steps of a run differ, two of 2**32 may draw alike.
+        # The CPU generator uses only 32 bits of the seed: two steps draw alike with probability 2**-32.
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
         return self.buffer.sample(self.settings.batch_size, generator)
 
     def imitate(self, policy: MegatronModel, sample: ReplaySample, metrics: StepMetrics) -> bool:
-        """One NLL step of the policy, with a rate of its own if given, at the rollout's temperature. Whether it was made, not skipped."""
+        """Run one NLL update of the policy at the rollout's temperature, with ``lr`` if set. Returns False if the update was skipped."""
         assert policy.optimizer is not None
         loss = SupervisedLoss(self.config.rollout.temperature)
         rate = self.settings.lr if self.settings.lr is not None else policy.optimizer.learning_rate
@@ -102,7 +102,7 @@ class SelfImitation:
         return result.skipped is None
 
     def learn_values(self, critic: MegatronModel, sample: ReplaySample, metrics: StepMetrics) -> bool:
-        """One step of the critic on the returns that the responses had when they were sampled, at the critic's present rate. As above."""
+        """Fit the critic to the returns from sampling time, at its current learning rate. Returns False if the update was skipped."""
         assert critic.optimizer is not None
         coef = self.settings.value_coef
         result = critic.train_step(
@@ -112,7 +112,7 @@ class SelfImitation:
         return result.skipped is None
 
     def record(self, rollout: int, metrics: StepMetrics) -> None:
-        """What the buffer holds, and how old it is."""
+        """Record the size of the buffer and the age of its responses."""
         metrics.put("imitation/buffer", len(self.buffer))
         if len(self.buffer):
             ages = self.buffer.ages(rollout).double()
@@ -120,15 +120,15 @@ class SelfImitation:
             metrics.put("imitation/age_max", int(ages.max()))
 
     def state_dict(self) -> dict[str, Any]:
-        """Tensors, strings and numbers only."""
+        """Return the buffer's contents: tensors, strings and numbers only."""
         return self.buffer.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with saved contents, as far as the present settings keep them."""
+        """Restore saved contents, except those that the current settings would not keep."""
         self.buffer.load_state_dict(state)
 
     def _microbatches(self, sample: ReplaySample, weights: str, coef: float) -> list[MicroBatch]:
-        """This rank's share of the responses, with coef / (number of their tokens) at each response token."""
+        """Return this rank's micro-batches of the responses, with weight coef / (number of response tokens) at each response token."""
         batch = replay_batch(sample)
         count = len(batch)
         batch[weights] = coef * token_weights(batch["response_mask"], batch.cu_seqlens, "token")
@@ -139,18 +139,18 @@ class SelfImitation:
 
 
 def best_rows(rows: Rows, trainable: Tensor, top_k: int) -> Tensor:
-    """int64, rising: of each group the ``top_k`` correct rows of highest reward that carry a loss, the first of equals."""
+    """Return int64, ascending: in each group the ``top_k`` correct rows with the highest reward that carry a loss; ties go to the first."""
     eligible = (rows.verdict & rows.graded & trainable & (rows.response_length > 0)).nonzero().flatten()
     rewards, groups = rows.total_reward[eligible], rows.group[eligible]
     order = torch.argsort(rewards, descending=True, stable=True)
-    order = order[torch.argsort(groups[order], stable=True)]  # by group, the best first
+    order = order[torch.argsort(groups[order], stable=True)]  # by group, then descending reward
     _, sizes = torch.unique_consecutive(groups[order], return_counts=True)
     rank = torch.arange(order.numel()) - torch.repeat_interleave(cumulative(sizes)[:-1], sizes)
     return eligible[order[rank < top_k]].sort().values
 
 
 def replay_batch(sample: ReplaySample) -> RolloutBatch:
-    """The drawn responses as a rollout batch with ``tokens``, ``response_mask`` and ``returns``."""
+    """Convert drawn responses to a rollout batch with ``tokens``, ``response_mask`` and ``returns``."""
     n = len(sample.prompt_ids)
     lengths = sample.cu_seqlens.diff()
     sampled = torch.stack([part.sum() for part in sample.response_mask.split(lengths.tolist())]) if n else lengths
@@ -178,7 +178,7 @@ def replay_batch(sample: ReplaySample) -> RolloutBatch:
 
 
 def _gather(part: dict[str, Tensor], group: dist.ProcessGroup | None) -> list[dict[str, Tensor]]:
-    """The parts of all data-parallel ranks."""
+    """Gather the parts of all data-parallel ranks."""
     if group is None or dist.get_world_size(group) == 1:
         return [part]
     parts: list[dict[str, Tensor]] = [{} for _ in range(dist.get_world_size(group))]

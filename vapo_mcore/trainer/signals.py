@@ -1,7 +1,7 @@
-"""SIGTERM and SIGUSR1 (Slurm's warning): the first asks for a stop with a checkpoint, the second ends the process at once.
+"""Handle SIGTERM and SIGUSR1 (Slurm's warning): the first requests a stop with a checkpoint, the second ends the process at once.
 
-Python runs signal handlers between two instructions of the main thread, which may sit in a collective for minutes. The C part of the
-interpreter writes each signal to a pipe when it arrives, and a thread reads it.
+Python runs signal handlers between two bytecodes of the main thread, which may block in a collective for minutes. So the handler does
+nothing: the interpreter's C code writes each signal to a wakeup pipe on arrival, and a thread reads the pipe.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
 class StopSignals:
-    """While entered, calls ``stop(name of the signal)`` once for the first signal; exits with 128 + signal at the second.
+    """Context manager that calls ``stop(signal name)`` on the first signal and exits with 128 + signal on the second.
 
-    ``say`` gets a line for people. Signals go back to what they were when it is left.
+    ``say`` prints a line for the user. Leaving the context restores the previous handlers.
     """
 
     def __init__(self, stop: Callable[[str], None], say: Callable[[str], None]) -> None:
@@ -34,7 +34,7 @@ class StopSignals:
         self._pipe = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         os.set_blocking(self._pipe[0], True)
         self._previous_wakeup = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
-        self._previous = {number: signal.signal(number, _noted) for number in STOP_SIGNALS}
+        self._previous = {number: signal.signal(number, _ignore) for number in STOP_SIGNALS}
         self._thread = threading.Thread(target=self._watch, name="signals", daemon=True)
         self._thread.start()
         return self
@@ -61,5 +61,5 @@ class StopSignals:
             self.say(f"{name}: stopping after this step with a checkpoint; a second signal ends the run at once")
 
 
-def _noted(_number: int, _frame: Any) -> None:
-    """A handler must be there for the signal to be written to the pipe."""
+def _ignore(_number: int, _frame: Any) -> None:
+    """Do nothing. The interpreter writes a signal to the wakeup pipe only if a Python handler is installed."""

@@ -1,6 +1,6 @@
-"""One step of training: collect, distribute, log-probs, values, advantages, critic update, policy update, weight sync.
+"""Run one step: collect and distribute responses, compute log-probs, values and advantages, update critic and policy, sync weights.
 
-``StepRunner`` holds what lives as long as the run and is the same on every rank; a ``_Step`` is what one step accumulates.
+``StepRunner`` holds the objects that live as long as the run. A ``_Step`` holds the state of one step.
 """
 
 from __future__ import annotations
@@ -53,13 +53,16 @@ Row = dict[str, Any]
 logger = logging.getLogger(__name__)
 
 HALTED = 2
-"""Exit code of a run that ``diagnosis.halt_on`` ended."""
+"""Exit code of a run stopped by ``diagnosis.halt_on``."""
 
 
 @dataclass
 class StepOutcome:
-    """What a step leaves: its metrics, the sampled responses to be shown (on all ranks, with their tokens on the first), and the
-    diagnosis in sentences."""
+    """Result of a step.
+
+    ``row``: reduced metrics. ``samples``: responses to write to the samples file, on all ranks; only rank 0 has their tokens.
+    ``warnings``: findings of the diagnosis, one sentence each.
+    """
 
     row: Row
     samples: list[dict[str, Any]]
@@ -75,8 +78,8 @@ class _Step:
     metrics: StepMetrics
     timer: PhaseTimer = field(default_factory=PhaseTimer)
     samples: dict[int, dict[str, Any]] = field(default_factory=dict)  # by row
-    cut_short: bool = False  # too many updates in a row were skipped: no more in this step
-    sampled: tuple[Round, SamplingCounts] | None = None  # what the step learns from, as it can be dumped
+    updates_stopped: bool = False  # too many consecutive updates were skipped: no further update in this step
+    sampled: tuple[Round, SamplingCounts] | None = None  # the step's rollout, kept for a dump
     dumped: bool = False
 
 
@@ -104,7 +107,7 @@ class StepRunner:
         self.diagnosis = Monitor(config)
         self._sources = [source.name for source in config.data.train]
         self._table = metrics_of((term.name for term in config.algorithm.loss_terms), self._sources)
-        self.engine_rebuilds = 0  # of this process, of at most faults.engine_rebuilds
+        self.engine_rebuilds = 0  # in this process; at most faults.engine_rebuilds
         self._rebuilds_recorded = 0
         sampler.recover_engine = self.recover_engine
         self.guards = {role: UpdateGuard(config.faults) for role in ("policy", "critic")}
@@ -116,19 +119,19 @@ class StepRunner:
         for role, guard in self.guards.items():
             self.state.register(f"update_guard/{role}", guard)
         self.before_sync: Callable[[str, int, PhaseTimer], None] | None = None
-        """Called in each step with its stage, number and timer, when the models are final and the rollout engine sleeps."""
+        """Called in each step with its stage, number and timer, after the last update and while the rollout engine sleeps."""
         self.probe: CriticProbe | None = None
-        self.rollouts = 0  # of both stages: enters the sampling seeds and the mini-batch shuffle
+        self.rollouts = 0  # over both stages; seeds the sampling and the mini-batch shuffle
         self.dp_rank_of_rank = all_gather_objects(parallel.data_parallel_rank)
 
     def rl_step(self, number: int) -> StepOutcome:
-        """One rollout and everything that is learned from it."""
+        """Run one RL step: sample a rollout, update critic and policy on it, and sync the weights."""
         step = self._begin("rl", number)
         probed = self.probe is not None and self.probe.is_due(number)
         experience = self._collect(step, dynamic=self.config.rollout.dynamic_sampling.enabled, probe=probed)
         if experience.minibatches:
-            # The critic first, then everything of the policy, moves the fewest bytes with offloading: each part of each model comes
-            # once and leaves once. Only a KL penalty in the reward needs the policy's log-probs before.
+            # Running the critic first, then all passes of the policy, moves the fewest bytes with offloading: each part of each model
+            # is onloaded and offloaded once. Only a KL penalty in the reward needs the policy's log-probs earlier.
             penalised = self.config.algorithm.kl.place == "reward"
             if penalised:
                 self._log_probs(step, experience)
@@ -138,12 +141,12 @@ class StepRunner:
             self._advantages_and_critic(step, experience)
             if probed:
                 self._measure_probe(step, "critic/probe_explained_variance")
-            if not penalised and not step.cut_short:
+            if not penalised and not step.updates_stopped:
                 self._log_probs(step, experience)
-            if not step.cut_short:
+            if not step.updates_stopped:
                 self._update_policy(step, experience)
-        self._show_tokens(step, experience)
-        if not step.cut_short:
+        self._gather_sample_tokens(step, experience)
+        if not step.updates_stopped:
             self._imitate(step)
         self._sync(step)
         return self._finish(step)
@@ -153,7 +156,7 @@ class StepRunner:
         return _Step(stage, number, StepMetrics(self._table))
 
     def _imitate(self, step: _Step) -> None:
-        """The self-imitation step, where one is due: the policy's first, which is on the device already."""
+        """Run the self-imitation step if one is due. The policy goes first because it is on the device already."""
         if self.imitation is None:
             return
         sample = self.imitation.draw(step.number, self.rollouts)
@@ -181,7 +184,7 @@ class StepRunner:
             self._check(step, experience)
             stopped = update_policy(self.config, self.models.policy, experience, step.metrics, self.guards["policy"])
             self.models.residency.mark_changed("policy")
-            self._cut_short(step, experience, "policy", stopped)
+            self._stop_updates(step, experience, "policy", stopped)
 
     def _update_critic(self, step: _Step, experience: Experience) -> None:
         assert self.models.critic is not None
@@ -189,48 +192,51 @@ class StepRunner:
         with step.timer.phase("critic_update"):
             stopped = update_critic(self.config, self.models.critic, experience, step.metrics, self.guards["critic"])
             self.models.residency.mark_changed("critic")
-            self._cut_short(step, experience, "critic", stopped)
+            self._stop_updates(step, experience, "critic", stopped)
 
-    def _cut_short(self, step: _Step, experience: Experience, role: str, stopped: StoppedUpdate | None) -> None:
-        """After too many skipped updates in a row: keep the batch, and end the run after this step, which changes no model any more."""
+    def _stop_updates(self, step: _Step, experience: Experience, role: str, stopped: StoppedUpdate | None) -> None:
+        """If too many consecutive updates were skipped: save the batch, make no further update, and stop after this step."""
         if stopped is None:
             return
-        step.cut_short = True
+        step.updates_stopped = True
         result, guard = stopped.result, self.guards[role]
         why, loss, norm = str(result.skipped), result.metrics["loss"], result.grad_norm
         update = BadUpdate(step.stage, step.number, role, stopped.epoch, stopped.minibatch, why, loss, norm)
         kept = self._keep_batch(step, experience, update, stopped)
         self.stop_requests.request(
-            f"{guard.in_a_row} updates of the {role} in a row were skipped (faults.bad_updates_in_a_row = {guard.limit}), the last one "
-            f"because {why} (loss {loss:.4g}, gradient norm {norm:.4g}); models and optimizers are as the last good update left them; "
+            f"{guard.in_a_row} consecutive updates of the {role} were skipped (faults.bad_updates_in_a_row = {guard.limit}), the last one "
+            f"because {why} (loss {loss:.4g}, gradient norm {norm:.4g}); models and optimizers keep the state of the last applied update; "
             f"{kept}",
             exit_code=TrainingError.exit_code,
         )
-        guard.in_a_row = 0  # who resumes the run has decided to try again
+        guard.in_a_row = 0  # resuming resets the counter
 
-    def _show_tokens(self, step: _Step, experience: Experience) -> None:
-        """What the step knows of the tokens of the shown responses, from their owners to the first rank."""
+    def _gather_sample_tokens(self, step: _Step, experience: Experience) -> None:
+        """Gather per-token values of the sampled responses from their owners to rank 0."""
         if not step.samples:
             return
         parallel = self.parallel
-        repeats = (parallel.tensor_model_parallel_rank, parallel.pipeline_model_parallel_rank, parallel.context_parallel_rank)
-        parts = gather_objects({} if any(repeats) else token_columns(experience, step.samples, self.sampler.tokenizer))
+        replicas = (parallel.tensor_model_parallel_rank, parallel.pipeline_model_parallel_rank, parallel.context_parallel_rank)
+        parts = gather_objects({} if any(replicas) else token_columns(experience, step.samples, self.sampler.tokenizer))
         for row, columns in (item for part in parts or [] for item in part.items()):
             step.samples[row]["tokens"] = columns
 
     def _keep_batch(self, step: _Step, experience: Experience, update: BadUpdate, stopped: StoppedUpdate) -> str:
-        """The batch of a bad update, and the rollout of its step, to files; where they are, in words."""
+        """Write the batch of a skipped update and the rollout of its step. Returns a sentence with their paths or the failure."""
         folder, failure = faults_folder(self.config.run.dir), None
         try:
             save_bad_batch(folder, update, experience.rows, experience.batch.row_ids, stopped.microbatches, self.parallel)
         except (OSError, SafetensorError) as error:
             failure = str(error)
         failures = [text for text in all_gather_objects(failure) if text is not None]
-        kept = f"the batch could not be written ({failures[0]})" if failures else f"the batch is in {folder / update.folder_name}"
+        kept = f"cannot write the batch ({failures[0]})" if failures else f"the batch is in {folder / update.folder_name}"
         return f"{kept}; {self._dump(step)}"
 
     def value_pretraining_step(self, number: int) -> StepOutcome:
-        """One rollout of the fixed policy; the critic learns its Monte-Carlo returns. No log-prob pass, no policy update."""
+        """Run one value-pretraining step: sample from the fixed policy and fit the critic to the Monte-Carlo returns.
+
+        There is no log-prob pass and no policy update.
+        """
         assert self.models.critic is not None, "value pretraining needs a critic"
         step = self._begin("value_pretraining", number)
         unsampled = self.probe is not None and self.probe.experience is None
@@ -241,7 +247,7 @@ class StepRunner:
             self._start_at_mean_return(step, experience)
             self._values(step, experience)
             with step.timer.phase("advantages"):
-                # The policy still is the reference, so a KL penalty in the reward would be zero: none is computed.
+                # The policy still equals the reference, so the KL penalty in the reward is zero and skipped.
                 self.estimator.place_rewards(experience, kl=False)
                 self.estimator.returns(experience, monte_carlo=True)
                 self._record_values(step, experience)
@@ -250,7 +256,7 @@ class StepRunner:
             self._update_critic(step, experience)
         if self.probe is not None:
             self._measure_probe(step, "critic/probe_explained_variance")
-        self._show_tokens(step, experience)
+        self._gather_sample_tokens(step, experience)
         self._sync(step)
         return self._finish(step)
 
@@ -260,7 +266,7 @@ class StepRunner:
             step.metrics.put(name, self.probe.explained_variance(self.models, self.estimator))
 
     def _collect(self, step: _Step, *, dynamic: bool, probe: bool = False) -> Experience:
-        """Sample, grade, shape rewards, plan mini-batches and move tokens to their owners. ``probe``: sample the critic's probe, too."""
+        """Sample, grade, shape rewards, plan mini-batches and send tokens to their owners. ``probe``: also sample the critic's probe."""
         config = self.config
         self.rollouts += 1
         if probe:
@@ -289,13 +295,13 @@ class StepRunner:
         return experience
 
     def _sample(self, step: _Step, *, dynamic: bool) -> tuple[Round, SamplingCounts]:
-        """New responses; the rollout engine sleeps afterwards."""
+        """Sample new responses, then put the rollout engine to sleep."""
         found = collect(self.config, self.sampler, self.next_prompts, seed_step=self.rollouts, timer=step.timer, dynamic=dynamic)
         self.sync.put_to_sleep()
         return found
 
     def _dump(self, step: _Step) -> str:
-        """Write the step's rollout for ``vapo-mcore replay-step``; where it is, or why it could not be written, in words. A collective."""
+        """Write the step's rollout for ``vapo-mcore replay-step``. Returns a sentence with its path or the failure. Collective."""
         assert step.sampled is not None
         folder = dump_folder(self.config.run.dir, step.stage, step.number)
         if step.dumped:
@@ -305,20 +311,20 @@ class StepRunner:
         if failure is None:
             step.dumped = True
             return f"its rollout is in {folder}"
-        told = f"the rollout of step {step.number} could not be written to {folder}: {failure}"
+        message = f"cannot write the rollout of step {step.number} to {folder}: {failure}"
         if self.parallel.rank == 0:
-            logger.warning("%s", told)
-        return told
+            logger.warning("%s", message)
+        return message
 
     def _check(self, step: _Step, experience: Experience) -> None:
-        """``check_experience``, which raises on all ranks together; the rollout of a step that ends so is kept."""
+        """Run ``check_experience``. If it fails, dump the rollout and raise StepBroken on all ranks."""
         try:
             check_experience(experience)
         except TrainingError as error:
             raise StepBroken(f"{error}\nin step {step.number} ({step.stage}); {self._dump(step)}") from error
 
     def _log_probs(self, step: _Step, experience: Experience) -> None:
-        """Old log-probs (the trainer's on the very micro-batches of the update, or the rollout's), and the reference's."""
+        """Compute the old log-probs (by the trainer, on the micro-batches of the update, or the rollout's) and the reference's."""
         rollout = self.config.rollout
         self.models.residency.enter("logprobs")
         with step.timer.phase("logprobs"):
@@ -355,7 +361,7 @@ class StepRunner:
         record_values(step.metrics, experience, monte_carlo, longest, self.parallel.data_parallel_group, self.config.reward.interval)
 
     def _start_at_mean_return(self, step: _Step, experience: Experience) -> None:
-        """In the first rollout: set a new head's bias to the mean return of the response tokens, if that is configured."""
+        """In the first rollout, set the bias of a new value head to the mean return of the response tokens, if configured."""
         if self.rollouts > 1 or self.config.critic.head_bias != "mean_return" or self.config.critic.init != "policy":
             return
         assert self.models.critic is not None
@@ -367,7 +373,7 @@ class StepRunner:
                 self.models.residency.mark_changed("critic")
 
     def _advantages_and_critic(self, step: _Step, experience: Experience) -> None:
-        """Advantages from the values before the critic's update, or with ``values: after_update`` from new ones after it."""
+        """Compute advantages and update the critic. ``values`` chooses values from before or after this step's critic update."""
         estimator, critic = self.estimator, self.models.critic
         late = critic is not None and self.config.algorithm.advantage.values == "after_update"
         with step.timer.phase("advantages"):
@@ -382,7 +388,7 @@ class StepRunner:
         if critic is None:
             return
         self._update_critic(step, experience)
-        if late and not step.cut_short:
+        if late and not step.updates_stopped:
             self._values(step, experience)
             with step.timer.phase("advantages"):
                 estimator.advantages(experience, step.metrics)
@@ -397,15 +403,15 @@ class StepRunner:
         step.metrics.put("weights/bytes", report.bytes)
 
     def sync_weights(self) -> SyncReport:
-        """The policy's weights into the sleeping rollout engine, which can generate afterwards; a collective."""
+        """Load the policy's weights into the sleeping rollout engine and wake it. Collective."""
         self.models.residency.enter("sync")
         return self.sync.make_ready(after_loading=lambda: self.models.residency.enter("generate"))
 
     def recover_engine(self, failures: dict[int, str], timer: PhaseTimer) -> None:
-        """A new rollout engine in place of one that failed, with the policy's present weights; a collective over all ranks.
+        """Rebuild a failed rollout engine and load the policy's current weights. Collective over all ranks.
 
-        ``failures``: what went wrong, by rank, the same on all. Raises StepAbandoned after too many failures or without a new engine; with
-        EXIT_REQUEUE where a new process can build one.
+        ``failures`` maps ranks to error messages and is the same on all ranks. Raises StepAbandoned after too many failures, or if the
+        engine cannot be rebuilt; the exit code is EXIT_REQUEUE if a new process can build one.
         """
         limit = self.config.faults.engine_rebuilds
         text = "; ".join(f"rank {rank}: {reason}" for rank, reason in failures.items())
@@ -414,16 +420,16 @@ class StepRunner:
             raise StepAbandoned(f"the rollout engine failed{again}: {text}")
         self.engine_rebuilds += 1
         if self.parallel.rank == 0:
-            logger.warning("the rollout engine failed and is rebuilt from the present weights (%s)", text)
+            logger.warning("the rollout engine failed; rebuilding it with the current weights (%s)", text)
         with timer.phase("engine_rebuild"):
             failure = None
             try:
                 self.sampler.engine.rebuild()
             except VapoError as error:
                 failure = str(error), error.exit_code
-            told = [found for found in all_gather_objects(failure) if found is not None]
-            if told:
-                reason, exit_code = told[0]
+            rebuild_failures = [found for found in all_gather_objects(failure) if found is not None]
+            if rebuild_failures:
+                reason, exit_code = rebuild_failures[0]
                 raise StepAbandoned(f"the rollout engine failed ({text}) and cannot be rebuilt: {reason}", exit_code)
             self.sync_weights()
 
@@ -434,7 +440,7 @@ class StepRunner:
         self.rollouts, self.models.critic_updates = state["rollouts"], state["critic_updates"]
 
     def _finish(self, step: _Step) -> StepOutcome:
-        """Reduce the metrics; the only place where a step's numbers meet."""
+        """Reduce the step's metrics over all ranks, run the diagnosis, and return the outcome."""
         metrics = step.metrics
         metrics.put("step", step.number)
         metrics.put("stage", step.stage)

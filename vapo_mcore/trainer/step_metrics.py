@@ -1,4 +1,4 @@
-"""What a step records besides its losses: the responses, the packing, the mismatch, time and memory."""
+"""Record the metrics of a step other than losses: responses, packing, rollout/trainer mismatch, values, time and memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from vapo_mcore.records.timing import PhaseTimer
 
 
 def record_rows(metrics: StepMetrics, rows: Rows, trainable: Tensor, counts: SamplingCounts, max_length: int) -> None:
-    """Metrics of the responses, from the replicated table. ``max_length``: where the bins of their lengths end."""
+    """Record response metrics from the replicated rows. ``max_length``: upper end of the length histogram."""
     graded = rows.graded
     rewards, scores, verdicts = rows.reward[graded].double(), rows.score[graded].double(), rows.verdict[graded].double()
     some = bool(graded.any())
@@ -60,7 +60,7 @@ def record_rows(metrics: StepMetrics, rows: Rows, trainable: Tensor, counts: Sam
 
 
 def record_sources(metrics: StepMetrics, rows: Rows, sources: Sequence[str]) -> None:
-    """The responses of each training source apart, where there are several."""
+    """Record response metrics separately for each training source, if there are several."""
     if len(sources) < 2:
         return
     for name in sources:
@@ -86,13 +86,13 @@ def _record_groups(metrics: StepMetrics, rows: Rows) -> None:
     }
     for name, chosen in shares.items():
         metrics.put(f"groups/{name}_frac", int(chosen.sum()) / groups if groups else None)
-    between = 1 + 10 * right[known] // graded[known]  # in integers: no share is rounded into the bin beside its own
+    between = 1 + 10 * right[known] // graded[known]  # integer arithmetic: rounding cannot move a share into a neighbouring bin
     bins = torch.where(shares["all_wrong"][known], 0, torch.where(shares["all_right"][known], 11, between))
     metrics.put("groups/accuracy_histogram", torch.bincount(bins, minlength=12).tolist())
 
 
 def record_packing(metrics: StepMetrics, experience: Experience, owner: Tensor, ranks: int, max_tokens: int) -> None:
-    """How full the micro-batches are and how even the data-parallel ranks, from the replicated plan."""
+    """Record how full the micro-batches are and how balanced the data-parallel ranks are, from the replicated plan."""
     packs = sum(len(minibatch.microbatches) for minibatch in experience.minibatches)
     scheduled = owner >= 0
     tokens = torch.zeros(ranks, dtype=torch.int64).index_add(0, owner[scheduled], experience.rows.length[scheduled])
@@ -103,7 +103,7 @@ def record_packing(metrics: StepMetrics, experience: Experience, owner: Tensor, 
 
 
 def record_mismatch(metrics: StepMetrics, experience: Experience, cap: float, group: dist.ProcessGroup) -> None:
-    """The trainer's log-probs (of the log-prob pass) against the rollout's; a collective over data parallelism."""
+    """Compare the trainer's log-probs (from the log-prob pass) with the rollout's. Collective over data parallelism."""
     batch = experience.batch
     found = mismatch_statistics(batch["old_logprobs"], batch["rollout_logprobs"], experience.mask, cap=cap, group=group)
     for name in ("logprob_abs_mean", "logprob_abs_max", "kl", "ess", "beyond_cap_frac"):
@@ -118,7 +118,7 @@ def record_values(
     group: dist.ProcessGroup,
     reward_range: tuple[float, float],
 ) -> None:
-    """Values predicted before the critic's update, its targets, and the Monte-Carlo returns; a collective over data parallelism."""
+    """Record values from before the critic's update against its targets and the Monte-Carlo returns. Collective over data parallelism."""
     values, returns, mask = experience.batch["values"], experience.batch["returns"], experience.mask
     metrics.put("critic/explained_variance", explained_variance(values, returns, mask, group))
     metrics.put("critic/explained_variance_mc", explained_variance(values, monte_carlo, mask, group))

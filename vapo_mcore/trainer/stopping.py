@@ -1,12 +1,12 @@
-"""Stopping a run between two steps: whoever finds a reason asks for it, all ranks agree after the step, a checkpoint comes first.
+"""Stop a run between two steps, with a checkpoint, when any rank requests it.
 
-Three ways to end a run early, for everything that may want to:
+There are three ways to end a run early:
 
-- ``trainer.stop_requests.request(reason, exit_code=...)``: the present step is finished, a checkpoint is saved, the run ends. May be
-  called on any rank at any time, from a signal handler too.
-- raise ``StepAbandoned`` on all ranks before the step has changed a model (generation cannot recover): the checkpoint is that of the
-  step before, so that a resumed run does this step again.
-- raise any other error: the run ends as it is; what was saved before stays.
+- ``trainer.stop_requests.request(reason, exit_code=...)`` completes the current step, saves a checkpoint and ends the run. It may be
+  called on any rank at any time, also from a signal handler.
+- Raising ``StepAbandoned`` on all ranks, before the step changed a model, checkpoints the previous step and ends the run. A resumed run
+  repeats the abandoned step.
+- Raising any other error ends the run at once; earlier checkpoints remain.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from vapo_mcore.collectives import all_gather_objects
 
 @dataclass(frozen=True)
 class StopRequest:
-    """Why the run shall stop, and the exit code of its processes."""
+    """Reason for stopping the run, and the exit code of its processes."""
 
     reason: str
     exit_code: int
 
 
 class StopRequests:
-    """Collects wishes to stop on this rank; ``agreed`` makes one decision of all ranks' wishes."""
+    """Collects stop requests on this rank; ``agreed`` combines the requests of all ranks into one decision."""
 
     def __init__(self) -> None:
-        self._wish: StopRequest | None = None
+        self._request: StopRequest | None = None
 
     def request(self, reason: str, *, exit_code: int) -> None:
-        """Ask for a stop after the present step, with a checkpoint. The first reason of a rank stays."""
-        if self._wish is None:
-            self._wish = StopRequest(reason, exit_code)
+        """Request a stop after the current step, with a checkpoint. Only the first request of a rank counts."""
+        if self._request is None:
+            self._request = StopRequest(reason, exit_code)
 
     def agreed(self) -> StopRequest | None:
-        """The wish of the lowest rank that has one, on every rank; a collective over all ranks."""
-        return next((wish for wish in all_gather_objects(self._wish) if wish is not None), None)
+        """Return the request of the lowest rank that made one, or None; the same on every rank. Collective over all ranks."""
+        return next((request for request in all_gather_objects(self._request) if request is not None), None)

@@ -1,7 +1,7 @@
-"""The optimizer steps of a rollout: epochs over its mini-batches for the critic, then for the policy.
+"""Run the optimizer updates of a rollout: epochs over its mini-batches, first for the critic, then for the policy.
 
-With fixed advantages and separate models, all critic epochs before all policy epochs give the same result as interleaving
-them, with one change of the model on the device instead of one per epoch.
+With fixed advantages and separate models, running all critic epochs before all policy epochs gives the same result as interleaving
+them, and swaps the model on the device once instead of once per epoch.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _WEIGHTS = ("policy_weights", "positive_weights", "value_weights")
 
 @dataclass(frozen=True)
 class StoppedUpdate:
-    """The skipped update after which no more are tried, and this rank's micro-batches as the loss read them."""
+    """The update at which the skip limit was reached, with this rank's micro-batches as passed to the loss."""
 
     epoch: int
     minibatch: int
@@ -38,9 +38,9 @@ class StoppedUpdate:
 def update_critic(
     config: Config, model: MegatronModel, experience: Experience, metrics: StepMetrics, guard: UpdateGuard
 ) -> StoppedUpdate | None:
-    """All critic updates of the rollout, recorded in ``metrics``. A collective over all ranks.
+    """Run all critic updates of the rollout and record them in ``metrics``. Collective over all ranks.
 
-    Returns where it ended before their time, because as many updates in a row were skipped as ``guard`` bears; None if it did not.
+    Returns the update at which ``guard``'s limit of consecutive skips was reached, else None.
     """
     loss = CriticLoss(config.algorithm.value_loss.clip)
 
@@ -60,7 +60,7 @@ def update_critic(
 def update_policy(
     config: Config, model: MegatronModel, experience: Experience, metrics: StepMetrics, guard: UpdateGuard
 ) -> StoppedUpdate | None:
-    """All policy updates of the rollout, like ``update_critic``."""
+    """Run all policy updates of the rollout. Returns like ``update_critic``."""
     loss = PolicyLoss(config, model.parallel.context_parallel_group)
     settings = config.algorithm.policy_loss
     for name in loss.tensors:
@@ -95,8 +95,11 @@ def update_policy(
 
 
 def update_order(minibatches: Sequence[MiniBatch], epochs: int, updates: int | None) -> list[tuple[int, int, MiniBatch]]:
-    """(pass, number, mini-batch) of each update: ``epochs`` passes over the mini-batches or, given ``updates``, so many of those
-    with a trainable token, round and round."""
+    """Return (epoch, number, mini-batch) for each update.
+
+    Without ``updates``: ``epochs`` passes over all mini-batches. With ``updates``: exactly that many updates, cycling through the
+    mini-batches that have a trainable token.
+    """
     numbered = list(enumerate(minibatches))
     if updates is None:
         return [(epoch, *entry) for epoch in range(epochs) for entry in numbered]
@@ -116,7 +119,7 @@ def _update(
     guard: UpdateGuard,
     extra: tuple[str, ...] = (),
 ) -> StoppedUpdate | None:
-    """One update a mini-batch, in order. One without a trainable token is skipped on all ranks, since its counts are replicated."""
+    """Run one update per mini-batch. Mini-batches without a trainable token are skipped on all ranks: the counts are replicated."""
     names = [name for name in (*loss.tensors, *extra) if name not in _WEIGHTS]
     masked = 0
     skipped: list[Skipped] = []
@@ -162,7 +165,7 @@ def _record_policy(result: StepResult, metrics: StepMetrics) -> None:
 
 
 def _record_mismatch(stats: dict[str, float], metrics: StepMetrics) -> None:
-    """Rollout against trainer from the first update's own forward pass, where there was no log-prob pass before it."""
+    """Record the rollout/trainer mismatch from the first update's forward pass; used when there is no separate log-prob pass."""
     tokens = stats["tokens"]
     metrics.put("mismatch/logprob_abs_mean", stats["mismatch_abs"] / tokens)
     metrics.put("mismatch/logprob_abs_max", stats["mismatch_abs_max"])

@@ -1,5 +1,8 @@
-"""When value pretraining ends: a number of steps, thresholds that hold over a window (VC-PPO, arXiv 2503.01491; VAPO 4.1), or early
-stopping on held-out prompts."""
+"""Decide when value pretraining ends.
+
+Criteria: a number of steps, thresholds that hold over a window (VC-PPO, arXiv:2503.01491; VAPO 4.1), or early stopping on held-out
+prompts.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +15,10 @@ PROBE = "critic/probe_explained_variance"
 
 
 class PretrainingEnd:
-    """Decides after each pretraining step whether it was the last; from reduced metrics, so the same on all ranks.
+    """Decides after each pretraining step whether pretraining is over. The metrics are reduced, so all ranks decide alike.
 
-    ``held``: steps in a row in which the thresholds held; ``best``: highest explained variance of the probe; ``since_best``: steps since
-    one rose above it by ``min_rise``.
+    ``held``: number of consecutive steps that met the thresholds. ``best``: highest explained variance of the probe. ``since_best``:
+    steps since ``best`` last rose by at least ``min_rise``.
     """
 
     def __init__(self, settings: ValuePretrainingConfig) -> None:
@@ -31,21 +34,21 @@ class PretrainingEnd:
         return self.settings.max_steps
 
     def after(self, row: Mapping[str, Any]) -> bool:
-        """Take one step's metrics; True if pretraining is over.
+        """Record one step's metrics and return whether pretraining is over.
 
-        With ``until``, every given threshold must hold in ``window`` steps in a row; an undefined metric holds nothing, and rises
-        above nothing.
+        With ``until``, all given thresholds must hold in ``window`` consecutive steps. An undefined metric meets no threshold and does
+        not count as a rise.
         """
         self.done += 1
         until = self.settings.until
         if until is not None:
             self.held = self.held + 1 if until.has_thresholds and _thresholds_hold(until, row) else 0
-            self._look_for_rise(until, row)
+            self._update_best(until, row)
             self.over = (until.has_thresholds and self.held >= until.window) or self._patience_is_over
         self.over = self.over or self.done >= self.max_steps
         return self.over
 
-    def _look_for_rise(self, until: UntilConfig, row: Mapping[str, Any]) -> None:
+    def _update_best(self, until: UntilConfig, row: Mapping[str, Any]) -> None:
         value = row.get(PROBE)
         if value is not None and (self.best is None or value >= self.best + until.min_rise):
             self.best, self.since_best = value, 0
@@ -62,23 +65,25 @@ class PretrainingEnd:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.held, self.done, self.over = state["held"], state["done"], state["over"]
-        self.best, self.since_best = state.get("best"), state.get("since_best", 0)  # checkpoints of 0.1 have none
+        self.best, self.since_best = state.get("best"), state.get("since_best", 0)  # missing in checkpoints of 0.1
 
     def describe(self) -> str:
-        """How it ended, for the log."""
+        """Return a sentence for the log that says why pretraining ended."""
         until = self.settings.until
         if until is None:
             return f"value pretraining: {self.done} steps done"
         if until.has_thresholds and self.held >= until.window:
-            return f"value pretraining: thresholds held for {until.window} steps in a row, ended after {self.done}"
+            return f"value pretraining: thresholds held for {until.window} consecutive steps, ended after {self.done} steps"
         if self._patience_is_over:
-            best = "undefined" if self.best is None else f"{self.best:.3f} at its best"
+            best = "undefined" if self.best is None else f"best {self.best:.3f}"
             return (
-                f"value pretraining: the explained variance on held-out prompts ({best}) did not rise by {until.min_rise:g} in "
-                f"{until.patience} steps, ended after {self.done}"
+                f"value pretraining: explained variance on held-out prompts ({best}) did not rise by {until.min_rise:g} in "
+                f"{until.patience} steps, ended after {self.done} steps"
             )
-        missing = f"thresholds not held for {until.window} steps in a row" if until.has_thresholds else "explained variance still rising"
-        return f"value pretraining: {missing} within max_steps = {until.max_steps}; going on"
+        missing = (
+            f"thresholds did not hold for {until.window} consecutive steps" if until.has_thresholds else "explained variance still rising"
+        )
+        return f"value pretraining: {missing} within max_steps = {until.max_steps}; continuing"
 
 
 def _thresholds_hold(until: UntilConfig, row: Mapping[str, Any]) -> bool:

@@ -161,5 +161,5 @@ def test_a_folder_that_is_no_bad_batch_is_told(tmp_path: Path, damage: str) -> N
     else:
         info = json.loads((folder / "batch.json").read_text())
         (folder / "batch.json").write_text(json.dumps(info | {"format": 7}))
-    with pytest.raises(CheckpointError, match="format 7" if damage == "format" else "no bad batch can be read"):
+    with pytest.raises(CheckpointError, match="format 7" if damage == "format" else "cannot read the bad batch"):
         load_bad_batch(folder, 0, PARALLEL)

@@ -10,7 +10,7 @@ import pytest
 
 from vapo_mcore.config.schema import BestExportConfig
 from vapo_mcore.errors import CheckpointError
-from vapo_mcore.trainer.best_export import BestExport, best_folder, new_folder_of, put_in_place, restore_best, step_of
+from vapo_mcore.trainer.best_export import BestExport, best_folder, install_export, restore_best, staging_folder, step_of
 
 M = "eval/x/avg@1"
 
@@ -65,11 +65,11 @@ def test_a_resumed_run_goes_on_with_the_best_score_known() -> None:
 def test_an_export_takes_the_place_of_the_last_one(tmp_path: Path) -> None:
     for step in (4, 7):
         (tmp_path / "best_hf.step_000001").mkdir(exist_ok=True)  # of an export that was killed
-        new = new_folder_of(tmp_path, step)
+        new = staging_folder(tmp_path, step)
         assert [path.name for path in tmp_path.iterdir()] == (["best_hf"] if step == 7 else [])
         new.mkdir()
         (new / "weights").write_text(str(step))
-        put_in_place(new, tmp_path, {"metric": M, "score": 0.5, "step": step})
+        install_export(new, tmp_path, {"metric": M, "score": 0.5, "step": step})
         assert [path.name for path in tmp_path.iterdir()] == ["best_hf"]
         assert (best_folder(tmp_path) / "weights").read_text() == str(step)
         assert json.loads((best_folder(tmp_path) / "best.json").read_text()) == {"metric": M, "score": 0.5, "step": step}
@@ -78,12 +78,12 @@ def test_an_export_takes_the_place_of_the_last_one(tmp_path: Path) -> None:
 def test_an_export_that_cannot_be_put_in_place_leaves_the_last_one(tmp_path: Path) -> None:
     best_folder(tmp_path).mkdir()
     with pytest.raises(CheckpointError, match=r"cannot write .*best_hf"):
-        put_in_place(tmp_path / "best_hf.step_000009", tmp_path, {})
+        install_export(tmp_path / "best_hf.step_000009", tmp_path, {})
     assert best_folder(tmp_path).is_dir()
 
 
 def written(run_dir: Path, step: int) -> Path:
-    new = new_folder_of(run_dir, step)
+    new = staging_folder(run_dir, step)
     new.mkdir()
     (new / "weights").write_text(str(step))
     return new
@@ -92,7 +92,7 @@ def written(run_dir: Path, step: int) -> Path:
 @pytest.mark.parametrize(("killed_at", "step"), [("first rename", 4), ("second rename", 7), ("removal", 7)])
 def test_a_replacement_that_was_killed_is_put_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, killed_at: str, step: int) -> None:
     """At each place where a kill can fall there is a whole export, and the next start finds it."""
-    put_in_place(written(tmp_path, 4), tmp_path, {"step": 4})
+    install_export(written(tmp_path, 4), tmp_path, {"step": 4})
     new = written(tmp_path, 7)
     left = {"first rename": 0, "second rename": 1, "removal": 2}[killed_at]
     rename, done = Path.rename, []
@@ -111,17 +111,17 @@ def test_a_replacement_that_was_killed_is_put_right(tmp_path: Path, monkeypatch:
         patch.setattr(Path, "rename", die)
         patch.setattr(shutil, "rmtree", never)
         with pytest.raises(KeyboardInterrupt):
-            put_in_place(new, tmp_path, {"step": 7})
+            install_export(new, tmp_path, {"step": 7})
     assert (restore_best(tmp_path) is not None) == (killed_at == "second rename")
     assert step_of(best_folder(tmp_path)) == step
     assert (best_folder(tmp_path) / "weights").read_text() == str(step)
     assert restore_best(tmp_path) is None
-    new_folder_of(tmp_path, 9)
+    staging_folder(tmp_path, 9)
     assert [path.name for path in tmp_path.iterdir()] == ["best_hf"]
 
 
 def test_a_replacement_that_fails_in_the_middle_leaves_the_last_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    put_in_place(written(tmp_path, 4), tmp_path, {"step": 4})
+    install_export(written(tmp_path, 4), tmp_path, {"step": 4})
     new, rename = written(tmp_path, 7), Path.rename
 
     def fail(path: Path, target: Path) -> Path:
@@ -132,7 +132,7 @@ def test_a_replacement_that_fails_in_the_middle_leaves_the_last_one(tmp_path: Pa
     with monkeypatch.context() as patch:
         patch.setattr(Path, "rename", fail)
         with pytest.raises(CheckpointError, match="Input/output error"):
-            put_in_place(new, tmp_path, {"step": 7})
+            install_export(new, tmp_path, {"step": 7})
     assert step_of(best_folder(tmp_path)) == 4
     assert (best_folder(tmp_path) / "weights").read_text() == "4"
 
@@ -151,7 +151,7 @@ def test_folders_of_the_user_beside_it_are_left_alone(tmp_path: Path) -> None:
     own = [tmp_path / name for name in ("best_hf.step_000003", "best_hf.replaced")]
     for folder in left + own:
         folder.mkdir()
-    assert new_folder_of(tmp_path, 4).name == "best_hf.step_000004"
+    assert staging_folder(tmp_path, 4).name == "best_hf.step_000004"
     assert sorted(tmp_path.iterdir()) == sorted(left)
 
 

@@ -24,11 +24,11 @@ def find(said: list[str]) -> Any:
 
 def test_a_finished_run_without_a_checkpoint_is_not_begun_again(said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(main, "finished_steps", lambda _: 6)
-    with pytest.raises(ConfigError, match=r"'runs/x' is finished \(6 steps\) and has no checkpoint to go on from"):
+    with pytest.raises(ConfigError, match=r"'runs/x' is finished \(6 steps\) and has no checkpoint to continue from"):
         find(said)
 
 
 def test_an_unfinished_run_without_a_checkpoint_starts_and_says_so(said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(main, "finished_steps", lambda _: None)
     assert find(said) is None
-    assert said == ["nothing to resume: runs/x has no checkpoint; the run starts from the beginning"]
+    assert said == ["nothing to resume: runs/x has no checkpoint; starting from the beginning"]

@@ -24,14 +24,14 @@ def test_thresholds_must_hold_for_the_whole_window():
     rows = [(0.05, 0.3), (0.2, 0.3), (0.05, 0.3), (0.05, None), (0.05, 0.25), (0.01, 0.9), (0.01, 0.9)]
     number, end = steps_until_end(settings, rows)
     assert number == 6  # broken by the loss at step 2, by the undefined variance at step 4
-    assert "held for 2 steps" in end.describe()
+    assert "held for 2 consecutive steps" in end.describe()
 
 
 def test_max_steps_bounds_it():
     settings = ValuePretrainingConfig(until=UntilConfig(value_loss_below=0.1, window=2, max_steps=4))
     number, end = steps_until_end(settings, [(1.0, 0.0)] * 9)
     assert number == 4
-    assert "not held" in end.describe()
+    assert "did not hold" in end.describe()
 
 
 def probe_steps_until_end(until, explained):
@@ -63,4 +63,4 @@ def test_patience_ends_it_once_the_probe_stops_rising(explained, number):
 def test_a_threshold_of_the_probe_reads_the_probe():
     until = UntilConfig(probe_explained_variance_above=0.4, window=2, max_steps=10)
     number, end = probe_steps_until_end(until, [0.5, 0.3, 0.41, 0.42, 0.9])
-    assert number == 4 and "held for 2 steps" in end.describe()
+    assert number == 4 and "held for 2 consecutive steps" in end.describe()

@@ -58,7 +58,7 @@ def test_a_sound_sync_passes_and_reports_every_tensor(folder: Path) -> None:
 
 
 def test_a_policy_that_differs_from_what_was_loaded_is_named(folder: Path) -> None:
-    with pytest.raises(RolloutError, match=rf"other values than the policy has, in {SPOILT}$"):
+    with pytest.raises(RolloutError, match=rf"values that differ from the policy's, in {SPOILT}$"):
         make_sync(SpoilingEngine, folder, verify=True).make_ready(after_loading=lambda: None)
 
 
@@ -75,5 +75,5 @@ class ForgettingEngine(TransformersEngine):
 
 
 def test_an_engine_that_holds_other_values_than_it_was_given_is_found(folder: Path) -> None:
-    with pytest.raises(RolloutError, match=rf"the rollout engine holds other values than it was given, in {SPOILT}$"):
+    with pytest.raises(RolloutError, match=rf"the rollout engine's weights differ from those it received, in {SPOILT}$"):
         make_sync(ForgettingEngine, folder, verify=True).make_ready(after_loading=lambda: None)
