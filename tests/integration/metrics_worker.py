@@ -35,10 +35,10 @@ EVERYTHING = (
     "batch.mini_batch_size=6",  # the last one is partial
     "policy.epochs=2",
     "critic={epochs: 2, value_pretraining: {steps: 1}}",
-    "algorithm.advantage={truncation: bootstrap, whiten: minibatch, lambda_policy: {alpha: 0.03}}",  # some at 0
+    "algorithm.advantage={truncation: bootstrap, whiten: minibatch, clip: [-1.0, 1.5], lambda_policy: {alpha: 0.03}}",  # some at 0
     "algorithm.policy_loss={clip_low: 0.02, clip_high: 0.03, dual_clip: 1.05, aggregation: sequence}",
     "algorithm.value_loss.clip=0.02",
-    "algorithm.kl={place: loss, kind: k3, coef: 0.1}",
+    "algorithm.kl={place: loss, kind: k3, coef: 0.1, clamp: 10.0}",
     "algorithm.entropy.coef=0.01",
     f"algorithm.loss_terms=[{{name: distance, function: '{ROOT}/examples/extensions/arithmetic.py:distance_to_the_sampler', coef: 0.05}}]",
     "algorithm.self_imitation={top_k: 2, batch_size: 6, value_coef: 1.0}",
@@ -46,7 +46,7 @@ EVERYTHING = (
     "rollout.temperature=0.9",
 )
 CORRECTED = "algorithm.policy_loss.importance_correction={kind: token_truncate, cap: 1.5}"
-ROLLOUT_LOGPROBS = ("rollout.old_logprobs=rollout", "algorithm.kl={place: off, kind: null, coef: null}")
+ROLLOUT_LOGPROBS = ("rollout.old_logprobs=rollout", "algorithm.kl={place: off, kind: null, coef: null, clamp: null}")
 
 CASES: dict[str, tuple[str, ...]] = {
     "dp2": (CORRECTED, PACKS),

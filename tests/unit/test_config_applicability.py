@@ -36,6 +36,7 @@ WITHOUT_EFFECT = [
     ([*INTERLEAVED, "parallel.equal_microbatches=true"], "parallel.equal_microbatches"),
     (["algorithm.kl.coef=0.1"], "algorithm.kl.coef"),
     (["algorithm.kl.kind=k2"], "algorithm.kl.kind"),
+    (["algorithm.kl.clamp=10.0"], "algorithm.kl.clamp"),
     (["rollout.engine=transformers", "rollout.vllm.kv_cache_gib=2.0"], "rollout.vllm.kv_cache_gib"),
     (["rollout.engine=transformers", "rollout.tensor_parallel_size=1"], "rollout.tensor_parallel_size"),
     (["rollout.dynamic_sampling.max_rounds=5"], "rollout.dynamic_sampling.max_rounds"),

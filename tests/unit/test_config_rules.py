@@ -274,6 +274,7 @@ BROKEN = [
         "algorithm.policy_loss.importance_correction.low",
         "3.0 must be below cap = 2.0",
     ),
+    ("advantage_clip_is_an_interval", ["algorithm.advantage.clip=[0.5, 5]"], {}, "algorithm.advantage.clip", "from below 0 to above 0"),
     ("kl_loss_has_a_gradient", ["algorithm.kl={place: loss, kind: k1, coef: 0.1}"], {}, "algorithm.kl.kind", "expected gradient of zero"),
     (
         "kl_in_the_reward_reaches_the_advantages",

@@ -22,21 +22,26 @@ def masked_difference(logprobs: Tensor, reference: Tensor, mask: Tensor) -> Tens
     return torch.where(mask, logprobs, zero) - torch.where(mask, reference, zero)
 
 
-def kl_estimate(logprobs: Tensor, reference: Tensor, kind: KLKind, mask: Tensor | None = None) -> Tensor:
+def kl_estimate(
+    logprobs: Tensor, reference: Tensor, kind: KLKind, mask: Tensor | None = None, clamp: float | None = None
+) -> Tensor:
     """Per-token estimate of KL(policy || reference), tokens sampled from the policy; float ``[total]``, 0 at masked tokens.
 
     With d = logprobs - reference: k1 = d; k2 = d^2 / 2; k3 = exp(-d) - 1 + d (never negative; GRPO's, DeepSeekMath Eq. 4). The
-    log-ratio inside k3 is clamped to +-20. Differentiable in ``logprobs``.
+    log-ratio inside k3 is clamped to +-20. ``clamp`` bounds the estimate itself to [-clamp, clamp] (None: no bound); a clamped token has
+    no gradient. Differentiable in ``logprobs``.
     """
     if kind not in ("k1", "k2", "k3"):
         raise ValueError(f"kind must be k1, k2 or k3, got {kind!r}")
     mask = torch.ones_like(logprobs, dtype=torch.bool) if mask is None else mask
     difference = masked_difference(logprobs, reference, mask)
     if kind == "k1":
-        return difference
-    if kind == "k2":
-        return 0.5 * difference.square()
-    return k3(-difference)
+        estimate = difference
+    elif kind == "k2":
+        estimate = 0.5 * difference.square()
+    else:
+        estimate = k3(-difference)
+    return estimate if clamp is None else estimate.clamp(-clamp, clamp)
 
 
 def k3(log_ratio: Tensor) -> Tensor:
@@ -45,11 +50,11 @@ def k3(log_ratio: Tensor) -> Tensor:
     return torch.expm1(clamped) - clamped
 
 
-def kl_loss_terms(logprobs: Tensor, reference: Tensor, mask: Tensor, kind: KLKind) -> Tensor:
+def kl_loss_terms(logprobs: Tensor, reference: Tensor, mask: Tensor, kind: KLKind, clamp: float | None = None) -> Tensor:
     """Per-token KL penalty for the loss (``kl.place: loss``); [total], differentiable.
 
     k1 is refused with ``ValueError``: the expectation of its gradient, E[grad log pi], is zero.
     """
     if kind == "k1":
         raise ValueError("k1 as a loss has an expected gradient of zero; use k2 or k3, or put the KL in the reward")
-    return kl_estimate(logprobs, reference, kind, mask)
+    return kl_estimate(logprobs, reference, kind, mask, clamp)

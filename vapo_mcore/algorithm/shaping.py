@@ -82,13 +82,13 @@ def shape_rewards(
 
 @torch.no_grad()
 def kl_penalised_rewards(
-    rewards: Tensor, old_logprobs: Tensor, reference_logprobs: Tensor, mask: Tensor, *, kind: KLKind, coef: float
+    rewards: Tensor, old_logprobs: Tensor, reference_logprobs: Tensor, mask: Tensor, *, kind: KLKind, coef: float, clamp: float | None = None
 ) -> Tensor:
-    """rewards - coef * KL estimate at each unmasked token (``kl.place: reward``); [total], 0 at masked tokens.
+    """rewards - coef * KL estimate (within +-clamp) at each unmasked token (``kl.place: reward``); [total], 0 at masked tokens.
 
     From ``old_logprobs``, so it is a constant of the rollout. What it returns goes into the critic's returns as well as into the
     advantages: both are computed from these rewards.
     """
     mask = mask.bool()
     clean = torch.where(mask, rewards, torch.zeros_like(rewards))
-    return clean - coef * kl_estimate(old_logprobs, reference_logprobs, kind, mask)
+    return clean - coef * kl_estimate(old_logprobs, reference_logprobs, kind, mask, clamp)

@@ -30,6 +30,9 @@ _CUSTOM = "algorithm.advantage.custom"
 _LAMBDA = "algorithm.advantage.lambda_policy"
 _CORRECTION = "algorithm.policy_loss.importance_correction"
 
+_WHITENED = ("gae", "reinforce_pp", "dr_grpo", "custom")
+"""Estimators whose advantages can be whitened; dr_grpo's, centred in their groups, then are REINFORCE++-baseline's."""
+
 INAPPLICABLE: tuple[Inapplicable, ...] = (
     Inapplicable(
         ("critic", "algorithm.value_loss", _LAMBDA, "algorithm.advantage.lambda_critic", "algorithm.advantage.values"),
@@ -53,8 +56,8 @@ INAPPLICABLE: tuple[Inapplicable, ...] = (
     Inapplicable(
         ("algorithm.advantage.whiten",),
         (_ESTIMATOR,),
-        lambda c: c.algorithm.advantage.estimator not in ("gae", "reinforce_pp", "custom") and c.algorithm.advantage.whiten != "off",
-        "this estimator has its own normalisation or none; whitening belongs to 'gae', 'reinforce_pp' and 'custom' (give 'off' here)",
+        lambda c: c.algorithm.advantage.estimator not in _WHITENED and c.algorithm.advantage.whiten != "off",
+        "this estimator has its own normalisation or none; whitening is for 'gae', 'reinforce_pp', 'dr_grpo' and 'custom' (give 'off' here)",
     ),
     Inapplicable(
         ("algorithm.advantage.process",),
@@ -137,7 +140,7 @@ INAPPLICABLE: tuple[Inapplicable, ...] = (
         lambda c: c.parallel.virtual_pipeline_model_parallel_size is not None,
         "interleaved stages always take micro-batches of one size",
     ),
-    Inapplicable(("algorithm.kl.kind", "algorithm.kl.coef"), ("algorithm.kl.place",), lambda c: not c.uses_reference, "no KL term is used"),
+    Inapplicable(("algorithm.kl.kind", "algorithm.kl.coef", "algorithm.kl.clamp"), ("algorithm.kl.place",), lambda c: not c.uses_reference, "no KL term is used"),
     Inapplicable(
         ("rollout.vllm", "rollout.tensor_parallel_size"), ("rollout.engine",), lambda c: c.rollout.engine != "vllm", "only for 'vllm'"
     ),

@@ -63,7 +63,7 @@ def read_source(source: FileSource | ReasoningGymSource | CustomSource, data: Da
         faults.rows[source.function] = 0
         return list(_problems(source.function, _custom_rows(source, faults), PLAIN, FieldsConfig(), source, data, faults))
     faults.rows[source.path] = 0
-    schema, rows = choose_schema(source.fields, read_rows(source.path, faults))
+    schema, rows = choose_schema(source.fields, islice(read_rows(source.path, faults), source.size))
     faults.schemas[source.path] = schema
     return list(_problems(source.path, rows, schema, source.fields, source, data, faults))
 

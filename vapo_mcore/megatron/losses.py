@@ -42,6 +42,7 @@ class PolicyLoss:
         self.entropy_coef = algorithm.entropy.coef
         self.kl_coef = algorithm.kl.coef if algorithm.kl.place == "loss" else 0.0
         self.kl_kind: KLKind = algorithm.kl.kind
+        self.kl_clamp = algorithm.kl.clamp
         # Old log-probs that come from the rollout leave this pass as the first sight of the trainer's own.
         self.measure_mismatch = rollout.old_logprobs == "rollout"
         self.temperature = rollout.temperature
@@ -78,7 +79,7 @@ class PolicyLoss:
             "ratio": indicators["ratio"].sum(),
         }
         if self.kl_coef > 0:
-            kl = (kl_loss_terms(logprobs, batch["ref_logprobs"], mask, self.kl_kind) * weights).sum()
+            kl = (kl_loss_terms(logprobs, batch["ref_logprobs"], mask, self.kl_kind, self.kl_clamp) * weights).sum()
             total = total + self.kl_coef * kl
             stats["kl"] = kl.detach()
         if self.needs_entropy:

@@ -337,6 +337,7 @@ def _terms_of_loss(config: Config, role: Role) -> tuple[Any, ...]:
         algorithm.entropy.coef > 0,
         kl.place == "loss",
         kl.kind,
+        kl.clamp is None,
         clip.kind,
         clip.dual_clip is None,
     )

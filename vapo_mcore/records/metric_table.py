@@ -250,6 +250,7 @@ _ADVANTAGES = (
     Metric("advantages/std", STD, "response tokens", "Before whitening."),
     Metric("advantages/min", MIN, "response tokens", "Before whitening."),
     Metric("advantages/max", MAX, "response tokens", "Before whitening."),
+    Metric("advantages/clipped_frac", MEAN, "response tokens", "Share outside `algorithm.advantage.clip`, after whitening."),
     Metric("gae/lambda_mean", SAME, "trained responses", "Mean lambda of the policy's GAE."),
     Metric(
         "gae/lambda_zero_frac",

@@ -94,8 +94,9 @@ class AdvantageEstimator:
             positions, mine = experience.positions(steps)
             rewards += place_rewards(steps.rewards[mine].to(rewards), positions, experience.mask, experience.cu_seqlens)
         if kl and self.kl.place == "reward":
+            logprobs = (batch["old_logprobs"], batch["ref_logprobs"])
             rewards = kl_penalised_rewards(
-                rewards, batch["old_logprobs"], batch["ref_logprobs"], experience.mask, kind=self.kl.kind, coef=self.kl.coef
+                rewards, *logprobs, experience.mask, kind=self.kl.kind, coef=self.kl.coef, clamp=self.kl.clamp
             )
         batch["rewards"] = rewards
 
@@ -146,7 +147,7 @@ class AdvantageEstimator:
         return float(mean) if float(count) > 0 else None
 
     def advantages(self, experience: Experience, metrics: StepMetrics) -> None:
-        """Compute the policy's advantages, whitened as configured. Collective over data parallelism."""
+        """Compute the policy's advantages, whitened and clipped as configured. Collective over data parallelism."""
         batch, mask, cu_seqlens = experience.batch, experience.mask, experience.cu_seqlens
         estimator = self.settings.estimator
         if estimator == "gae":
@@ -178,7 +179,7 @@ class AdvantageEstimator:
             advantages = broadcast_to_tokens(experience.on_rows(per_response), mask, cu_seqlens)
         for name in ("mean", "std", "min", "max"):
             metrics.add_tokens(f"advantages/{name}", advantages, mask)
-        batch["advantages"] = self._whiten(experience, advantages)
+        batch["advantages"] = self._clip(self._whiten(experience, advantages), mask, metrics)
 
     def _kl_of_responses(self, experience: Experience) -> Tensor:
         """Return float64 [n], replicated: coef x the KL estimates summed over each response (RLOO, arXiv:2402.14740, Eq. 2). Collective.
@@ -186,7 +187,8 @@ class AdvantageEstimator:
         Responses that carry no loss get 0.
         """
         batch = experience.batch
-        estimate = kl_estimate(batch["old_logprobs"], batch["ref_logprobs"], self.kl.kind, experience.mask).double()
+        logprobs = (batch["old_logprobs"], batch["ref_logprobs"])
+        estimate = kl_estimate(*logprobs, self.kl.kind, experience.mask, self.kl.clamp).double()
         owned = torch.zeros(len(batch), dtype=torch.float64, device=estimate.device)
         owned.index_add_(0, sequence_ids(experience.cu_seqlens), estimate)
         table = torch.zeros(len(experience.rows), dtype=torch.float64, device=estimate.device)
@@ -248,7 +250,8 @@ class AdvantageEstimator:
     def record_reference_kl(self, experience: Experience, metrics: StepMetrics) -> None:
         """Record the KL estimate to the reference before the updates, if there is a reference."""
         if "ref_logprobs" in experience.batch:
-            estimate = kl_estimate(experience.batch["old_logprobs"], experience.batch["ref_logprobs"], self.kl.kind, experience.mask)
+            logprobs = (experience.batch["old_logprobs"], experience.batch["ref_logprobs"])
+            estimate = kl_estimate(*logprobs, self.kl.kind, experience.mask, self.kl.clamp)
             metrics.add_tokens("kl/reference", estimate, experience.mask)
 
     def _bootstrap(self, experience: Experience) -> Tensor | None:
@@ -272,6 +275,15 @@ class AdvantageEstimator:
             inside = keep_responses(mask, experience.cu_seqlens, members.to(mask.device))
             result = torch.where(inside, whiten(advantages, inside, self.group), result)
         return result
+
+    def _clip(self, advantages: Tensor, mask: Tensor, metrics: StepMetrics) -> Tensor:
+        """Advantages within ``advantage.clip``, if it is given; how many it changes is recorded."""
+        if self.settings.clip is None:
+            return advantages
+        low, high = self.settings.clip
+        beyond = ((advantages < low) | (advantages > high)).to(advantages.dtype)
+        metrics.add_tokens("advantages/clipped_frac", beyond, mask)
+        return torch.where(mask, advantages.clamp(low, high), advantages)
 
     @staticmethod
     def _record_lambdas(lam: Tensor, metrics: StepMetrics) -> None:

@@ -22,6 +22,17 @@ def test_estimators_by_hand() -> None:
     assert kl_estimate(logprobs, reference, "k3").tolist() == pytest.approx([math.exp(-1) - 1 + 1, math.exp(0.5) - 1 - 0.5], rel=1e-5)
 
 
+def test_a_clamp_bounds_the_estimate_and_stops_its_gradient() -> None:
+    reference, mask = torch.tensor([-4.5, -1.5, -0.5]), torch.ones(3, dtype=torch.bool)
+    logprobs = torch.tensor([-1.0, -1.0, -3.5], requires_grad=True)  # differences 3.5, 0.5 and -3
+    for kind, expected in (("k1", [2.0, 0.5, -2.0]), ("k2", [2.0, 0.125, 2.0]), ("k3", [2.0, math.exp(-0.5) - 0.5, 2.0])):
+        assert kl_estimate(logprobs, reference, kind, clamp=2.0).tolist() == pytest.approx(expected, rel=1e-5)
+    (gradient,) = torch.autograd.grad(kl_loss_terms(logprobs, reference, mask, "k2", 2.0).sum(), logprobs)
+    assert gradient.tolist() == [0.0, 0.5, 0.0]
+    got = kl_penalised_rewards(torch.zeros(3), logprobs.detach(), reference, mask, kind="k1", coef=0.1, clamp=2.0)
+    assert got.tolist() == pytest.approx([-0.2, -0.05, 0.2])
+
+
 @pytest.mark.parametrize(("kind", "tolerance"), [("k1", 1e-12), ("k3", 1e-12), ("k2", 0.02)])
 def test_expectations_over_the_vocabulary(kind: str, tolerance: float) -> None:
     """k1 and k3 are unbiased: their exact expectation under the policy is the KL; k2 is close to it for close policies."""

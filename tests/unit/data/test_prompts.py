@@ -300,6 +300,14 @@ def test_without_shuffle_the_order_is_the_files(tmp_path: Path) -> None:
     assert ids(dataset(config).next_batch(5)) == ["d/1#0", "d/2#0", "d/3#0", "d/1#1", "d/2#1"]
 
 
+def test_size_takes_the_first_rows_and_reads_no_others(tmp_path: Path) -> None:
+    file = numbered(tmp_path / "d.jsonl", 2)
+    file.write_text(file.read_text() + "not JSON\n")
+    assert ids(dataset(data_config(source(file, size=2), shuffle=False)).next_batch(3)) == ["d/1#0", "d/2#0", "d/1#1"]
+    with pytest.raises(DataError, match="row 3"):
+        check_files(data_config(source(file, size=3)))
+
+
 def test_a_batch_larger_than_the_data_has_a_name_for_each_occurrence(tmp_path: Path) -> None:
     batch = dataset(data_config(source(numbered(tmp_path / "d.jsonl", 2)))).next_batch(9)
     assert len(set(ids(batch))) == 9

@@ -203,6 +203,27 @@ def test_whitening_by_minibatch_standardises_each():
     assert [x for response in responses(experience, "advantages") for x in response] == pytest.approx([1.0, -1.0, 0.0, 0.0], abs=1e-6)
 
 
+def test_group_centred_rewards_whitened_over_the_batch_are_reinforce_pp_baselines():
+    config = make_config(advantage={"estimator": "dr_grpo", "whiten": "batch"})
+    experience = make_experience(config, make_rows([1, 1, 2, 2], [1.0, 0.0, 1.0, 1.0], groups=[0, 0, 1, 1]))
+    estimate(config, experience)
+    deviation = math.sqrt(0.5 / 6)  # six tokens with 0.5, -0.5 and four times 0
+    assert [x for response in responses(experience, "advantages") for x in response] == pytest.approx(
+        [0.5 / deviation, -0.5 / deviation, 0.0, 0.0, 0.0, 0.0], abs=1e-5
+    )
+
+
+def test_advantages_are_clipped_after_whitening_and_counted():
+    config = make_config(advantage={"estimator": "reinforce_pp", "clip": [-0.5, 5.0]})
+    experience = make_experience(config, make_rows([1, 1, 1, 1], [1.0, 0.0, 1.0, 1.0]))
+    row = estimate(config, experience)
+    expected = 0.25 / math.sqrt(3 / 16)  # the wrong response's -sqrt(3) is clipped
+    assert [x for response in responses(experience, "advantages") for x in response] == pytest.approx(
+        [expected, -0.5, expected, expected], abs=1e-5
+    )
+    assert row["advantages/clipped_frac"] == 0.25
+
+
 def test_nan_at_a_response_token_names_the_response_and_at_a_masked_one_does_nothing():
     config = make_config(advantage={"estimator": "reinforce"})
     experience = make_experience(config, make_rows([2, 2], [1.0, 0.0], groups=[7, 7]))

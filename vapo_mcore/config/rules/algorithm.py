@@ -25,6 +25,14 @@ def custom_estimator_is_named(s: Subject) -> str | None:
     return "is required with algorithm.advantage.estimator = 'custom': {function: path/to/file.py:name}"
 
 
+@rule("algorithm.advantage.clip")
+def advantage_clip_is_an_interval(s: Subject) -> str | None:
+    clip = s.config.algorithm.advantage.clip
+    if clip is None or clip[0] < 0 < clip[1]:
+        return None
+    return f"[{clip[0]}, {clip[1]}] must go from below 0 to above 0: advantages have both signs"
+
+
 @rule("algorithm.policy_loss.custom", "algorithm.policy_loss.kind")
 def custom_loss_is_named(s: Subject) -> str | None:
     loss = s.config.algorithm.policy_loss

@@ -9,6 +9,7 @@ from pydantic import AfterValidator, Field
 from vapo_mcore.config.schema.base import (
     Estimator,
     Fraction,
+    Interval,
     Name,
     NonNegativeFloat,
     PositiveFloat,
@@ -57,6 +58,8 @@ class AdvantageConfig(Section):
     whiten: Literal["batch", "minibatch", "off"] = Field(
         default_factory=lambda data: "batch" if data["estimator"] in ("gae", "reinforce_pp") else "off"
     )
+    # Lowest and highest advantage, after whitening; null: unbounded.
+    clip: Interval | None = None
     # After a response cut by the length limit: V = 0, the critic's V, or the response carries no loss.
     truncation: Literal["terminal", "bootstrap", "mask"] = "terminal"
 
@@ -111,6 +114,7 @@ class KlConfig(Section):
     place: Literal["off", "reward", "loss"] = "off"  # penalty to the frozen initial policy: none, in the token rewards, or in the loss
     kind: Literal["k1", "k2", "k3"] = "k3"  # estimator; k1 is refused in the loss
     coef: NonNegativeFloat = 0.0  # of the penalty
+    clamp: PositiveFloat | None = None  # bounds each token's estimate to [-clamp, clamp]; null: unbounded
 
 
 class EntropyConfig(Section):

@@ -38,6 +38,7 @@ class FileSource(Section):
     # Of its metrics and prompts; by default the file's, without the ending.
     name: Name = Field(default_factory=lambda data: data["path"].replace("\\", "/").rsplit("/", 1)[-1].split(".")[0])
     verifier: Annotated[str, AfterValidator(known_verifier)]  # a built-in one (verifiers.md), or a reference to your own
+    size: PositiveInt | None = None  # the first so many rows; null: all
     weight: PositiveFloat = 1.0  # of training sources: passes over this one relative to the others
     fields: FieldsConfig = FieldsConfig()
 
