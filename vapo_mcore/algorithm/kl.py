@@ -22,9 +22,7 @@ def masked_difference(logprobs: Tensor, reference: Tensor, mask: Tensor) -> Tens
     return torch.where(mask, logprobs, zero) - torch.where(mask, reference, zero)
 
 
-def kl_estimate(
-    logprobs: Tensor, reference: Tensor, kind: KLKind, mask: Tensor | None = None, clamp: float | None = None
-) -> Tensor:
+def kl_estimate(logprobs: Tensor, reference: Tensor, kind: KLKind, mask: Tensor | None = None, clamp: float | None = None) -> Tensor:
     """Per-token estimate of KL(policy || reference), tokens sampled from the policy; float ``[total]``, 0 at masked tokens.
 
     With d = logprobs - reference: k1 = d; k2 = d^2 / 2; k3 = exp(-d) - 1 + d (never negative; GRPO's, DeepSeekMath Eq. 4). The

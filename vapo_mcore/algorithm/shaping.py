@@ -82,7 +82,14 @@ def shape_rewards(
 
 @torch.no_grad()
 def kl_penalised_rewards(
-    rewards: Tensor, old_logprobs: Tensor, reference_logprobs: Tensor, mask: Tensor, *, kind: KLKind, coef: float, clamp: float | None = None
+    rewards: Tensor,
+    old_logprobs: Tensor,
+    reference_logprobs: Tensor,
+    mask: Tensor,
+    *,
+    kind: KLKind,
+    coef: float,
+    clamp: float | None = None,
 ) -> Tensor:
     """rewards - coef * KL estimate (within +-clamp) at each unmasked token (``kl.place: reward``); [total], 0 at masked tokens.
 

@@ -57,7 +57,7 @@ INAPPLICABLE: tuple[Inapplicable, ...] = (
         ("algorithm.advantage.whiten",),
         (_ESTIMATOR,),
         lambda c: c.algorithm.advantage.estimator not in _WHITENED and c.algorithm.advantage.whiten != "off",
-        "this estimator has its own normalisation or none; whitening is for 'gae', 'reinforce_pp', 'dr_grpo' and 'custom' (give 'off' here)",
+        "this estimator is not whitened, only 'gae', 'reinforce_pp', 'dr_grpo' and 'custom' are (give 'off' here)",
     ),
     Inapplicable(
         ("algorithm.advantage.process",),
@@ -140,7 +140,12 @@ INAPPLICABLE: tuple[Inapplicable, ...] = (
         lambda c: c.parallel.virtual_pipeline_model_parallel_size is not None,
         "interleaved stages always take micro-batches of one size",
     ),
-    Inapplicable(("algorithm.kl.kind", "algorithm.kl.coef", "algorithm.kl.clamp"), ("algorithm.kl.place",), lambda c: not c.uses_reference, "no KL term is used"),
+    Inapplicable(
+        ("algorithm.kl.kind", "algorithm.kl.coef", "algorithm.kl.clamp"),
+        ("algorithm.kl.place",),
+        lambda c: not c.uses_reference,
+        "no KL term is used",
+    ),
     Inapplicable(
         ("rollout.vllm", "rollout.tensor_parallel_size"), ("rollout.engine",), lambda c: c.rollout.engine != "vllm", "only for 'vllm'"
     ),

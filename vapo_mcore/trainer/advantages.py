@@ -95,9 +95,7 @@ class AdvantageEstimator:
             rewards += place_rewards(steps.rewards[mine].to(rewards), positions, experience.mask, experience.cu_seqlens)
         if kl and self.kl.place == "reward":
             logprobs = (batch["old_logprobs"], batch["ref_logprobs"])
-            rewards = kl_penalised_rewards(
-                rewards, *logprobs, experience.mask, kind=self.kl.kind, coef=self.kl.coef, clamp=self.kl.clamp
-            )
+            rewards = kl_penalised_rewards(rewards, *logprobs, experience.mask, kind=self.kl.kind, coef=self.kl.coef, clamp=self.kl.clamp)
         batch["rewards"] = rewards
 
     def lambdas(self, experience: Experience) -> Tensor:
