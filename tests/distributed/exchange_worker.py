@@ -25,6 +25,7 @@ def table(numbers: list[int]) -> Rows:
         sample_index=index % 2,
         verdict=index % 3 == 0,
         graded=torch.ones(n, dtype=torch.bool),
+        ungraded=[""] * n,
         score=index.float(),
         reward=index.float() - 1,
         finish_reason=["length" if i % 2 else "stop" for i in numbers],

@@ -19,7 +19,7 @@ from vapo_mcore.data.chat_template import chat_tokenizer
 from vapo_mcore.data.prompts import load_prompts
 from vapo_mcore.errors import CheckpointError
 from vapo_mcore.evaluation.report import JSON_NAME, MARKDOWN_NAME, console_lines, write_report
-from vapo_mcore.evaluation.store import ResponseStore
+from vapo_mcore.evaluation.store import RECORDS, ResponseStore
 from vapo_mcore.experience.evaluator import Evaluator, evaluation_settings
 from vapo_mcore.experience.sampling import ResponseSampler
 from vapo_mcore.launch.watchdog import Watchdog
@@ -105,6 +105,7 @@ def _replicas(config: Config, parallel: ParallelContext) -> int:
 def _identity(config: Config, parallel: ParallelContext, evaluator: Evaluator, view: HfView) -> dict[str, Any]:
     """What must be the same for an evaluation to go on."""
     return {
+        "records": RECORDS,
         **evaluation_settings(config),
         "weights": weights_fingerprint(view.folder),
         "prompts": evaluator.fingerprint(),

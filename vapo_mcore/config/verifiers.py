@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from difflib import get_close_matches
+from typing import Literal
 
 from vapo_mcore.config.references import FORM, is_reference
 
@@ -19,6 +20,15 @@ BUILT_IN_VERIFIERS = (
     "code",
 )
 
+Cause = Literal["ground_truth", "timeout", "crash", "verifier", "environment"]
+UNGRADED: dict[Cause, str] = {
+    "ground_truth": "the ground truth cannot be judged against",
+    "timeout": "grading took longer than `reward.timeout_seconds`",
+    "crash": "grading ended its process",
+    "verifier": "the verifier raised, or returned no score in its range",
+    "environment": "the environment failed",
+}
+"""Why a response can be without a verdict."""
 
 _ENDPOINT = re.compile(r"https?://[^\s/?#@]+(?:[/?]\S*)?")
 

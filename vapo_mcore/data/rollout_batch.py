@@ -12,10 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from vapo_mcore.config.verifiers import UNGRADED
 from vapo_mcore.data.ragged import cumulative, segment_positions, token_index
 
 FINISH_REASONS = ("stop", "length", "turns")
-_LIST_COLUMNS = ("prompt_id", "finish_reason", "source", "step_rewards")
+_LIST_COLUMNS = ("prompt_id", "ungraded", "finish_reason", "source", "step_rewards")
 _DTYPES = {
     "group": torch.int64,
     "sample_index": torch.int64,
@@ -44,6 +45,7 @@ class Rows:
         sample_index: int64, 0 .. responses_per_prompt - 1 inside the group.
         verdict: bool, the verifier's raw "correct"; scaling and shaping never change it.
         graded: bool, False when grading itself failed; such a row is left out of training and of group statistics.
+        ungraded: why it failed, a key of ``config.verifiers.UNGRADED``; empty in graded rows.
         score: float32, the verifier's raw score.
         reward: float32, the score after scaling and shaping: what training uses.
         finish_reason: "stop", "length" (cut by the length limit) or "turns" (its environment would have gone on).
@@ -61,6 +63,7 @@ class Rows:
     sample_index: Tensor
     verdict: Tensor
     graded: Tensor
+    ungraded: list[str]
     score: Tensor
     reward: Tensor
     finish_reason: list[str]
@@ -81,6 +84,10 @@ class Rows:
             column = getattr(self, name)
             if column.shape != (n,) or column.dtype != dtype:
                 raise ValueError(f"rows: column {name} is {column.dtype} {list(column.shape)}, expected {dtype} [{n}]")
+        causes = [UNGRADED if not graded else ("",) for graded in self.graded.tolist()]
+        for row, (cause, known) in enumerate(zip(self.ungraded, causes, strict=True)):
+            if cause not in known:
+                raise ValueError(f"rows: row {row} has the cause {cause!r} for a missing verdict, expected one of {tuple(known)}")
         unknown = set(self.finish_reason) - set(FINISH_REASONS)
         if unknown:
             raise ValueError(f"rows: finish reason {min(unknown)!r} is not one of {FINISH_REASONS}")

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vapo_mcore.config.schema import Config
+from vapo_mcore.config.verifiers import UNGRADED
 from vapo_mcore.diagnosis.rules import RULES, Context, Row
 
 REPEATED_EVERY = 10
@@ -95,7 +96,7 @@ _READ = frozenset(
         "accuracy/mean", "policy/clip_frac_high", "policy/clip_frac_low", "mismatch/logprob_abs_mean", "policy/approx_kl_first",
         "gae/lambda_zero_frac", "groups/all_right_frac", "groups/all_wrong_frac", "grading/failed", "response/count",
         "policy/updates_skipped", "critic/updates_skipped", "policy/updates", "critic/updates", "policy/minibatches_masked",
-        "critic/minibatches_masked", "tokens/trained",
+        "critic/minibatches_masked", "tokens/trained", *(f"grading/failed_{cause}" for cause in UNGRADED),
     }
 )  # fmt: skip
 """The metrics that rules read: the history of a long run stays small."""

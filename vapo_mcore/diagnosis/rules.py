@@ -27,6 +27,7 @@ from vapo_mcore.config.schema.diagnosis import (
     UniformGroupsRule,
     ValueLossRule,
 )
+from vapo_mcore.config.verifiers import UNGRADED
 
 Row = Mapping[str, Any]
 Rows = Sequence[Row]
@@ -213,7 +214,10 @@ def grader_failures(rows: Rows, rule: CountRule, context: Context) -> str | None
     failed, asked = (sum(values_of(rows[-rule.window :], key)) for key in ("grading/failed", "response/count"))
     if failed <= rule.above * asked:
         return None
-    return f"{failed:.0f} of {asked:.0f} responses had no verdict in {_steps(rows, rule.window)} and were left out"
+    causes = {text: sum(values_of(rows[-rule.window :], f"grading/failed_{cause}")) for cause, text in UNGRADED.items()}
+    why = "; ".join(f"{count:.0f}: {text}" for text, count in causes.items() if count)
+    evidence = f"{failed:.0f} of {asked:.0f} responses had no verdict in {_steps(rows, rule.window)} and were left out"
+    return f"{evidence} ({why})" if why else evidence
 
 
 def skipped_updates(rows: Rows, rule: CountRule, context: Context) -> str | None:

@@ -46,7 +46,7 @@ def markdown(title: str, settings: Mapping[str, Any], summaries: Sequence[Summar
     lines += [
         "Means over problems, with 95 % intervals over problems: bootstrap, or Wilson's (marked w) where all problems score the same.",
         "pass@k is the unbiased estimate; in maj@k all correct responses are one vote, and a tie counts as its expectation. `-`: not",
-        "defined. `failed`: responses without a verdict, which enter no score.",
+        "defined. `failed`: responses without a verdict, by cause, which enter no score.",
         "",
         "## Lengths",
         "",
@@ -73,7 +73,7 @@ def console_lines(summaries: Sequence[Summary]) -> list[str]:
     lines = []
     for summary in summaries:
         scores = "; ".join(f"{name} {describe(value)}" for name, value in summary.scores.items())
-        tail = f"; {summary.failed} responses without a verdict" if summary.failed else ""
+        tail = f"; {summary.failed} responses without a verdict ({_causes(summary)})" if summary.failed else ""
         length = f"mean length {summary.lengths.mean:.0f}, {summary.truncated:.1%} truncated"
         lines.append(f"{summary.name}: {scores} ({summary.problems} problems); {length}{tail}")
     return lines
@@ -103,8 +103,16 @@ def _score_table(first: str, summaries: Sequence[Summary]) -> list[str]:
     names = list(dict.fromkeys(name for summary in summaries for name in summary.scores))
     lines = [_row(first, "problems", *names, "failed"), _row(*["---"] * (len(names) + 3))]
     for summary in summaries:
-        lines.append(_row(summary.name, summary.problems, *(describe(summary.scores.get(name)) for name in names), summary.failed))
+        lines.append(_row(summary.name, summary.problems, *(describe(summary.scores.get(name)) for name in names), _failed(summary)))
     return lines
+
+
+def _causes(summary: Summary) -> str:
+    return ", ".join(f"{cause} {count}" for cause, count in summary.causes.items())
+
+
+def _failed(summary: Summary) -> str:
+    return f"{summary.failed} ({_causes(summary)})" if summary.failed else "0"
 
 
 def _length_table(summaries: Sequence[Summary]) -> list[str]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import zlib
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -42,6 +43,7 @@ class Summary:
         samples: k, the responses asked for a problem.
         problems, responses: how many there are.
         failed: responses without a verdict, which enter no score.
+        causes: how many of them there are of each cause (``config.verifiers.UNGRADED``).
         scores: ``avg@k``, ``pass@j`` for j = 2, 4, 8, ... and k, ``maj@k``; None where undefined.
         lengths, truncated: of all responses; ``truncated`` is the share cut by the length limit, ``truncated_right`` the share of
             those that were right all the same (None without any).
@@ -54,6 +56,7 @@ class Summary:
     problems: int
     responses: int
     failed: int
+    causes: dict[str, int]
     scores: dict[str, Estimate | None]
     lengths: Lengths
     truncated: float
@@ -121,6 +124,7 @@ def _summary(name: str, records: list[Record], samples: int, seed: int, place: s
         problems=len(problems),
         responses=len(records),
         failed=sum(record["error"] is not None for record in records),
+        causes=dict(sorted(Counter(record["ungraded"] for record in records if record["error"] is not None).items())),
         scores=_scores(list(problems.values()), samples, [seed, zlib.crc32(place.encode())]),
         lengths=_lengths(records),
         truncated=len(cut) / len(records),

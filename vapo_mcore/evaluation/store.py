@@ -22,6 +22,8 @@ from vapo_mcore.errors import ConfigError
 from vapo_mcore.evaluation.statistics import Record
 
 RESPONSES, PROGRESS = "responses.jsonl", "progress.jsonl"
+RECORDS = 2
+"""Format of the records: an evaluation that began with another one does not go on."""
 
 
 @dataclass(frozen=True)

@@ -138,7 +138,7 @@ def evaluation_settings(config: Config) -> dict[str, Any]:
 
 def record_of(prompt: Prompt, shown: Mapping[str, Any], *, with_texts: bool) -> dict[str, Any]:
     """The record of one response (see ``evaluation.statistics``) from the sampler's."""
-    names = ("prompt_id", "sample_index", "source", "correct", "score", "error")
+    names = ("prompt_id", "sample_index", "source", "correct", "score", "error", "ungraded")
     record: dict[str, Any] = {name: shown[name] for name in names}
     if knows_answers(prompt.verifier):
         record["answer"] = stated_answer(GradeItem(prompt.verifier, shown["response"], prompt.ground_truth, prompt.metadata))

@@ -177,6 +177,7 @@ def _estimator_probe(config: Config) -> dict[str, Any]:
         sample_index=torch.tensor([0, 1, 0, 1]),
         verdict=scores > 0,
         graded=graded,
+        ungraded=["", "", "", "timeout"],
         score=scores,
         reward=scores,
         finish_reason=["stop", "stop", "length", "stop"],

@@ -48,7 +48,11 @@ def grade_responses(responses: Sequence[Response], verifiers: VerifierPool | Non
         assert verifiers is not None, "the first rank of a replica grades, so it needs verifiers"
         graded = verifiers.grade(items)
     verdicts = iter(graded)
-    return [next(verdicts) if r.trajectory.error is None else Verdict(0.0, False, r.trajectory.error, 0.0) for r in responses]
+    return [next(verdicts) if r.trajectory.error is None else _failed_environment(r.trajectory.error) for r in responses]
+
+
+def _failed_environment(error: str) -> Verdict:
+    return Verdict(0.0, False, error, 0.0, cause="environment")
 
 
 def step_rewards(response: Response, verdict: Verdict, tokenizer: Any) -> StepRewards:
@@ -88,6 +92,7 @@ def response_rows(groups: Sequence[int], responses: Sequence[Response], verdicts
         prompt_id=[response.prompt.prompt_id for response in responses],
         verdict=torch.tensor([verdict.correct for verdict in verdicts], dtype=torch.bool),
         graded=torch.tensor([verdict.error is None for verdict in verdicts], dtype=torch.bool),
+        ungraded=[verdict.cause or "" for verdict in verdicts],
         score=scores,
         reward=scores.clone(),
         finish_reason=[trajectory.finish_reason for trajectory in trajectories],
@@ -111,6 +116,7 @@ def sample_record(response: Response, verdict: Verdict, tokenizer: Any) -> dict[
         "score": verdict.score,
         "step_rewards": [[step.end, step.reward] for step in verdict.steps],
         "error": verdict.error,
+        "ungraded": verdict.cause,
         "finish_reason": trajectory.finish_reason,
         "response_length": sum(trajectory.sampled),
     }

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import replace
 
+from vapo_mcore.config.verifiers import UNGRADED
 from vapo_mcore.records.metrics import Metric, Reduction
 
 MEAN, STD, MAX, MIN = Reduction.MEAN, Reduction.STD, Reduction.MAX, Reduction.MIN
@@ -60,8 +61,9 @@ _RESPONSES = (
         "grading/failed",
         SAME,
         "responses",
-        "Responses without a verdict (grader crash or time-out); left out of training and of group statistics.",
+        "Responses without a verdict; left out of training and of group statistics.",
     ),
+    *(Metric(f"grading/failed_{cause}", SAME, "responses", f"Those of them for which {text}.") for cause, text in UNGRADED.items()),
     Metric(
         "grading/restarts",
         SAME,

@@ -6,6 +6,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from vapo_mcore.config.verifiers import UNGRADED
+
 Kind = Literal["lines", "evaluations", "histogram", "profile", "phases"]
 
 
@@ -91,6 +93,13 @@ SECTIONS = (
                 {"response/length_histogram": "responses"},
                 kind="histogram",
                 unit="tokens",
+            ),
+            Chart(
+                "Responses without a verdict",
+                "Left out of training, by cause. Healthy: none; ground truths that cannot be judged against need another "
+                "verifier or better data.",
+                {f"grading/failed_{cause}": cause.replace("_", " ") for cause in UNGRADED},
+                unit="responses",
             ),
             Chart(
                 "Entropy",

@@ -328,7 +328,7 @@ class VerifierPool:
             result = graded[first]
             correct = result.error is None and result.score >= self._threshold - _ROUNDING
             seconds = result.seconds if index == first else 0.0
-            verdicts.append(Verdict(result.score, correct, result.error, seconds, result.steps))
+            verdicts.append(Verdict(result.score, correct, result.error, seconds, result.steps, result.cause))
             self.stats.seconds += seconds
             if result.error is not None:
                 self.stats.errors += 1

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from vapo_mcore.config.verifiers import Cause
+
 
 class UngradableError(ValueError):
     """A verifier raises this if the ground truth (or the metadata) is such that no response could be judged by it."""
@@ -73,6 +75,7 @@ class Verdict:
             that cannot be read), else None. Such a response must be left out of training: its score means nothing.
         seconds: time spent in the verifier itself, without waiting; 0.0 if the verdict was known already.
         steps: rewards of the response's steps, from verifiers that give them.
+        cause: the kind of ``error``, by which such responses are counted; None where ``error`` is None.
     """
 
     score: float
@@ -80,6 +83,11 @@ class Verdict:
     error: str | None
     seconds: float
     steps: tuple[StepReward, ...] = ()
+    cause: Cause | None = None
+
+    def __post_init__(self) -> None:
+        if (self.error is None) != (self.cause is None):
+            raise ValueError(f"a verdict has an error with its cause, or neither: {self.error!r}, {self.cause!r}")
 
 
 @dataclass

@@ -18,8 +18,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import IntEnum
 from multiprocessing.context import SpawnContext
-from typing import Any, Literal
+from typing import Any
 
+from vapo_mcore.config.verifiers import Cause
 from vapo_mcore.environments.types import Observation
 from vapo_mcore.errors import VapoError
 from vapo_mcore.rewards import limits
@@ -88,7 +89,7 @@ class Graded:
     score: float
     error: str | None
     seconds: float
-    cause: Literal["timeout", "crash", "fault"] | None = None
+    cause: Cause | None = None
     steps: tuple[StepReward, ...] = ()
     observation: Observation | None = None
 
@@ -214,6 +215,7 @@ def grade_chunk(names: Sequence[str], items: Sequence[Item]) -> ChunkResult:
 def _grade(name: str, response: str, ground_truth: str, metadata: Mapping[str, Any]) -> Graded:
     start = time.perf_counter()
     score, error = 0.0, None
+    cause: Cause = "verifier"
     steps: tuple[StepReward, ...] = ()
     try:
         found = load_verifier(name).score(response, ground_truth, metadata)
@@ -225,11 +227,11 @@ def _grade(name: str, response: str, ground_truth: str, metadata: Mapping[str, A
         if error is None:  # plain ones, whatever classes a user's are of: they go to another process
             score, steps = float(score), tuple(StepReward(int(step.end), float(step.reward)) for step in given.steps)
     except UngradableError as fault:
-        error = str(fault)
+        error, cause = str(fault), "ground_truth"
     except BaseException as fault:  # noqa: BLE001 - SystemExit too: a verifier that exits has given no verdict
         error = f"verifier {name!r} failed: {_told(fault)}"
     seconds = time.perf_counter() - start
-    return Graded(0.0, error, seconds, "fault") if error else Graded(score, None, seconds, steps=steps)
+    return Graded(0.0, error, seconds, cause) if error else Graded(score, None, seconds, steps=steps)
 
 
 def _answer(name: str, turns: tuple[str, ...], ground_truth: str, metadata: Mapping[str, Any]) -> Graded:
@@ -247,7 +249,7 @@ def _answer(name: str, turns: tuple[str, ...], ground_truth: str, metadata: Mapp
     except BaseException as fault:  # noqa: BLE001 - as for verifiers
         error = f"{described(name)} failed: {_told(fault)}"
     seconds = time.perf_counter() - start
-    return Graded(0.0, error, seconds, "fault") if error else Graded(0.0, None, seconds, observation=observation)
+    return Graded(0.0, error, seconds, "environment") if error else Graded(0.0, None, seconds, observation=observation)
 
 
 def _load(name: str) -> object:

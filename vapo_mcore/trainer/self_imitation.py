@@ -162,6 +162,7 @@ def replay_batch(sample: ReplaySample) -> RolloutBatch:
         sample_index=torch.zeros(n, dtype=torch.int64),
         verdict=known,
         graded=known,
+        ungraded=[""] * n,
         score=sample.rewards,
         reward=sample.rewards,
         finish_reason=["stop"] * n,

@@ -13,6 +13,7 @@ from torch import Tensor
 from vapo_mcore.algorithm.importance import mismatch_statistics
 from vapo_mcore.algorithm.losses import explained_variance
 from vapo_mcore.algorithm.profiles import LENGTH_BINS, length_bins, value_profiles
+from vapo_mcore.config.verifiers import UNGRADED
 from vapo_mcore.data.rollout_batch import Rows
 from vapo_mcore.experience.batches import Experience
 from vapo_mcore.experience.collecting import SamplingCounts
@@ -41,6 +42,8 @@ def record_rows(metrics: StepMetrics, rows: Rows, trainable: Tensor, counts: Sam
     metrics.put("response/length_histogram", torch.bincount(length_bins(rows.response_length, max_length), minlength=LENGTH_BINS).tolist())
     metrics.put("response/truncated_frac", float(rows.truncated.double().mean()) if count else None)
     metrics.put("grading/failed", count - int(graded.sum()))
+    for cause in UNGRADED:
+        metrics.put(f"grading/failed_{cause}", rows.ungraded.count(cause))
     metrics.put("turns/mean", float(rows.turns.double().mean()) if count else None)
     metrics.put("turns/limit_frac", rows.finish_reason.count("turns") / count if count else None)
     metrics.put("turns/observations_cut", int(rows.observations_cut.sum()))

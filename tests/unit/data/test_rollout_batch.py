@@ -20,6 +20,7 @@ def rows_of(prompt_lengths: list[int], response_lengths: list[int], **changes: A
         "sample_index": torch.zeros(n, dtype=torch.int64),
         "verdict": torch.arange(n) % 2 == 0,
         "graded": torch.ones(n, dtype=torch.bool),
+        "ungraded": [""] * n,
         "score": torch.arange(n, dtype=torch.float32),
         "reward": torch.arange(n, dtype=torch.float32) - 1,
         "finish_reason": ["stop"] * n,

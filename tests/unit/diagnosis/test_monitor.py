@@ -10,6 +10,7 @@ import pytest
 from tests.torchrun import ROOT
 from tests.unit.config_helpers import faults_of, load, write_base
 from tests.unit.trainer.rollouts import make_config
+from vapo_mcore.config.verifiers import UNGRADED
 from vapo_mcore.diagnosis import monitor, rules
 from vapo_mcore.diagnosis.monitor import REPEATED_EVERY, Monitor
 from vapo_mcore.records.metrics import StepMetrics
@@ -99,7 +100,8 @@ def test_rules_read_nothing_that_the_history_drops():
         and " " not in text
         and text.split("/")[0] in ("critic", "policy", "gae", "mismatch", "accuracy", "grading", "response", "tokens")
     }
-    spelled -= {"policy/clip_frac_"}
+    spelled -= {"policy/clip_frac_", "grading/failed_"}
+    spelled |= {f"grading/failed_{cause}" for cause in UNGRADED}
     spelled |= {f"policy/clip_frac_{side}" for side in ("high", "low")} | {f"groups/all_{kind}_frac" for kind in ("right", "wrong")}
     spelled |= {f"{role}/{name}" for role in ("policy", "critic") for name in ("updates", "updates_skipped", "minibatches_masked")}
     assert spelled - monitor._READ == set() and len(spelled) > 15

@@ -149,8 +149,13 @@ def test_uniform_groups():
 
 
 def test_grader_failures():
-    failed = rows(grading__failed=[0, 3], response__count=128)
-    assert holds("grader_failures", failed) == "3 of 128 responses had no verdict in step 2 and were left out"
+    failed = rows(grading__failed=[0, 3], response__count=128, grading__failed_timeout=[0, 2], grading__failed_ground_truth=[0, 1])
+    assert holds("grader_failures", failed) == (
+        "3 of 128 responses had no verdict in step 2 and were left out (1: the ground truth cannot be judged against; "
+        "2: grading took longer than `reward.timeout_seconds`)"
+    )
+    assert holds("grader_failures", rows(grading__failed=[2], response__count=200)) is None, "1 % is let pass"
+    assert holds("grader_failures", rows(grading__failed=[3], response__count=200)) is not None
     assert holds("grader_failures", failed[:1]) is None
     assert holds("grader_failures", failed, above=0.05) is None and holds("grader_failures", failed, above=0.01, window=2) is not None
 

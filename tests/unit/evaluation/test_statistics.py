@@ -25,6 +25,7 @@ def records(*problems, answers=None):
                     "source": source,
                     "correct": bool(verdict),
                     "error": "no verdict" if verdict is None else None,
+                    "ungraded": ("timeout", "crash")[sample % 2] if verdict is None else None,
                     "answer": str(sample) if answers is None else answers[number][sample],
                     "finish_reason": "stop",
                     "prompt_length": 10 + number,
@@ -41,6 +42,7 @@ def test_mean_over_problems_of_the_mean_over_graded_samples():
     assert (a.name, b.name) == ("a", "b")
     assert a.average.value == pytest.approx((0.5 + 1.0) / 2)  # the third problem has one verdict, the fourth none
     assert (a.average.problems, a.problems, a.responses, a.failed) == (2, 3, 6, 3)
+    assert (a.causes, b.causes) == ({"crash": 2, "timeout": 1}, {})
     assert (a.scores["pass@2"].value, a.scores["pass@2"].problems) == (1.0, 1)  # pass@2 of one verdict is not defined
     assert (b.average.value, b.average.interval, b.failed) == (1.0, "wilson", 0)
     assert (b.average.low, b.average.high) == wilson_interval(1, 1)

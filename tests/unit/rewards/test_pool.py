@@ -93,9 +93,13 @@ def test_a_fault_costs_one_response_its_verdict(pool, action, reason):
 
 def test_timeouts_and_crashes_are_counted():
     with VerifierPool(1, 0.5) as pool:
-        pool.grade([item(action) for action in ("right", "sleep", "exit 3", "nan", "right", "kill")])
+        verdicts = pool.grade([item(action) for action in ("right", "sleep", "exit 3", "nan", "raise", "right", "kill")])
+        unreadable = pool.grade([GradeItem("math", r"\boxed{1}", r"\frac{1}{")])
         stats = pool.stats
-    assert (stats.graded, stats.errors, stats.timeouts, stats.crashes, stats.restarts) == (2, 4, 1, 2, 3)
+    assert [verdict.cause for verdict in verdicts + unreadable] == [
+        None, "timeout", "crash", "verifier", "verifier", None, "crash", "ground_truth"
+    ]  # fmt: skip
+    assert (stats.graded, stats.errors, stats.timeouts, stats.crashes, stats.restarts) == (2, 6, 1, 2, 3)
 
 
 def test_a_copy_of_the_worker_does_not_go_on_as_a_worker(pool):

@@ -38,6 +38,7 @@ def make_rows(lengths, scores, *, groups=None, graded=None, cut=(), prompt_lengt
         sample_index=torch.tensor([groups[:i].count(group) for i, group in enumerate(groups)]),
         verdict=torch.tensor([score > 0 for score in scores]),
         graded=torch.tensor(graded or [True] * n),
+        ungraded=["" if known else "timeout" for known in graded or [True] * n],
         score=torch.tensor(scores, dtype=torch.float32),
         reward=torch.tensor(scores, dtype=torch.float32),
         finish_reason=["length" if i in cut else "stop" for i in range(n)],

@@ -29,6 +29,10 @@ def test_groups_by_their_share_of_right_verdicts():
         scores += [1.0] * right + [0.0] * (known - right + failed)
         graded += [True] * known + [False] * failed
     row = recorded(make_rows([3] * len(scores), scores, groups=groups, graded=graded))
+    assert {name: row[name] for name in row if name.startswith("grading/failed")} == {
+        "grading/failed": 4, "grading/failed_ground_truth": 0, "grading/failed_timeout": 4, "grading/failed_crash": 0,
+        "grading/failed_verifier": 0, "grading/failed_environment": 0,
+    }  # fmt: skip
     assert row["groups/accuracy_histogram"] == [1, 0, 1, 0, 0, 0, 0, 1, 1, 0, 0, 1]
     assert row["groups/mixed_frac"] == pytest.approx(3 / 6)
 

@@ -70,9 +70,17 @@ def test_a_response_whose_environment_failed_has_no_verdict_and_is_not_graded() 
     failed = trajectory([1], [True], [Turn(0, 1)], error="environment 'x' took longer than 5 s")
     responses = [Response.decode(PROMPT, one, Lossy()) for one in (failed, TWO_TURNS)]
     verdicts = grade_responses(responses, Pool())  # type: ignore[arg-type]
-    assert verdicts == [Verdict(0.0, False, "environment 'x' took longer than 5 s", 0.0), Verdict(1.0, True, None, 0.5)]
+    assert verdicts == [
+        Verdict(0.0, False, "environment 'x' took longer than 5 s", 0.0, cause="environment"),
+        Verdict(1.0, True, None, 0.5),
+    ]
     rows = response_rows([0, 0], responses, verdicts, [(), ()])
-    assert rows.graded.tolist() == [False, True]
+    assert rows.graded.tolist() == [False, True] and rows.ungraded == ["environment", ""]
+    assert sample_record(responses[0], verdicts[0], Lossy())["ungraded"] == "environment"
+    with pytest.raises(ValueError, match="an error with its cause, or neither"):
+        Verdict(0.0, False, "no verdict", 0.0)
+    with pytest.raises(ValueError, match="row 0 has the cause ''"):
+        replace(rows, ungraded=["", ""])
 
 
 def test_sampled_tokens_must_be_those_of_the_rows() -> None:

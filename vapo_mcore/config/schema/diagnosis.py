@@ -86,6 +86,10 @@ class CountRule(Section):
     above: NonNegativeFloat = 0.0  # share of what the rule counts
 
 
+class GraderRule(CountRule):
+    above: NonNegativeFloat = 0.01  # share of the responses
+
+
 class DiagnosisConfig(Section):
     """Rules over the metrics of past steps. One that holds is printed with its evidence and counted; ``null`` switches it off."""
 
@@ -100,7 +104,7 @@ class DiagnosisConfig(Section):
     stale_weights: StaleWeightsRule | None = StaleWeightsRule()
     lambda_zero: LambdaZeroRule | None = LambdaZeroRule()
     uniform_groups: UniformGroupsRule | None = UniformGroupsRule()
-    grader_failures: CountRule | None = CountRule()  # of responses
+    grader_failures: GraderRule | None = GraderRule()  # responses without a verdict
     skipped_updates: CountRule | None = CountRule()  # of updates
     untrained_minibatches: CountRule | None = CountRule()  # of mini-batches
     halt_on: tuple[Illness, ...] = Field(strict=False, default=())  # rules that end the run after their step, with a checkpoint
