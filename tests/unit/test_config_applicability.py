@@ -25,6 +25,7 @@ WITHOUT_EFFECT = [
     ([CRITIC_FREE, "algorithm.advantage.whiten=batch"], "algorithm.advantage.whiten"),
     ([CRITIC_FREE, "algorithm.advantage.truncation=bootstrap"], "algorithm.advantage.truncation"),
     (["algorithm.advantage.truncation=mask", "reward.truncated_factor=0.5"], "reward.truncated_factor"),
+    (["reward.answer_region=anywhere", "reward.thinking_tags=['<a>', '<b>']"], "reward.thinking_tags"),
     ([CRITIC_FREE, "algorithm.advantage.process.normalise=batch"], "algorithm.advantage.process.normalise"),
     ([f"{LAMBDA}.value=0.9"], f"{LAMBDA}.value"),
     ([f"{LAMBDA}.kind=fixed", f"{LAMBDA}.alpha=0.1"], f"{LAMBDA}.alpha"),

@@ -27,6 +27,7 @@ from vapo_mcore.megatron.model import DTYPES
 from vapo_mcore.megatron.parallel import ParallelContext, initialize_parallel
 from vapo_mcore.records.console import Console
 from vapo_mcore.rewards import check_verifier_names
+from vapo_mcore.rewards.region import AnswerRegion
 from vapo_mcore.rollout.base import Replica, RolloutEngine
 from vapo_mcore.trainer.main import build_engine, build_multi_turn, configure_logging, ending_together, start_verifiers
 from vapo_mcore.weights.views import HfView, open_view
@@ -78,7 +79,8 @@ def evaluate(config: Config, parallel: ParallelContext, checkpoint: str, output:
             pool = start_verifiers(config, engine, stack, verifiers)
             with heartbeat.entering("load"):
                 _load(engine, view, DTYPES[config.model.dtype])
-            evaluator.sampler = ResponseSampler(engine, pool, tokenizer, config.seed, build_multi_turn(config, tokenizer))
+            turns, region = build_multi_turn(config, tokenizer), AnswerRegion.of(config, tokenizer)
+            evaluator.sampler = ResponseSampler(engine, pool, tokenizer, config.seed, turns, region)
         evaluation = evaluator.run_stored(store, done, chunks, console.print)
         if store is not None:
             settings = {"checkpoint": checkpoint, **evaluation_settings(config)}
@@ -107,6 +109,7 @@ def _identity(config: Config, parallel: ParallelContext, evaluator: Evaluator, v
     return {
         "records": RECORDS,
         **evaluation_settings(config),
+        "answer_region": [config.reward.answer_region, *config.reward.thinking_tags],
         "weights": weights_fingerprint(view.folder),
         "prompts": evaluator.fingerprint(),
         "responses_per_chunk": config.eval.responses_per_chunk,

@@ -78,6 +78,12 @@ INAPPLICABLE: tuple[Inapplicable, ...] = (
         "a cut response carries no loss, and this estimator reads no rewards of other responses",
     ),
     Inapplicable(
+        ("reward.thinking_tags",),
+        ("reward.answer_region",),
+        lambda c: c.reward.answer_region == "anywhere",
+        "answers count anywhere",
+    ),
+    Inapplicable(
         (f"{_LAMBDA}.value",), (f"{_LAMBDA}.kind",), lambda c: c.algorithm.advantage.lambda_policy.kind != "fixed", "only for 'fixed'"
     ),
     Inapplicable(

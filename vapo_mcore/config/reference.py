@@ -64,7 +64,8 @@ def _section(model: type[BaseModel], prefix: str, title: str, default: str | Non
         key = prefix + name
         shown = "required" if name in required else _default(properties[name])
         cells = (f"`{key}`", _type(properties[name]), shown, _meaning(model, name), "; ".join(_no_effect(key)))
-        yield "| " + " | ".join(_HTML.sub(r"`\g<0>`", cell).replace("|", "\\|") for cell in cells) + " |"
+        plain = [cell if cell.startswith("`") else _HTML.sub(r"`\g<0>`", cell) for cell in cells]
+        yield "| " + " | ".join(cell.replace("|", "\\|") for cell in plain) + " |"
     for name, models in inner.items():
         if name in leaves:
             if prefix + name == "data.train":  # the kinds of sources are the same for both lists
@@ -97,7 +98,9 @@ def _type(node: dict[str, Any]) -> str:
         return f"`{node['const']}`"
     kind = node.get("type")
     if kind == "array":
-        return "two numbers" if node.get("maxItems") == 2 else "list" + (", not empty" if node.get("minItems") else "")
+        if node.get("maxItems") == 2:
+            return "two texts" if node["prefixItems"][0]["type"] == "string" else "two numbers"
+        return "list" + (", not empty" if node.get("minItems") else "")
     if kind in ("integer", "number"):
         bounds = [f"{sign} {node[name]}" for name, sign in _BOUNDS.items() if name in node and abs(node[name]) < _UNBOUNDED]
         return " ".join(["whole number" if kind == "integer" else "number", ", ".join(bounds)]).strip()

@@ -17,7 +17,7 @@ from vapo_mcore.config.schema import CustomSource, DataConfig, FieldsConfig, Fil
 from vapo_mcore.data.faults import Faults, kind_of, unicode_fault
 from vapo_mcore.data.readers import read_rows
 from vapo_mcore.data.schemas import PLAIN, Schema, choose_schema
-from vapo_mcore.environments.types import SAMPLE_SEED
+from vapo_mcore.environments.types import RESERVED
 from vapo_mcore.errors import ConfigError
 from vapo_mcore.extensions.loading import describe, load_function
 from vapo_mcore.extensions.signature import signature_faults
@@ -89,8 +89,8 @@ def _problems(
         elif name is not None:
             seen[name] = number
         subsets = {key: check.subset(key) for key in fields.subsets}
-        if SAMPLE_SEED in row:
-            faults.add(place, number, SAMPLE_SEED, "this name is the run's own (the response's sampling seed); rename the column")
+        for key in RESERVED.keys() & row.keys():
+            faults.add(place, number, key, f"this name is the run's own ({RESERVED[key]}); rename the column")
         if prompt is None or answer is None or name is None or None in subsets.values():
             continue
         rest = {key: value for key, value in row.items() if key not in (schema.prompt, schema.answer)}

@@ -10,6 +10,12 @@ from typing import Any
 SAMPLE_SEED = "sample_seed"
 """Key of the metadata under which environments and verifiers find the response's sampling seed."""
 
+ANSWER_START = "answer_region_start"
+"""Key of the metadata under which verifiers find how many characters of the response precede the region where its answer counts."""
+
+RESERVED = {SAMPLE_SEED: "the response's sampling seed", ANSWER_START: "where the response's answer counts"}
+"""Names that the run itself gives to the metadata, which no column may have."""
+
 
 def with_sample_seed(metadata: Mapping[str, Any], seed: int) -> dict[str, Any]:
     """A row's metadata with the response's sampling seed (``rollout.seeds.sampling_seed``), from which chance is to be drawn.

@@ -10,6 +10,7 @@ from typing import Any
 from vapo_mcore.collectives import broadcast_object, fail_together, gather_objects
 from vapo_mcore.config.schema import Config
 from vapo_mcore.data.prompts import Prompt
+from vapo_mcore.environments.types import ANSWER_START
 from vapo_mcore.evaluation.statistics import Summary, summarise
 from vapo_mcore.evaluation.store import ResponseStore
 from vapo_mcore.experience.collecting import shown_rows
@@ -141,7 +142,8 @@ def record_of(prompt: Prompt, shown: Mapping[str, Any], *, with_texts: bool) -> 
     names = ("prompt_id", "sample_index", "source", "correct", "score", "error", "ungraded")
     record: dict[str, Any] = {name: shown[name] for name in names}
     if knows_answers(prompt.verifier):
-        record["answer"] = stated_answer(GradeItem(prompt.verifier, shown["response"], prompt.ground_truth, prompt.metadata))
+        metadata = {**prompt.metadata, ANSWER_START: shown["answer_start"]}
+        record["answer"] = stated_answer(GradeItem(prompt.verifier, shown["response"], prompt.ground_truth, metadata))
     record |= {name: shown[name] for name in ("finish_reason", "response_length")}
     record |= {"prompt_length": len(prompt.token_ids), "subsets": prompt.subsets}
     return record | ({name: shown[name] for name in _TEXTS} if with_texts else {})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -11,18 +12,23 @@ import torch
 from vapo_mcore.data.prompts import Prompt
 from vapo_mcore.data.rollout_batch import Rows, StepRewards
 from vapo_mcore.data.text_positions import completing_tokens
-from vapo_mcore.environments.types import with_sample_seed
+from vapo_mcore.environments.types import ANSWER_START, with_sample_seed
 from vapo_mcore.rewards.pool import GradeItem, Verdict, VerifierPool
+from vapo_mcore.rewards.region import AnswerRegion
 from vapo_mcore.rollout.base import Trajectory, Turn
+
+ANYWHERE = AnswerRegion()
 
 
 @dataclass(frozen=True)
 class Response:
-    """A played response to a prompt, with the texts of its turns; ``text`` is what the verifier reads."""
+    """A played response to a prompt, with the texts of its turns; ``text`` is what the verifier reads, ``answer_start`` characters of
+    which precede the region where its answer counts."""
 
     prompt: Prompt
     trajectory: Trajectory
     turns: list[str]
+    answer_start: int = 0
 
     @property
     def text(self) -> str:
@@ -31,13 +37,17 @@ class Response:
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """What the verifier reads beside the text: the row's other columns and the response's sampling seed."""
-        return with_sample_seed(self.prompt.metadata, self.trajectory.request.seed)
+        """What the verifier reads beside the text: the row's other columns, the response's sampling seed and its answer region."""
+        return with_sample_seed(self.prompt.metadata, self.trajectory.request.seed) | {ANSWER_START: self.answer_start}
 
     @classmethod
-    def decode(cls, prompt: Prompt, trajectory: Trajectory, tokenizer: Any) -> Response:
-        texts = [tokenizer.decode(trajectory.token_ids[turn.start : turn.end], skip_special_tokens=True) for turn in trajectory.turns]
-        return cls(prompt, trajectory, texts)
+    def decode(cls, prompt: Prompt, trajectory: Trajectory, tokenizer: Any, region: AnswerRegion = ANYWHERE) -> Response:
+        ids, turns = trajectory.token_ids, trajectory.turns
+        texts = [tokenizer.decode(ids[turn.start : turn.end], skip_special_tokens=True) for turn in turns]
+        between = (
+            [tokenizer.decode(ids[one.end : other.start]) for one, other in pairwise(turns)] if region.tags else [""] * (len(turns) - 1)
+        )
+        return cls(prompt, trajectory, texts, region.start(texts, [prompt.text, *between]))
 
 
 def grade_responses(responses: Sequence[Response], verifiers: VerifierPool | None) -> list[Verdict]:
@@ -117,6 +127,7 @@ def sample_record(response: Response, verdict: Verdict, tokenizer: Any) -> dict[
         "step_rewards": [[step.end, step.reward] for step in verdict.steps],
         "error": verdict.error,
         "ungraded": verdict.cause,
+        "answer_start": response.answer_start,
         "finish_reason": trajectory.finish_reason,
         "response_length": sum(trajectory.sampled),
     }

@@ -18,9 +18,10 @@ from vapo_mcore.data.prompts import Prompt, split_evenly
 from vapo_mcore.data.rollout_batch import RolloutBatch, Rows, gather_rows
 from vapo_mcore.environments.types import Reply, TurnRequest
 from vapo_mcore.errors import EngineFailure, RewardError, StepAbandoned, VapoError
-from vapo_mcore.experience.responses import Response, grade_responses, response_rows, sample_record, step_rewards
+from vapo_mcore.experience.responses import ANYWHERE, Response, grade_responses, response_rows, sample_record, step_rewards
 from vapo_mcore.records.timing import PhaseTimer
 from vapo_mcore.rewards.pool import VerifierPool
+from vapo_mcore.rewards.region import AnswerRegion
 from vapo_mcore.rollout.base import Generation, GenerationRequest, RolloutEngine, SamplingConfig, Trajectory
 from vapo_mcore.rollout.multi_turn import MultiTurn
 from vapo_mcore.rollout.seeds import sampling_seed
@@ -57,7 +58,13 @@ class ResponseSampler:
     """Draws graded responses from the rollout engine; used by training, value pretraining and evaluation alike."""
 
     def __init__(
-        self, engine: RolloutEngine, verifiers: VerifierPool | None, tokenizer: Any, run_seed: int, multi_turn: MultiTurn | None = None
+        self,
+        engine: RolloutEngine,
+        verifiers: VerifierPool | None,
+        tokenizer: Any,
+        run_seed: int,
+        multi_turn: MultiTurn | None = None,
+        region: AnswerRegion = ANYWHERE,
     ) -> None:
         """``verifiers`` is None on ranks that do not lead a replica. With ``multi_turn`` responses have several turns. A collective.
 
@@ -71,6 +78,7 @@ class ResponseSampler:
         self.tokenizer = tokenizer
         self.run_seed = run_seed
         self.multi_turn = multi_turn
+        self.region = region
         self._replica_group = _replica_group(engine) if multi_turn is not None else None
 
     def sample(
@@ -204,7 +212,7 @@ class ResponseSampler:
         """Verdicts of the responses that this rank leads, as rows with their tokens."""
         groups = [number // samples_per_prompt for number in numbers]
         played = zip(groups, trajectories, strict=True)
-        responses = [Response.decode(prompts[group], trajectory, self.tokenizer) for group, trajectory in played]
+        responses = [Response.decode(prompts[group], trajectory, self.tokenizer, self.region) for group, trajectory in played]
         verdicts = grade_responses(responses, self.verifiers)
         graded = list(zip(responses, verdicts, strict=True))
         rows = response_rows(groups, responses, verdicts, [step_rewards(*pair, self.tokenizer) for pair in graded])

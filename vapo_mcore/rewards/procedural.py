@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
-from vapo_mcore.environments.types import SAMPLE_SEED
+from vapo_mcore.environments.types import RESERVED
 from vapo_mcore.rewards.extraction import has_marker, last_number, marked_answer_or_last_line
 from vapo_mcore.rewards.types import UngradableError
 
@@ -76,7 +76,7 @@ def entry_key(metadata: Mapping[str, Any]) -> Hashable:
 
 def _without_seed(metadata: Mapping[str, Any]) -> dict[str, Any]:
     """The entry's own metadata: scorers are functions of answer and entry, and their verdicts are reused between responses."""
-    return {name: value for name, value in metadata.items() if name != SAMPLE_SEED}
+    return {name: value for name, value in metadata.items() if name not in RESERVED}
 
 
 _scorers: dict[tuple[str, str], Scorer] = {}

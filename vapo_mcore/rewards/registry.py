@@ -19,6 +19,7 @@ from vapo_mcore.config.verifiers import BUILT_IN_VERIFIERS, is_endpoint, verifie
 from vapo_mcore.errors import RewardError
 from vapo_mcore.extensions.loading import load_function
 from vapo_mcore.rewards.endpoint import check_reachable, score
+from vapo_mcore.rewards.region import answer_region
 from vapo_mcore.rewards.types import GradeItem, StepScores
 
 Score = Callable[[str, str, Mapping[str, Any]], float | StepScores]
@@ -49,7 +50,8 @@ class _BuiltIn:
 
     ``answer`` and ``metadata_key`` must be cheap and must not import what the verifier itself needs: they run in the
     trainer, to recognise answers that have been graded before. So must ``stated``, a function of response, ground truth and
-    metadata: the answer in a normal spelling, for majority votes; None where the response gives no answer.
+    metadata: the answer in a normal spelling, for majority votes; None where the response gives no answer. All of them get the region of
+    the response where its answer counts; ``whole``: the verifier itself gets the whole response.
     """
 
     path: str
@@ -57,6 +59,7 @@ class _BuiltIn:
     metadata_key: str | None = None
     warm_up: str | None = None
     stated: str | None = None
+    whole: bool = False
 
 
 _BUILT_IN = {
@@ -71,7 +74,7 @@ _BUILT_IN = {
         "mathematics:math_answer_line", "extraction:answer_line", warm_up="mathematics:warm_up", stated="mathematics:stated_answer_line"
     ),
     "math_steps": _BuiltIn(
-        "steps:math_steps", "extraction:whole_response", warm_up="mathematics:warm_up", stated="mathematics:stated_answer"
+        "steps:math_steps", "extraction:whole_response", warm_up="mathematics:warm_up", stated="mathematics:stated_answer", whole=True
     ),
     "exact": _BuiltIn("text:exact", "extraction:marked_answer_or_all", stated="text:stated_text"),
     "regex": _BuiltIn("text:regex", "extraction:marked_answer_or_all", stated="text:stated_text"),
@@ -119,7 +122,12 @@ def load_verifier(name: str) -> Verifier:
     warm_up = None if built_in.warm_up is None else _part(built_in.warm_up)
     if warm_up is not None:
         warm_up()
-    return Verifier(name, _part(built_in.path), warm_up)
+    found: Score = _part(built_in.path)
+    return Verifier(name, found if built_in.whole else partial(_in_region, found), warm_up)
+
+
+def _in_region(function: Score, response: str, ground_truth: str, metadata: Mapping[str, Any]) -> float | StepScores:
+    return function(answer_region(response, metadata), ground_truth, metadata)
 
 
 def _checked(name: str, function: Score) -> Score:
@@ -161,7 +169,8 @@ def answer_key(item: GradeItem) -> Hashable:
     built_in = _BUILT_IN.get(item.verifier)
     if built_in is None:
         return id(item), object()
-    answer = _part(built_in.answer)(item.response)
+    response = item.response if built_in.whole else answer_region(item.response, item.metadata)
+    answer = _part(built_in.answer)(response)
     if isinstance(answer, str) and len(answer) > 200:  # a whole response: remember its digest, not its text
         answer = hashlib.blake2b(answer.encode("utf-8", "surrogatepass"), digest_size=16).digest()
     extra = None
@@ -184,5 +193,5 @@ def stated_answer(item: GradeItem) -> str | None:
     """
     path = _BUILT_IN[item.verifier].stated
     assert path is not None, f"{item.verifier} has no notion of an answer"
-    answer: str | None = _part(path)(item.response, item.ground_truth, item.metadata)
+    answer: str | None = _part(path)(answer_region(item.response, item.metadata), item.ground_truth, item.metadata)
     return answer

@@ -8,6 +8,7 @@ from typing import Any
 
 from vapo_mcore.environments.arithmetic import ArithmeticFault, evaluate
 from vapo_mcore.rewards.mathematics import math
+from vapo_mcore.rewards.region import answer_region
 from vapo_mcore.rewards.types import StepReward, StepScores
 
 _RUN = re.compile(r"[-+*/()\u00d7\u00b7\u00f7\u2212\d.\s=]+")  # one class: linear time on any line
@@ -29,7 +30,7 @@ def math_steps(response: str, ground_truth: str, metadata: Mapping[str, Any]) ->
         verdicts = list(_equations(line)) if len(line) <= MAX_LINE else []
         if verdicts:
             steps.append(StepReward(end, float(all(verdicts))))
-    return StepScores(math(response, ground_truth, metadata), steps)
+    return StepScores(math(answer_region(response, metadata), ground_truth, metadata), steps)
 
 
 def _equations(line: str) -> Iterator[bool]:

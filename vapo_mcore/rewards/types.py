@@ -55,7 +55,8 @@ class GradeItem:
         response: the whole text that the model produced; of a response of several turns, the turns' texts, a line break between them.
         ground_truth: the right answer, as the data file gives it.
         metadata: further columns of the data row that the verifier may need (``choices``, a reasoning-gym entry, ...);
-            in training and evaluation also the response's sampling seed (``environments.SAMPLE_SEED``).
+            in training and evaluation also the response's sampling seed (``environments.SAMPLE_SEED``) and how many characters
+            precede the region where its answer counts (``environments.ANSWER_START``).
     """
 
     verifier: str

@@ -51,6 +51,7 @@ from vapo_mcore.records.run_dir import RunDirectory, check_position, check_run_d
 from vapo_mcore.records.run_lock import RunLock
 from vapo_mcore.records.trackers import check_trackers, start_trackers
 from vapo_mcore.rewards import VerifierPool, check_verifier_names
+from vapo_mcore.rewards.region import AnswerRegion
 from vapo_mcore.rollout.base import RolloutEngine
 from vapo_mcore.rollout.factory import build_rollout_engine
 from vapo_mcore.rollout.multi_turn import MultiTurn, ObservationFormat
@@ -126,7 +127,9 @@ def train(config: Config, parallel: ParallelContext, *, clean: bool, resume: Res
             console.print(f"warning: {sentence}: its score does not measure unseen problems")
         if past is not None and resume is not None:
             _continue_data(prompts, past, restart=resume.restart_data, console=console)
+        region = AnswerRegion.of(config, tokenizer)
         console.print(described(stop_ids(config, tokenizer), tokenizer))
+        console.print(region.describe())
         with console.waiting("starting the rollout engine"):
             engine = build_engine(config, parallel, tokenizer)
         with console.waiting("starting the graders"):
@@ -135,7 +138,7 @@ def train(config: Config, parallel: ParallelContext, *, clean: bool, resume: Res
             models = build_models(config, parallel, console.print)
         if past is not None:
             load_models(config, models, parallel, past.checkpoint)
-        sampler = ResponseSampler(engine, verifiers, tokenizer, config.seed, multi_turn)
+        sampler = ResponseSampler(engine, verifiers, tokenizer, config.seed, multi_turn, region)
         sync = WeightSync(models.policy, engine, verify=config.rollout.verify_weights)
         trainer = StepRunner(config, parallel, models, sampler, sync, prompts.next_batch)
         trainer.state.register("prompts", prompts)

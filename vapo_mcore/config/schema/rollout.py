@@ -91,9 +91,18 @@ class OverlongConfig(Section):
     penalty: PositiveFloat = 1.0  # subtracted at L_max
 
 
+def _two_tags(tags: tuple[str, str]) -> tuple[str, str]:
+    if not all(tag.strip() for tag in tags) or tags[0] in tags[1] or tags[1] in tags[0]:
+        raise ValueError("must be two tags, an opening and a closing one, neither part of the other")
+    return tags
+
+
 class RewardConfig(Section):
     workers: PositiveInt = 1  # grading processes per rollout replica
     timeout_seconds: Annotated[float, Field(gt=0, le=86_400)] = 5.0  # per response, queue time excluded
+    # Where a response's answer counts; null: after_thinking if the chat template has both tags, else anywhere.
+    answer_region: Literal["after_thinking", "anywhere"] | None = None
+    thinking_tags: Annotated[tuple[str, str], Field(strict=False), AfterValidator(_two_tags)] = ("<think>", "</think>")  # open, close
     scale: RewardScaleConfig | None = None
     overlong: OverlongConfig | None = None
     truncated_factor: UnitFloat | None = None  # multiplies the reward of a response cut by the length limit

@@ -1,0 +1,77 @@
+"""Where in a response its answer counts (``reward.answer_region``): a box inside thinking is not the answer."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from vapo_mcore.environments.types import ANSWER_START
+from vapo_mcore.errors import ConfigError
+
+if TYPE_CHECKING:
+    from vapo_mcore.config.schema import Config
+
+
+@dataclass(frozen=True)
+class AnswerRegion:
+    """``tags``: the opening and the closing tag of thinking; None: the answer counts wherever it stands."""
+
+    tags: tuple[str, str] | None = None
+
+    @classmethod
+    def of(cls, config: Config, tokenizer: Any) -> AnswerRegion:
+        """The configured region; by default after thinking, if the chat template has both tags.
+
+        Raises ConfigError for a tag that is a special token: such tokens are not part of the text that verifiers read.
+        """
+        kind, tags = config.reward.answer_region, config.reward.thinking_tags
+        if kind is None:
+            template = str(tokenizer.chat_template) if config.data.chat_template and tokenizer.chat_template else ""
+            kind = "after_thinking" if all(tag in template for tag in tags) else "anywhere"
+        if kind == "anywhere":
+            return cls()
+        special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
+        unseen = [tag for tag in tags if tag in special]
+        if unseen:
+            raise ConfigError(
+                f"reward.thinking_tags: {' and '.join(map(repr, unseen))} are special tokens of the model's tokenizer, which are left out "
+                "of the text that verifiers read; give tags that the model writes as text, or set reward.answer_region: anywhere"
+            )
+        return cls(tags)
+
+    def describe(self) -> str:
+        """One line for the log."""
+        return "answers count anywhere in a response" if self.tags is None else f"answers count after {self.tags[1]!r}"
+
+    def start(self, turns: Sequence[str], before: Sequence[str]) -> int:
+        """Characters of the response (its turns, a line break between them) that precede the answer region.
+
+        The region is what follows the last thinking; it is empty where the last turn ends inside thinking, as truncated responses do.
+        Thinking may be nested: as many tags have to close it as have opened it. A closing tag alone ends thinking that began without a
+        tag. ``before``: the text in front of each turn; where it ends with the opening tag, the turn begins inside thinking.
+        """
+        if self.tags is None:
+            return 0
+        opening, closing = self.tags
+        pattern = re.compile(f"{re.escape(opening)}|{re.escape(closing)}")
+        begin = start = 0
+        for turn, context in zip(turns, before, strict=True):
+            depth = int(context.rstrip().endswith(opening))
+            for tag in pattern.finditer(turn):
+                if tag.group() == opening:
+                    depth += 1
+                else:
+                    depth = max(0, depth - 1)
+                    start = begin + tag.end()
+            begin += len(turn) + 1
+            if depth:
+                start = begin
+        return min(start, len("\n".join(turns)))
+
+
+def answer_region(response: str, metadata: Mapping[str, Any]) -> str:
+    """The part of a response in which its answer counts."""
+    start: int = metadata.get(ANSWER_START, 0)
+    return response[start:]
