@@ -72,8 +72,9 @@ def _run(options: argparse.Namespace, arguments: list[str]) -> int:
         return launch.run(options)
     if options.command == "data":
         from vapo_mcore.data import command as data_command
+        from vapo_mcore.rewards.truths import truth_faults
 
-        return data_command.run(options)
+        return data_command.run(options, truth_faults)
     if options.command == "eval":
         from vapo_mcore.commands import evaluate_command as evaluation
 

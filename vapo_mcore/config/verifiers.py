@@ -20,6 +20,8 @@ BUILT_IN_VERIFIERS = (
     "code",
 )
 
+MATH_VERIFIERS = ("math", "math_last_number", "math_answer_line", "math_steps")
+
 Cause = Literal["ground_truth", "timeout", "crash", "verifier", "environment"]
 UNGRADED: dict[Cause, str] = {
     "ground_truth": "the ground truth cannot be judged against",

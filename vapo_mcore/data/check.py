@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import chain
 from typing import Any
@@ -92,14 +92,19 @@ class DataReport:
         return asdict(self)
 
 
-def check_data(data: DataConfig, tokenizer: Tokenizer | None) -> DataReport:
-    """Read all sources and report. Never raises because of what they hold."""
+TruthFaults = Callable[[Sequence[tuple[str, str, dict[str, Any]]]], Sequence[str | None]]
+"""Why no response can be judged against each (verifier, ground truth, metadata); None where one can."""
+
+
+def check_data(data: DataConfig, tokenizer: Tokenizer | None, truth_faults: TruthFaults | None = None) -> DataReport:
+    """Read all sources and report; with ``truth_faults`` rows whose ground truth cannot be judged against are bad too. Never raises because
+    of what the sources hold."""
     splits: dict[str, list[SourceReport]] = {}
     firsts: dict[str, dict[str, dict[bytes, int]]] = {}
     for split, sources in (("train", data.train), ("eval", data.eval)):
         splits[split], firsts[split] = [], {}
         for source in sources:
-            report, rows = _source_report(source, data, tokenizer)
+            report, rows = _source_report(source, data, tokenizer, truth_faults)
             splits[split].append(report)
             firsts[split][source.name] = rows
     overlaps = []
@@ -111,7 +116,9 @@ def check_data(data: DataConfig, tokenizer: Tokenizer | None) -> DataReport:
     return DataReport(splits["train"], splits["eval"], overlaps)
 
 
-def _source_report(source: Source, data: DataConfig, tokenizer: Tokenizer | None) -> tuple[SourceReport, dict[bytes, int]]:
+def _source_report(
+    source: Source, data: DataConfig, tokenizer: Tokenizer | None, truth_faults: TruthFaults | None
+) -> tuple[SourceReport, dict[bytes, int]]:
     """The report, and the first row of each different prompt."""
     faults = Faults(kept=None)
     problems = read_source(source, data, faults)
@@ -119,6 +126,8 @@ def _source_report(source: Source, data: DataConfig, tokenizer: Tokenizer | None
     report = SourceReport(source.name, place, rows=faults.rows.get(place, 0))
     if tokenizer is not None:
         problems = _measure_tokens(report, problems, data, tokenizer, faults)
+    if truth_faults is not None:
+        problems = _readable(problems, truth_faults, faults)
     schema = faults.schemas.get(place)
     if isinstance(source, FileSource) and schema is not None:
         marker = f" after {schema.marker!r}" if schema.marker else ""
@@ -129,6 +138,15 @@ def _source_report(source: Source, data: DataConfig, tokenizer: Tokenizer | None
     report.characters = _spread([_characters(problem) for problem in problems])
     report.answers = len({problem.ground_truth for problem in problems})
     return report, _repeats(report, problems)
+
+
+def _readable(problems: list[Problem], truth_faults: TruthFaults, faults: Faults) -> list[Problem]:
+    """The problems whose ground truth their verifier can read."""
+    reasons = truth_faults([(problem.verifier, problem.ground_truth, problem.metadata) for problem in problems])
+    for problem, reason in zip(problems, reasons, strict=True):
+        if reason is not None:
+            faults.add(problem.file, problem.row, None, reason)
+    return [problem for problem, reason in zip(problems, reasons, strict=True) if reason is None]
 
 
 def _measure_tokens(report: SourceReport, problems: list[Problem], data: DataConfig, tokenizer: Tokenizer, faults: Faults) -> list[Problem]:

@@ -12,6 +12,7 @@ from vapo_mcore.errors import ConfigError
 
 if TYPE_CHECKING:
     from vapo_mcore.config.schema import DataConfig
+    from vapo_mcore.data.check import TruthFaults
 
 _SHOWN = 50
 
@@ -26,11 +27,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     check.add_argument("--max-prompt-length", type=int, default=None, metavar="N", help="prompts of more than N tokens are bad rows")
     check.add_argument("--prompt", metavar="FIELD", help="field of the prompt (default: found by the columns' names)")
     check.add_argument("--answer", metavar="FIELD", help="field of the answer (default: found by the columns' names)")
+    check.add_argument("--answer-list", choices=("any", "all"), help="how a list of several answers is meant (as fields.answer_list)")
+    check.add_argument("--verifier", metavar="NAME", default=None, help="look whether this verifier can read the answers (default: exact)")
     check.add_argument("--all", action="store_true", help=f"show all faults, not the first {_SHOWN} of each source")
     check.add_argument("--json", metavar="FILE", help="write the report with all faults as JSON, too")
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace, truth_faults: TruthFaults) -> int:
     """Check and print; returns 0 if no row is bad, else 1. Raises VapoError for faults of the command line."""
     data, folder = _what_to_check(options)
     from vapo_mcore.data.check import check_data, render
@@ -40,7 +43,7 @@ def run(options: argparse.Namespace) -> int:
         if _is_config(options):
             raise ConfigError("data.chat_template is true, but the model's tokenizer has no chat template; set data.chat_template: false")
         tokenizer.chat_template = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
-    report = check_data(data, tokenizer)
+    report = check_data(data, tokenizer, truth_faults)
     limit = data.max_prompt_length if _is_config(options) else options.max_prompt_length
     print(render(report, limit, None if options.all else _SHOWN))
     if options.json is not None:
@@ -63,7 +66,7 @@ def _what_to_check(options: argparse.Namespace) -> tuple[DataConfig, str | None]
         if options.max_prompt_length is not None and options.tokenizer is None:
             raise ConfigError("--max-prompt-length counts tokens: give a --tokenizer as well")
         return _data_config(options), options.tokenizer
-    given = [name for name in ("held_out", "max_prompt_length", "prompt", "answer") if getattr(options, name)]
+    given = [name for name in ("held_out", "max_prompt_length", "prompt", "answer", "answer_list", "verifier") if getattr(options, name)]
     if given:
         names = ", ".join("--eval" if name == "held_out" else "--" + name.replace("_", "-") for name in given)
         raise ConfigError(f"{names}: with a configuration it is the configuration that says this; change it with key.path=value")
@@ -77,11 +80,15 @@ def _what_to_check(options: argparse.Namespace) -> tuple[DataConfig, str | None]
 
 def _data_config(options: argparse.Namespace) -> DataConfig:
     from vapo_mcore.config.schema import DataConfig
+    from vapo_mcore.config.verifiers import verifier_name_fault
+
+    if options.verifier is not None and (fault := verifier_name_fault(options.verifier)) is not None:
+        raise ConfigError(f"--verifier: {fault}")
 
     def sources(paths: list[str], split: str) -> list[dict[str, Any]]:
-        fields = {"prompt": options.prompt, "answer": options.answer}
+        fields = {"prompt": options.prompt, "answer": options.answer, "answer_list": options.answer_list}
         return [
-            {"kind": "file", "path": path, "name": f"{split}-{number}", "verifier": "exact", "fields": fields}
+            {"kind": "file", "path": path, "name": f"{split}-{number}", "verifier": options.verifier or "exact", "fields": fields}
             for number, path in enumerate(paths, start=1)
         ]
 

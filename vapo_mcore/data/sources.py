@@ -6,6 +6,7 @@ Needs neither torch nor a tokenizer, so that all faults of all files can be repo
 from __future__ import annotations
 
 import difflib
+import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -14,10 +15,11 @@ from itertools import islice
 from typing import Any, Literal
 
 from vapo_mcore.config.schema import CustomSource, DataConfig, FieldsConfig, FileSource, ReasoningGymSource
+from vapo_mcore.config.verifiers import MATH_VERIFIERS
 from vapo_mcore.data.faults import Faults, kind_of, unicode_fault
 from vapo_mcore.data.readers import read_rows
 from vapo_mcore.data.schemas import PLAIN, Schema, choose_schema
-from vapo_mcore.environments.types import RESERVED
+from vapo_mcore.environments.types import RESERVED, RIGHT_ANSWERS
 from vapo_mcore.errors import ConfigError
 from vapo_mcore.extensions.loading import describe, load_function
 from vapo_mcore.extensions.signature import signature_faults
@@ -82,7 +84,7 @@ def _problems(
     for number, row in rows:
         check = _RowCheck(place, number, row, faults)
         prompt = check.prompt(schema.prompt, data)
-        answer = check.answer(schema)
+        answers = check.answers(schema, source)
         name = str(number) if fields.id is None else check.id(fields.id)
         if name is not None and name in seen:
             faults.add(place, number, fields.id, f"id {name!r} is already that of row {seen[name]}")
@@ -91,10 +93,13 @@ def _problems(
         subsets = {key: check.subset(key) for key in fields.subsets}
         for key in RESERVED.keys() & row.keys():
             faults.add(place, number, key, f"this name is the run's own ({RESERVED[key]}); rename the column")
-        if prompt is None or answer is None or name is None or None in subsets.values():
+        if prompt is None or answers is None or name is None or None in subsets.values():
             continue
         rest = {key: value for key, value in row.items() if key not in (schema.prompt, schema.answer)}
         known = {key: value for key, value in subsets.items() if value is not None}
+        if len(answers) > 1:
+            rest[RIGHT_ANSWERS] = answers
+        answer = answers[0] if len(answers) == 1 else json.dumps(answers, ensure_ascii=False)
         yield Problem(f"{source.name}/{name}", prompt, answer, source.name, source.verifier, rest, place, number, known)
     if not faults.rows[place] and place not in faults.count:
         faults.add(place, None, None, "has no rows")
@@ -132,6 +137,27 @@ def _custom_rows(source: CustomSource, faults: Faults) -> Iterator[tuple[int, di
             yield number, row
         else:
             faults.add(source.function, number, None, f"a row must be a dict with named fields, got {kind_of(row)}")
+
+
+def listed_answers(value: Any) -> list[str] | None:
+    """The answers of a text that is a JSON list of texts, such as ``["34"]``; None for other values. ``[1, 2]`` is an interval."""
+    if not isinstance(value, str) or not value.lstrip().startswith("["):
+        return None
+    try:
+        found = json.loads(value)
+    except ValueError:
+        return None
+    return found if isinstance(found, list) and found and all(isinstance(answer, str) for answer in found) else None
+
+
+def _has_comma(answer: str) -> bool:
+    """Whether a comma stands outside brackets."""
+    depth = 0
+    for character in answer:
+        depth += (character in "([{") - (character in ")]}")
+        if character == "," and depth <= 0:
+            return True
+    return False
 
 
 class _RowCheck:
@@ -202,11 +228,51 @@ class _RowCheck:
             return None
         return messages
 
-    def answer(self, schema: Schema) -> str | None:
-        name = schema.answer
-        value = self._get(name)
+    def answers(self, schema: Schema, source: FileSource | CustomSource) -> list[str] | None:
+        """The ground truth; several texts where any of them is right."""
+        value = self._get(schema.answer)
         if value is None:
             return None
+        several = value if isinstance(value, list) else listed_answers(value) if source.verifier in MATH_VERIFIERS else None
+        if several is None:
+            answer = self._answer(schema, value)
+            return None if answer is None else [answer]
+        return self._several(schema, several, source)
+
+    def _several(self, schema: Schema, values: list[Any], source: FileSource | CustomSource) -> list[str] | None:
+        """The answers of a list; as one text where all are required."""
+        name = schema.answer
+        if not values:
+            self._fault(name, "is an empty list of answers")
+            return None
+        found = [self._answer(schema, value, f"{name}[{index}]") for index, value in enumerate(values)]
+        answers = list(dict.fromkeys(answer for answer in found if answer is not None))
+        if None in found:
+            return None
+        if len(found) == 1:
+            return answers
+        how = source.fields.answer_list if isinstance(source, FileSource) else source.answer_list
+        if how is None:
+            self._fault(
+                name,
+                f"is a list of {len(found)} answers; set answer_list: any (each of them is right) or all (all are required)",
+            )
+            return None
+        if how == "any":
+            return answers
+        if source.verifier not in MATH_VERIFIERS:
+            self._fault(name, f"is a list of answers; answer_list: all is for {', '.join(MATH_VERIFIERS)}, not for {source.verifier}")
+            return None
+        # A list of values in any order is one answer to these verifiers, each value as often as the ground truth has it.
+        values = [answer.strip().removeprefix("$").removesuffix("$").strip() for answer in found if answer is not None]
+        mixed = [value for value in values if _has_comma(value)]
+        if mixed:
+            self._fault(name, f"answer_list: all cannot take {mixed[0]!r}: a comma outside brackets would begin a further answer")
+            return None
+        return [", ".join(values)]
+
+    def _answer(self, schema: Schema, value: Any, place: str | None = None) -> str | None:
+        name = schema.answer if place is None else place
         if isinstance(value, str):
             if schema.marker is not None:
                 if schema.marker not in value:

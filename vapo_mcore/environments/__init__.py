@@ -7,6 +7,6 @@ so it may run in any process, be killed and be asked again.
 Importing this package imports neither torch nor any environment.
 """
 
-from vapo_mcore.environments.types import ANSWER_START, SAMPLE_SEED, Observation, Reply, TurnRequest
+from vapo_mcore.environments.types import ANSWER_START, RIGHT_ANSWERS, SAMPLE_SEED, Observation, Reply, TurnRequest
 
-__all__ = ["ANSWER_START", "SAMPLE_SEED", "Observation", "Reply", "TurnRequest"]
+__all__ = ["ANSWER_START", "RIGHT_ANSWERS", "SAMPLE_SEED", "Observation", "Reply", "TurnRequest"]

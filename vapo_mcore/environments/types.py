@@ -13,7 +13,14 @@ SAMPLE_SEED = "sample_seed"
 ANSWER_START = "answer_region_start"
 """Key of the metadata under which verifiers find how many characters of the response precede the region where its answer counts."""
 
-RESERVED = {SAMPLE_SEED: "the response's sampling seed", ANSWER_START: "where the response's answer counts"}
+RIGHT_ANSWERS = "right_answers"
+"""Key of the metadata under which verifiers find the answers of a row that has several, any of which is right."""
+
+RESERVED = {
+    SAMPLE_SEED: "the response's sampling seed",
+    ANSWER_START: "where the response's answer counts",
+    RIGHT_ANSWERS: "a row's several answers",
+}
 """Names that the run itself gives to the metadata, which no column may have."""
 
 

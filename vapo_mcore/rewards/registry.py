@@ -16,6 +16,7 @@ from typing import Any
 
 from vapo_mcore.config.environments import environment_reference
 from vapo_mcore.config.verifiers import BUILT_IN_VERIFIERS, is_endpoint, verifier_name_fault
+from vapo_mcore.environments.types import RIGHT_ANSWERS
 from vapo_mcore.errors import RewardError
 from vapo_mcore.extensions.loading import load_function
 from vapo_mcore.rewards.endpoint import check_reachable, score
@@ -123,7 +124,17 @@ def load_verifier(name: str) -> Verifier:
     if warm_up is not None:
         warm_up()
     found: Score = _part(built_in.path)
-    return Verifier(name, found if built_in.whole else partial(_in_region, found), warm_up)
+    return Verifier(name, partial(_any_of, found if built_in.whole else partial(_in_region, found)), warm_up)
+
+
+def _any_of(function: Score, response: str, ground_truth: str, metadata: Mapping[str, Any]) -> float | StepScores:
+    """The best score by any of the row's right answers."""
+    several = metadata.get(RIGHT_ANSWERS)
+    if several is None:
+        return function(response, ground_truth, metadata)
+    # All of them: whether one cannot be read must not depend on the response.
+    found = [function(response, truth, metadata) for truth in several]
+    return max(found, key=lambda score: score.score if isinstance(score, StepScores) else score)
 
 
 def _in_region(function: Score, response: str, ground_truth: str, metadata: Mapping[str, Any]) -> float | StepScores:
@@ -176,7 +187,7 @@ def answer_key(item: GradeItem) -> Hashable:
     extra = None
     if built_in.metadata_key is not None:
         extra = _part(built_in.metadata_key)(item.metadata)
-    return item.verifier, answer, item.ground_truth, extra
+    return item.verifier, answer, item.ground_truth, tuple(item.metadata.get(RIGHT_ANSWERS, ())), extra
 
 
 def knows_answers(verifier: str) -> bool:

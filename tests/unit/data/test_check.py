@@ -145,3 +145,17 @@ def test_overlap_of_a_run(files: tuple[Path, Path], tmp_path: Path) -> None:
 def test_messages_and_text_are_compared_by_what_the_user_says() -> None:
     system, user = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1?"}
     assert prompt_key("1+1?") == prompt_key([user]) == prompt_key([system, user]) != prompt_key([user, user])
+
+
+def test_ground_truths_that_the_verifier_cannot_read_are_bad_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    answers = ["073", "$5$", r"\$12", "12 cm", "12 ways", r"\frac{1}{", "?", ["3", "4"], ["3", "?"]]
+    path = write_jsonl(tmp_path / "d.jsonl", *({"prompt": f"p{number}", "answer": answer} for number, answer in enumerate(answers)))
+    assert main(["data", "check", str(path), "--verifier", "math", "--answer-list", "any"]) == 1
+    shown = capsys.readouterr().out
+    assert "9 rows, 6 usable" in shown
+    for row in (6, 7, 9):
+        assert f"row {row}: ground truth " in shown
+    assert shown.count("cannot be read as mathematics") == 3
+    assert main(["data", "check", str(path), "--answer-list", "any"]) == 0  # exact takes any text
+    assert main(["data", "check", str(path), "--verifier", "maths"]) == 2
+    assert "did you mean 'math'?" in capsys.readouterr().err

@@ -280,3 +280,46 @@ def test_what_is_no_file_or_cannot_be_opened_is_a_fault(tmp_path: Path, monkeypa
 
     monkeypatch.setattr(Path, "open", refuse)  # root may read everything
     assert read(path) == ([], [": cannot be read: Permission denied"])
+
+
+# ---- ground truths ----------------------------------------------------------------------------------------------------------------
+
+
+def test_lists_of_answers(tmp_path: Path) -> None:
+    """One entry is the answer; several are refused, right each, or required all."""
+    rows = [["34"], '["34"]', [7], ["5", "6"], '["5", "6"]', [], [["5"]], [None], [1, 1.5], "[1, 2]"]
+    path = write_jsonl(tmp_path / "d.jsonl", *({"prompt": f"p{number}", "answer": answer} for number, answer in enumerate(rows)))
+    problems, faults = read(path, verifier="math")
+    assert [(problem.row, problem.ground_truth) for problem in problems] == [(1, "34"), (2, "34"), (3, "7"), (10, "[1, 2]")]
+    assert [fault.split(": ", 1)[0] for fault in faults] == [
+        *(f", row {row}, field 'answer'" for row in (4, 5, 6)), ", row 7, field 'answer[0]'", ", row 8, field 'answer[0]'",
+        ", row 9, field 'answer'",
+    ]  # fmt: skip
+    assert "is a list of 2 answers; set answer_list: any" in faults[0] and "empty list" in faults[2] and "got a list" in faults[3]
+
+    problems, _ = read(path, verifier="math", fields={"answer_list": "any"})
+    found = {problem.row: (problem.ground_truth, problem.metadata.get("right_answers")) for problem in problems}
+    assert found[4] == found[5] == ('["5", "6"]', ["5", "6"]) and found[9] == ('["1", "1.5"]', ["1", "1.5"])
+    assert found[1] == ("34", None)
+
+    problems, _ = read(path, verifier="math", fields={"answer_list": "all"})
+    assert {problem.row: problem.ground_truth for problem in problems}[4] == "5, 6"
+    assert read(path, verifier="exact", fields={"answer_list": "all"})[1][0].endswith("not for exact")
+    assert {problem.row: problem.ground_truth for problem in read(path, verifier="exact")[0]}[2] == '["34"]'
+
+
+def test_answers_that_are_all_required_must_be_told_apart(tmp_path: Path) -> None:
+    answers = [["1, 2", "3"], ["(1, 2)", "$3$"], [r"\{1,2\}", "5"]]
+    path = write_jsonl(tmp_path / "d.jsonl", *({"prompt": f"p{number}", "answer": answer} for number, answer in enumerate(answers)))
+    problems, faults = read(path, verifier="math", fields={"answer_list": "all"})
+    assert [problem.ground_truth for problem in problems] == ["(1, 2), 3", r"\{1,2\}, 5"]
+    (fault,) = faults
+    assert "answer_list: all cannot take '1, 2'" in fault
+
+
+def test_columns_of_lists_in_parquet_and_leading_zeros(tmp_path: Path) -> None:
+    pyarrow.parquet.write_table(pa.table({"prompt": ["x", "y"], "answer": [["073"], ["3", "4"]]}), tmp_path / "d.parquet")
+    problems, faults = read(tmp_path / "d.parquet", verifier="math", fields={"answer_list": "any"})
+    assert ([problem.ground_truth for problem in problems], faults) == (["073", '["3", "4"]'], [])
+    (tmp_path / "d.csv").write_text("prompt,answer\nx,073\n")
+    assert [problem.ground_truth for problem in read(tmp_path / "d.csv")[0]] == ["073"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.unit.config_helpers import faults_of, load, write_base
-from vapo_mcore.environments import ANSWER_START
+from vapo_mcore.environments import ANSWER_START, RIGHT_ANSWERS
 from vapo_mcore.errors import ConfigError
 from vapo_mcore.rewards import GradeItem, VerifierPool, stated_answer
 from vapo_mcore.rewards.region import AnswerRegion
@@ -98,6 +99,27 @@ def test_steps_inside_thinking_keep_their_rewards() -> None:
     given = item("<think>2 + 2 = 4\n1 + 1 = 3\n\\boxed{5}", "math_steps")
     found: Any = load_verifier("math_steps").score(given.response, given.ground_truth, given.metadata)
     assert (found.score, [step.reward for step in found.steps]) == (0.0, [1.0, 0.0])
+
+
+def test_any_of_several_right_answers() -> None:
+    """Each of them is tried; an unreadable one is no verdict whatever the response is; answers are remembered with their list."""
+
+    def asked(response: str, *right: str, verifier: str = "math") -> GradeItem:
+        return GradeItem(verifier, response, json.dumps(right), {RIGHT_ANSWERS: list(right)})
+
+    items = [asked(rf"\boxed{{{answer}}}", "5", r"\frac{1}{2}") for answer in ("5", "0.5", "6")]
+    items += [
+        asked(r"\boxed{5}", "5", "?"),
+        asked("b", "a", "b", verifier="exact"),
+        asked("1 + 1 = 2\n\\boxed{7}", "6", "7", verifier="math_steps"),
+    ]
+    items += [GradeItem("math", r"\boxed{6, 5}", "5, 6"), GradeItem("math", r"\boxed{5}", "5, 6"), GradeItem("math", r"\boxed{73}", "073")]
+    with VerifierPool(1, 60.0) as pool:
+        verdicts = pool.grade(items)
+    assert [verdict.score for verdict in verdicts] == [1.0, 1.0, 0.0, 0.0, 1.0, 1.0, 1.0, 0.0, 1.0]
+    assert [number for number, verdict in enumerate(verdicts) if verdict.cause is not None] == [3] and verdicts[3].cause == "ground_truth"
+    assert len(verdicts[5].steps) == 1
+    assert answer_key(asked("b", "a", "b", verifier="exact")) != answer_key(GradeItem("exact", "b", json.dumps(("a", "b"))))
 
 
 def tokenizer(template: str | None, special: tuple[str, ...] = ()) -> Any:

@@ -26,6 +26,8 @@ class FieldsConfig(Section):
 
     prompt: str | None = None  # a text, or a list of chat messages; null: found by the columns' names (data.md)
     answer: str | None = None  # the ground truth: a text or a number; null: found by the columns' names
+    # A ground truth that is a list of several answers: any of them is right, or a response must give all; null: refused.
+    answer_list: Literal["any", "all"] | None = None
     id: str | None = None  # null: the row's number
     subsets: tuple[str, ...] = Field(strict=False, default=())  # evaluations are told for each value of these fields, too
 
@@ -63,6 +65,7 @@ class CustomSource(Section):
     name: Name = Field(default_factory=lambda data: data["function"].rpartition(":")[2])  # of its metrics; by default the function's
     verifier: Annotated[str, AfterValidator(known_verifier)]  # a built-in one (verifiers.md), or a reference to your own
     size: PositiveInt | None = None  # the first so many rows; null: all
+    answer_list: Literal["any", "all"] | None = None  # as fields.answer_list of files
     weight: PositiveFloat = 1.0  # as for files
     options: dict[str, Any] = Field({})  # its keyword-only parameters
 
