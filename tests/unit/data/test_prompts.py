@@ -154,7 +154,7 @@ BAD_ROWS = [
     ({"prompt": "x"}, "field 'answer': missing"),
     ({"prompt": "x", "answer": None}, "field 'answer': is null"),
     ({"prompt": "x", "answer": ""}, "field 'answer': is empty"),
-    ({"prompt": "x", "answer": [1]}, "field 'answer': must be a text or a finite number, got a list: [1]"),
+    ({"prompt": "x", "answer": [[1]]}, "field 'answer[0]': must be a text or a finite number, got a list: [1]"),
     ({"prompt": "x", "answer": True}, "field 'answer': must be a text or a finite number, got a boolean: True"),
     ({"prompt": "x", "answer": float("nan")}, "field 'answer': must be a text or a finite number, got a number: nan"),
     (["x", "1"], "a row must be an object with named fields, got a list"),

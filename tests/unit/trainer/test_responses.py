@@ -104,5 +104,5 @@ def test_a_verifier_finds_the_sampling_seed_of_its_response() -> None:
     prompt = replace(PROMPT, metadata={"level": 3})
     played = [replace(TWO_TURNS, request=replace(TWO_TURNS.request, seed=seed)) for seed in (11, 2**63 - 1)]
     grade_responses([Response.decode(prompt, one, Lossy()) for one in played], Pool())  # type: ignore[arg-type]
-    assert seen == [{"level": 3, "sample_seed": 11}, {"level": 3, "sample_seed": 2**63 - 1}]
+    assert seen == [{"level": 3, "sample_seed": seed, "answer_region_start": 0} for seed in (11, 2**63 - 1)]
     assert prompt.metadata == {"level": 3}
