@@ -1,1 +1,1 @@
-"""Experience for training: sampling, grading, batches, evaluation."""
+"""Sample and grade responses, and prepare them for training: packed batches, evaluation, step dumps."""

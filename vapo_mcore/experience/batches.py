@@ -1,7 +1,7 @@
-"""One rollout as training sees it: rows on all ranks, tokens with their owners, mini-batches with packs and denominators.
+"""Pack a rollout into mini-batches and distribute it: rows are replicated on all ranks, tokens live on their owning rank.
 
-Order (every rank comes to the same plan from the replicated rows): draw mini-batches, balance each over data parallelism, pack,
-then move the tokens once. The same packs serve log-probs, values and both updates.
+Every rank computes the same plan from the replicated rows: draw mini-batches, balance each over data parallelism, pack, then exchange
+the tokens once. Log-probs, values and both updates use the same packs.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from vapo_mcore.megatron.parallel import ParallelContext
 
 @dataclass(frozen=True)
 class StepTable:
-    """Rewards inside responses, replicated: ``row`` int64 [k], ``position`` int64 [k] in the row's sequence, ``rewards`` float64 [k]."""
+    """Step rewards, replicated: ``row`` int64 [k], ``position`` int64 [k] in the row's sequence, ``rewards`` float64 [k]."""
 
     row: Tensor
     position: Tensor
@@ -39,7 +39,7 @@ class StepTable:
 
     @classmethod
     def of_rows(cls, rows: Rows, keep: Tensor) -> StepTable:
-        """The step rewards of the rows where ``keep`` (bool [n])."""
+        """Collect the step rewards of the rows selected by ``keep`` (bool [n])."""
         kept = keep.tolist()
         entries = [(row, *step) for row, steps in enumerate(rows.step_rewards) if kept[row] for step in steps]
         columns = list(zip(*entries, strict=True)) if entries else [(), (), ()]
@@ -47,7 +47,7 @@ class StepTable:
         return cls(row, position, torch.tensor(columns[2], dtype=torch.float64))
 
     def with_outcomes(self, rows: Rows, keep: Tensor) -> StepTable:
-        """The same and, for each row where ``keep``, its reward as one more step's, at its last token."""
+        """Return a table that also has the reward of each row selected by ``keep``, placed at the row's last token."""
         chosen = keep.nonzero().flatten()
         return StepTable(
             torch.cat([self.row, chosen]),
@@ -58,14 +58,14 @@ class StepTable:
 
 @dataclass(frozen=True)
 class MiniBatch:
-    """One optimizer step: the counts of all its rows on all ranks, and this rank's micro-batches (tokens and mask only)."""
+    """The data of one optimizer step: loss denominators over all ranks, and this rank's micro-batches (tokens and mask only)."""
 
     denominators: Denominators
     microbatches: list[MicroBatch]
 
     @property
     def is_masked(self) -> bool:
-        """No token to train on, on any rank: the step is skipped."""
+        """Whether no token on any rank carries a loss, so that the step is skipped."""
         return self.denominators.tokens == 0
 
 
@@ -75,12 +75,12 @@ class Experience:
 
     Attributes:
         rows: all responses, replicated; ``reward`` is shaped.
-        trainable: bool [n] replicated: graded, and not cut where cut responses are masked.
-        batch: the rows that this data-parallel rank owns, tensors on the compute device. ``response_mask`` is True at tokens that
-            carry a loss; ``positive_mask`` at tokens of the positive-example loss.
-        cu_seqlens: of ``batch``, on the compute device.
+        trainable: bool [n], replicated: graded and, with ``truncation: mask``, not truncated.
+        batch: rows owned by this data-parallel rank, with tensors on the compute device. ``response_mask`` is True at tokens that
+            carry a loss, ``positive_mask`` at tokens of the positive-example loss.
+        cu_seqlens: cumulative sequence lengths of ``batch``, on the compute device.
         minibatches: in training order.
-        bootstrap_values: float32 [rows of batch], the critic's output at each last token, where cut responses are bootstrapped.
+        bootstrap_values: float32 [rows of batch], the critic's output at each last token; only with ``truncation: bootstrap``.
     """
 
     rows: Rows
@@ -96,41 +96,41 @@ class Experience:
 
     @property
     def trained_lengths(self) -> Tensor:
-        """int64 [n], replicated: tokens of each response that carry a loss."""
+        """int64 [n], replicated: number of tokens of each response that carry a loss."""
         return self.rows.response_length * self.trainable
 
     def microbatches(self) -> list[MicroBatch]:
-        """This rank's micro-batches of all mini-batches, in order."""
+        """Return this rank's micro-batches of all mini-batches, in order."""
         return [microbatch for minibatch in self.minibatches for microbatch in minibatch.microbatches]
 
     def store(self, name: str, parts: Sequence[Tensor]) -> None:
-        """Keep a per-token model output, given by micro-batch as ``microbatches()`` lists them."""
+        """Store a per-token model output in ``batch``. ``parts`` has one tensor per micro-batch, in the order of ``microbatches()``."""
         rows = [microbatch.rows for microbatch in self.microbatches()]
         self.batch.scatter_rows(name, parts, rows)
 
     def store_rows(self, parts: Sequence[Tensor]) -> Tensor:
-        """A per-row model output, given by micro-batch, in the order of the rows of ``batch``."""
+        """Return a per-row model output in the row order of ``batch``. ``parts`` has one tensor per micro-batch."""
         rows = torch.cat([torch.empty(0, dtype=torch.int64), *(microbatch.rows for microbatch in self.microbatches())])
         values = torch.cat([torch.empty(0, device=self.cu_seqlens.device), *parts])
         return torch.zeros(len(self.batch), device=values.device).index_copy_(0, rows.to(values.device), values)
 
     def on_rows(self, column: Tensor) -> Tensor:
-        """The entries of a replicated column [n] that belong to the rows of ``batch``, on its device."""
+        """Select the entries of a replicated column [n] for the rows of ``batch`` and move them to its device."""
         return column[self.batch.row_ids].to(self.cu_seqlens.device)
 
     def rows_column(self, name: str) -> Tensor:
-        """What a user's loss may know of the responses, [n] replicated: names of ``extensions.points.TERM_INPUTS`` without ``row_``."""
+        """Return a replicated column [n] that a custom loss may read: a name of ``extensions.points.TERM_INPUTS`` without ``row_``."""
         rows = self.rows
         columns = {"length": rows.response_length, "correct": rows.verdict, "reward": rows.total_reward, "group": rows.group}
         columns |= {"score": rows.score, "truncated": rows.truncated, "id": torch.arange(len(rows))}
         return columns[name]
 
     def steps(self, keep: Tensor) -> StepTable:
-        """The step rewards of the rows where ``keep`` (bool [n]); the same on all ranks."""
+        """Return the step rewards of the rows selected by ``keep`` (bool [n]); the same on all ranks."""
         return StepTable.of_rows(self.rows, keep)
 
     def positions(self, steps: StepTable) -> tuple[Tensor, Tensor]:
-        """Where the steps of owned rows end in ``batch``: (int64 positions on its device, numbers of these steps in the table)."""
+        """Return (int64 token positions in ``batch`` where steps of owned rows end, indices of these steps in the table)."""
         local = torch.full((len(self.rows),), -1, dtype=torch.int64)
         local[self.batch.row_ids] = torch.arange(len(self.batch))
         owner = local[steps.row]
@@ -138,23 +138,23 @@ class Experience:
         return (self.batch.cu_seqlens[owner[mine]] + steps.position[mine]).to(self.cu_seqlens.device), mine
 
     def with_tensors(self, microbatch: MicroBatch, names: Sequence[str]) -> MicroBatch:
-        """The micro-batch with token tensors of ``batch`` added."""
+        """Return the micro-batch with the named token tensors of ``batch`` added."""
         index = token_index(self.cu_seqlens, microbatch.rows.to(self.cu_seqlens.device))
         return microbatch.with_tensors(**{name: self.batch[name].index_select(0, index) for name in names})
 
     def response_ids(self) -> list[str]:
-        """Names of the owned responses for messages."""
+        """Return names of the owned responses for error messages."""
         rows = self.batch.rows
         return [f"{prompt} sample {sample}" for prompt, sample in zip(rows.prompt_id, rows.sample_index.tolist(), strict=True)]
 
 
 def shuffle_seed(run_seed: int, rollout: int) -> int:
-    """Seed of the mini-batch shuffle of a rollout: a hash, so that neighbouring runs and rollouts share nothing."""
+    """Return the seed of a rollout's mini-batch shuffle: a hash, so that neighbouring seeds and rollouts are independent."""
     return int.from_bytes(hashlib.sha256(f"mini-batches/{run_seed}/{rollout}".encode()).digest()[:8], "little")
 
 
 def plan_minibatches(config: Config, architecture: ModelArchitecture, parallel: ParallelContext, rows: Rows, rollout: int) -> Schedule:
-    """Which graded row trains when and where; rows without a verdict get no place."""
+    """Schedule all graded rows: mini-batch, owning rank and micro-batch of each. Ungraded rows are not scheduled."""
     return plan_rows(
         config,
         architecture,
@@ -175,7 +175,7 @@ def plan_rows(
     minibatch_size: int,
     seed: int,
 ) -> Schedule:
-    """A schedule of ``rows`` (numbers into ``lengths``) in this run's layout and under its cap."""
+    """Schedule ``rows`` (indices into ``lengths``) for this run's parallel layout and micro-batch token limit."""
     sequence, total = pad_multiples(parallel.context_parallel_size, parallel.tensor_model_parallel_size)
     interleaved = parallel.virtual_pipeline_model_parallel_size is not None
     return schedule(
@@ -202,9 +202,9 @@ def distribute(
     parallel: ParallelContext,
     dp_rank_of_rank: Sequence[int],
 ) -> Experience:
-    """Move the tokens to their owners and lay out the mini-batches. A collective over all ranks.
+    """Send the tokens to their owners and build the mini-batches. Collective over all ranks.
 
-    trainable, positive: bool [n] replicated, rows whose tokens carry a loss, and rows of the positive-example loss.
+    ``trainable``, ``positive``: bool [n], replicated; rows whose tokens carry a loss, and rows of the positive-example loss.
     """
     device = parallel.device
     owned = exchange(sampled.local.to(device), rows, holder=sampled.holder, owner=plan.owner, dp_rank_of_rank=dp_rank_of_rank)
@@ -227,7 +227,7 @@ def distribute(
 def pack_microbatches(
     scheduled: ScheduledMiniBatch, owned: RolloutBatch, local_row: Tensor, parallel: ParallelContext, names: tuple[str, ...]
 ) -> list[MicroBatch]:
-    """This rank's micro-batches of one scheduled mini-batch; ``local_row``: from row numbers of the schedule to rows of ``owned``."""
+    """Build this rank's micro-batches of a scheduled mini-batch. ``local_row`` maps row numbers of the schedule to rows of ``owned``."""
     return [
         make_microbatch(
             owned,

@@ -1,4 +1,4 @@
-"""One rollout batch for a step: a round of sampling, or with dynamic sampling as many as it takes up to the bound."""
+"""Collect the responses of a step: one round of sampling or, with dynamic sampling, up to ``max_rounds`` rounds."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from vapo_mcore.rollout.base import SamplingConfig
 
 @dataclass(frozen=True)
 class SamplingCounts:
-    """What a step sampled, and what dynamic sampling dropped of it.
+    """Counts of sampled and dropped prompts and responses of a step.
 
-    ``responses``, ``graded``, ``correct`` and ``tokens`` (of responses) count everything that was sampled, before any group is dropped.
+    ``responses``, ``graded``, ``correct`` and ``tokens`` (response tokens) count all samples, including groups dropped later.
     """
 
     rounds: int
@@ -34,7 +34,7 @@ class SamplingCounts:
     tokens: int = 0
 
     def with_responses(self, rounds: Sequence[Round]) -> SamplingCounts:
-        """The same with the responses of ``rounds`` counted; their rows are on all ranks."""
+        """Return a copy with the responses of ``rounds`` counted. The rows are replicated, so all ranks get the same counts."""
         rows = [part.rows for part in rounds]
         return replace(
             self,
@@ -46,13 +46,13 @@ class SamplingCounts:
 
 
 def training_sampling(config: Config) -> SamplingConfig:
-    """How training samples: the configured temperature over the whole distribution."""
+    """Return the sampling parameters of training rollouts."""
     rollout = config.rollout
     return SamplingConfig(temperature=rollout.temperature, top_p=rollout.top_p, top_k=rollout.top_k, max_tokens=rollout.max_response_length)
 
 
 def shown_rows(rows: int, count: int) -> set[int]:
-    """``count`` row numbers spread evenly over ``rows``; all of them where ``count`` is larger."""
+    """Return ``count`` row numbers spread evenly over ``rows``, or all of them if there are fewer."""
     count = min(count, rows)
     return {number * rows // count for number in range(count)}
 
@@ -66,9 +66,9 @@ def collect(
     timer: PhaseTimer,
     dynamic: bool,
 ) -> tuple[Round, SamplingCounts]:
-    """The step's responses. A collective; every rank draws the same prompts.
+    """Sample the step's responses. Collective; every rank draws the same prompts.
 
-    Raises StepAbandoned on all ranks when dynamic sampling could not fill the batch and ``on_exhausted`` is ``stop``.
+    Raises StepAbandoned on all ranks if dynamic sampling cannot fill the batch and ``on_exhausted`` is ``stop``.
     """
     size = config.batch.responses_per_prompt
     sampling = training_sampling(config)
@@ -88,16 +88,16 @@ def collect(
         rounds.append(draw(prompts))
         if world()[0] == 0:
             rows = rounds[-1].rows
-            earned = rows.score + rows.step_reward if settings.keep == "different_scores" else rows.verdict.float()
-            collector.add_round(*(column.view(-1, size).tolist() for column in (rows.verdict, rows.graded, earned)))
+            scores = rows.score + rows.step_reward if settings.keep == "different_scores" else rows.verdict.float()
+            collector.add_round(*(column.view(-1, size).tolist() for column in (rows.verdict, rows.graded, scores)))
         collector = broadcast_object(collector)
     if collector.exhausted and settings.on_exhausted == "stop":
         raise StepAbandoned(
             f"dynamic sampling kept {len(collector.kept)} of {wanted} prompts after {collector.rounds} rounds "
             f"({collector.tried} prompts tried, {collector.all_right} groups all right, {collector.all_wrong} all wrong, "
             f"{collector.ungraded} without a verdict), and "
-            "rollout.dynamic_sampling.on_exhausted = 'stop'; use easier or harder data, more max_rounds, or 'train' to go on with "
-            "what there is"
+            "rollout.dynamic_sampling.on_exhausted = 'stop'; use easier or harder data, raise max_rounds, or set on_exhausted to 'train' "
+            "to train on the groups kept"
         )
     dropped = (collector.all_right, collector.all_wrong, collector.ungraded, collector.surplus)
     counts = SamplingCounts(collector.rounds, collector.tried, *dropped).with_responses(rounds)

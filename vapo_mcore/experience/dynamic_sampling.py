@@ -1,7 +1,7 @@
 """Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2, Eq. 11): keep groups with both right and wrong responses.
 
-Pure functions and a small collector: the caller generates, grades and feeds rounds; the collector decides what is kept
-and how many prompts the next round draws. It runs on the first rank, whose decision is broadcast.
+The caller samples and grades rounds of prompts; ``GroupCollector`` decides which groups to keep and how many prompts the next round draws.
+It runs on rank 0, which broadcasts the decision.
 """
 
 from __future__ import annotations
@@ -11,25 +11,25 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 SAME_SCORE = 1e-6
-"""Scores that differ by no more are equal: float32 sums of step rewards."""
+"""Tolerance for equal scores, which are float32 sums of step rewards."""
 
 
-def is_uniform(earned: Sequence[float], graded: Sequence[bool]) -> bool:
-    """True if all graded responses of a group earned the same; also where fewer than two are graded.
+def is_uniform(scores: Sequence[float], graded: Sequence[bool]) -> bool:
+    """Return whether all graded responses of a group have the same score; True if fewer than two are graded.
 
-    ``earned``: the raw verdicts as 0 and 1, or scores with partial credit (with the rewards of steps and turns). Never shaped rewards:
-    length penalties must not make an all-wrong group look informative.
+    ``scores``: raw verdicts as 0 and 1, or scores with partial credit (including step and turn rewards). Do not pass shaped rewards:
+    length penalties would make an all-wrong group look informative.
     """
-    known = [float(number) for number, ok in zip(earned, graded, strict=True) if ok]
+    known = [float(score) for score, ok in zip(scores, graded, strict=True) if ok]
     return not known or max(known) - min(known) <= SAME_SCORE
 
 
 @dataclass
 class GroupCollector:
-    """Fills a batch of ``target`` groups with informative ones over at most ``max_rounds`` rounds.
+    """Collects ``target`` non-uniform groups over at most ``max_rounds`` rounds.
 
-    ``kept``: (round, group) pairs in the order drawn, at most ``target``. Surplus informative groups of the last round
-    are not kept for later (they would be off-policy then) and are counted. ``ungraded``: groups without a single verdict.
+    ``kept``: (round, group) pairs in the order drawn, at most ``target``. ``surplus``: number of further non-uniform groups in the last
+    round, which are dropped because they would be off-policy later. ``ungraded``: number of groups without any verdict.
     """
 
     target: int
@@ -43,13 +43,13 @@ class GroupCollector:
     surplus: int = 0
 
     def add_round(
-        self, verdicts: Sequence[Sequence[bool]], graded: Sequence[Sequence[bool]], earned: Sequence[Sequence[float]] | None = None
+        self, verdicts: Sequence[Sequence[bool]], graded: Sequence[Sequence[bool]], scores: Sequence[Sequence[float]] | None = None
     ) -> None:
-        """Take one round of groups: ``verdicts[g][i]`` of response i of group g.
+        """Add one round of groups; ``verdicts[g][i]`` belongs to response i of group g.
 
-        ``earned``: what the responses of a group must differ in to be kept (None: the verdicts).
+        A group is kept if its responses differ in ``scores`` (None: in the verdicts).
         """
-        for group, (right, known, numbers) in enumerate(zip(verdicts, graded, verdicts if earned is None else earned, strict=True)):
+        for group, (right, known, numbers) in enumerate(zip(verdicts, graded, verdicts if scores is None else scores, strict=True)):
             self.tried += 1
             if is_uniform(numbers, known):
                 if not any(known):
@@ -70,11 +70,11 @@ class GroupCollector:
 
     @property
     def exhausted(self) -> bool:
-        """Not full after the last allowed round."""
+        """Whether the batch is not full after the last allowed round."""
         return self.missing > 0 and self.rounds >= self.max_rounds
 
     def next_draw(self) -> int:
-        """Prompts to draw in the next round (0: done): what is missing, scaled by the acceptance seen, at most a full batch."""
+        """Return how many prompts to draw in the next round: missing groups / acceptance rate, at most ``target``; 0 when done."""
         if self.missing == 0 or self.rounds >= self.max_rounds:
             return 0
         if self.rounds == 0 or not self.kept:

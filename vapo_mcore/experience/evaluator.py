@@ -1,4 +1,4 @@
-"""Sampling and grading of the evaluation sets, in chunks: the same during training and for ``vapo-mcore eval``."""
+"""Sample and grade the evaluation sets in chunks, both during training and for ``vapo-mcore eval``."""
 
 from __future__ import annotations
 
@@ -20,14 +20,18 @@ from vapo_mcore.rewards import GradeItem, knows_answers, stated_answer
 from vapo_mcore.rollout.base import SamplingConfig
 
 EVALUATION_SEED_STEP = 0
-"""Rollouts count from 1, so evaluations share no seed with training; all evaluations of a run draw with the same seeds."""
+"""Rollouts use seed steps from 1, so evaluations share no seed with training. All evaluations of a run use the same seeds."""
 
 _TEXTS = ("prompt", "response", "ground_truth")
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Results by set, the metrics for the step's row and seconds by phase, on all ranks; records of the responses on the first."""
+    """Results of an evaluation.
+
+    ``summaries`` (one per set), ``metrics`` (for the step's row) and ``seconds`` (by phase) are on all ranks; ``records`` of the
+    responses only on rank 0.
+    """
 
     summaries: list[Summary]
     metrics: dict[str, float | int | None]
@@ -36,14 +40,14 @@ class Evaluation:
 
 
 class Evaluator:
-    """Samples ``eval.samples_per_prompt`` responses to every evaluation prompt; a collective over all ranks.
+    """Samples and grades ``eval.samples_per_prompt`` responses to every evaluation prompt. Collective over all ranks.
 
-    The prompts are worked off in chunks of at most ``eval.responses_per_chunk`` responses a replica. Which prompts are in which chunk
-    depends on the configuration and the number of replicas alone.
+    Prompts are processed in chunks of at most ``eval.responses_per_chunk`` responses per replica. The chunks depend only on the
+    configuration and the number of replicas.
     """
 
     def __init__(self, config: Config, sampler: ResponseSampler | None, prompts: Sequence[Prompt]) -> None:
-        """``sampler`` may be None where nothing is left to be sampled."""
+        """``sampler`` may be None if all chunks are in the store already."""
         self.config = config
         self.sampler = sampler
         self.prompts = first_of_each_set(prompts, config.eval.max_prompts)
@@ -53,12 +57,12 @@ class Evaluator:
         )
 
     def chunks(self, replicas: int) -> list[range]:
-        """Numbers of the prompts of each chunk."""
+        """Return the prompt indices of each chunk."""
         size = max(1, self.config.eval.responses_per_chunk * replicas // self.samples)
         return [range(start, min(start + size, len(self.prompts))) for start in range(0, len(self.prompts), size)]
 
     def run(self) -> Evaluation:
-        """Evaluate with the engine's present weights; the texts of ``run.samples_per_step`` responses are kept."""
+        """Evaluate with the engine's current weights. Keeps the texts of ``run.samples_per_step`` responses."""
         assert self.sampler is not None
         show = shown_rows(len(self.prompts) * self.samples, self.config.run.samples_per_step)
         records: list[dict[str, Any]] = []
@@ -69,10 +73,10 @@ class Evaluator:
             seconds = add_seconds(seconds, took)
         return self._evaluation(records, seconds)
 
-    def run_stored(self, store: ResponseStore | None, done: int, chunks: list[range], told: Callable[[str], None]) -> Evaluation:
-        """Evaluate what is not among the first ``done`` chunks of the store (which the first rank has), with all texts.
+    def run_stored(self, store: ResponseStore | None, done: int, chunks: list[range], say: Callable[[str], None]) -> Evaluation:
+        """Evaluate the chunks after the first ``done``, which the store contains already. Keeps the texts of all responses.
 
-        ``told`` gets a line after each chunk.
+        ``store`` is None on ranks other than 0. ``say`` prints a line after each chunk.
         """
         for number, chunk in enumerate(chunks[done:], start=done + 1):
             everything = range(chunk.start * self.samples, chunk.stop * self.samples)
@@ -80,7 +84,7 @@ class Evaluator:
             with fail_together():
                 if store is not None:
                     store.append(found, took)
-            told(f"chunk {number}/{len(chunks)}: {len(everything)} responses, {took['total']:.1f} s")
+            say(f"chunk {number}/{len(chunks)}: {len(everything)} responses, {took['total']:.1f} s")
         records: list[dict[str, Any]] = []
         seconds: dict[str, float] = {}
         if store is not None:
@@ -90,7 +94,7 @@ class Evaluator:
         return self._evaluation(records, seconds)
 
     def _sample(self, chunk: range, texts: Collection[int]) -> tuple[list[dict[str, Any]], dict[str, float]]:
-        """Records of a chunk in order, on the first rank (none elsewhere), and the seconds of this rank by phase."""
+        """Sample a chunk. Returns its records in order (empty except on rank 0) and this rank's seconds by phase."""
         assert self.sampler is not None
         timer = PhaseTimer()
         prompts = self.prompts[chunk.start : chunk.stop]
@@ -102,11 +106,11 @@ class Evaluator:
         }
         parts = gather_objects(mine)
         together = {} if parts is None else {row: record for part in parts for row, record in part.items()}
-        assert parts is None or len(together) == len(everything), "a response was lost on its way"
+        assert parts is None or len(together) == len(everything), "a response was lost in the gather"
         return [together[row] for row in sorted(together)], timer.seconds | {"total": timer.total}
 
     def _evaluation(self, records: list[dict[str, Any]], seconds: dict[str, float]) -> Evaluation:
-        """Summaries and metrics, worked out on the first rank, which has the records."""
+        """Compute summaries and metrics on rank 0, which has the records, and broadcast them."""
         summaries, seconds = broadcast_object((summarise(records, self.samples, self.config.seed), seconds))
         metrics: dict[str, float | int | None] = {}
         for summary in summaries:
@@ -115,7 +119,7 @@ class Evaluator:
         return Evaluation(summaries, metrics, seconds, records)
 
     def fingerprint(self) -> str:
-        """Digest of what is evaluated: the prompts in order, with what their responses are judged by."""
+        """Return a digest of the prompts, in order, with their ground truths and verifiers."""
         digest = hashlib.sha256()
         for prompt in self.prompts:
             digest.update(repr((prompt.prompt_id, prompt.token_ids, prompt.ground_truth, prompt.verifier, prompt.subsets)).encode())
@@ -123,7 +127,7 @@ class Evaluator:
 
 
 def evaluation_settings(config: Config) -> dict[str, Any]:
-    """How responses are sampled, for reports and to recognise an evaluation that goes on."""
+    """Return the sampling settings, for reports and to check that a resumed evaluation uses the same ones."""
     environment = config.rollout.environment
     turns = {} if environment is None else {"environment": environment.name, "max_turns": environment.max_turns}
     return turns | {
@@ -138,7 +142,7 @@ def evaluation_settings(config: Config) -> dict[str, Any]:
 
 
 def record_of(prompt: Prompt, shown: Mapping[str, Any], *, with_texts: bool) -> dict[str, Any]:
-    """The record of one response (see ``evaluation.statistics``) from the sampler's."""
+    """Convert a sampler's record of one response to an evaluation record (see ``evaluation.statistics``)."""
     names = ("prompt_id", "sample_index", "source", "correct", "score", "error", "ungraded")
     record: dict[str, Any] = {name: shown[name] for name in names}
     if knows_answers(prompt.verifier):
@@ -150,7 +154,7 @@ def record_of(prompt: Prompt, shown: Mapping[str, Any], *, with_texts: bool) -> 
 
 
 def metrics_of(summary: Summary) -> dict[str, float | int | None]:
-    """The metrics ``eval/<set>/...`` of a step's row."""
+    """Return the metrics ``eval/<set>/...`` of a step's row."""
     average = summary.average
     metrics: dict[str, float | int | None] = {
         name: None if found is None else found.value
@@ -170,12 +174,12 @@ def metrics_of(summary: Summary) -> dict[str, float | int | None]:
 
 
 def add_seconds(one: Mapping[str, float], other: Mapping[str, float]) -> dict[str, float]:
-    """Seconds by phase of both."""
+    """Add seconds by phase."""
     return {name: one.get(name, 0.0) + other.get(name, 0.0) for name in {**one, **other}}
 
 
 def first_of_each_set(prompts: Sequence[Prompt], count: int | None) -> list[Prompt]:
-    """The first ``count`` prompts of each set (all if None), in order."""
+    """Return the first ``count`` prompts of each set (all if None), in order."""
     if count is None:
         return list(prompts)
     seen: dict[str, int] = {}

@@ -1,8 +1,7 @@
-"""What a configuration names of a user's code, tried before a model loads: importable, parameters, a made-up batch. (Tasks are tried by
-``data.sources.check_files``, which reads their rows.)
+"""Check custom functions before a model loads: import them, check their parameters, and call them on a synthetic batch.
 
-A loss term is also checked for what makes results independent of packing and layout: the number of a token must not depend on which
-other tokens stand in the same micro-batch.
+Losses are also checked for independence of packing and layout: the result of a token must not depend on which other sequences share
+its micro-batch. (``data.sources.check_files`` checks custom tasks, since it reads their rows.)
 """
 
 from __future__ import annotations
@@ -27,10 +26,10 @@ _PROBE_TOKENS = 12
 
 
 def check_extensions(config: Config, *, verifiers: bool = True) -> None:
-    """Raise one ConfigError with all that is wrong with the estimator, the loss terms and the verifiers that ``config`` names.
+    """Raise one ConfigError with all errors of the custom estimator, losses and verifiers in ``config``.
 
-    Nothing is imported, torch included, for a configuration that names none. Verifiers are loaded in a process of their own;
-    ``verifiers=False`` leaves them out.
+    Without custom functions nothing is imported, not even torch. Verifiers are loaded in a separate process; ``verifiers=False`` skips
+    them.
     """
     faults: list[str] = []
     advantage = config.algorithm.advantage
@@ -51,7 +50,7 @@ def _prefixed(key: str, reference: str, faults: list[str]) -> list[str]:
 
 
 def _function_faults(reference: str, available: tuple[str, ...], options: dict[str, Any], missing: dict[str, str]) -> list[str]:
-    """Faults of import and parameters; those that name the place themselves start with '!'."""
+    """Return errors of import and parameters. Errors that already name their location start with '!'."""
     try:
         function = load_function(reference)
     except ConfigError as error:
@@ -85,7 +84,7 @@ def _objective_faults(config: Config, settings: CustomLossConfig) -> list[str]:
 
 
 def _objective_contract(objective: Any) -> list[str]:
-    """Faults of an objective on made-up sequences: no gradient, not finite, or a number that depends on another sequence."""
+    """Return errors of an objective on synthetic sequences: no gradient, not finite, or dependent on another sequence."""
     import torch
 
     from vapo_mcore.algorithm.objectives import Sequences
@@ -102,8 +101,8 @@ def _objective_contract(objective: Any) -> list[str]:
         parts.append(objective(part, mask[first:last], Sequences(torch.tensor([0, last - first]))))
     if not torch.allclose(torch.cat(parts), found, rtol=1e-4, atol=1e-6, equal_nan=True):
         faults.append(
-            "returned other numbers for the same sequence beside other ones: a token's number may depend on its own sequence alone "
-            "(through 'sequences'), or results would depend on micro-batches and layout"
+            "returned different values for the same sequence next to other sequences: a token's value may depend only on its own sequence "
+            "(through 'sequences'), otherwise results depend on micro-batches and layout"
         )
     return faults
 
@@ -113,31 +112,31 @@ def _tried(attempt: Callable[[], list[str]]) -> list[str]:
         return attempt()
     except VapoError as error:
         return [f"!{error}"]
-    except Exception as error:  # noqa: BLE001 (whatever a user's function raises is told)
-        return [f"failed on a made-up batch: {describe(error)}"]
+    except Exception as error:  # noqa: BLE001 (report any exception of a user's function)
+        return [f"failed on a synthetic batch: {describe(error)}"]
 
 
 def _not_finite(found: Tensor) -> list[str]:
-    return [] if bool(found.isfinite().all()) else ["returned numbers that are not finite for a made-up batch of finite ones"]
+    return [] if bool(found.isfinite().all()) else ["returned values that are not finite for a synthetic batch of finite inputs"]
 
 
 def _term_contract(term: Any) -> list[str]:
-    """Faults of a term on made-up tokens: no gradient, not finite, or a token's number that depends on the other tokens."""
+    """Return errors of a term on synthetic tokens: no gradient, not finite, or dependent on other tokens."""
     import torch
 
     if not {"logprobs", "entropy"} & set(term.inputs):
-        return ["asks for neither 'logprobs' nor 'entropy': nothing in it depends on the policy, so it has no gradient"]
+        return ["takes neither 'logprobs' nor 'entropy': it does not depend on the policy, so it has no gradient"]
     probe = _term_probe()
     found = term.terms(probe)
     faults = _not_finite(found)
     if not found.requires_grad:
         return [*faults, "returned numbers without a gradient: compute them from 'logprobs' or 'entropy' without detaching"]
     parts = []
-    for part in (slice(0, 5), slice(5, 5), slice(5, _PROBE_TOKENS)):  # an empty micro-batch is a micro-batch
+    for part in (slice(0, 5), slice(5, 5), slice(5, _PROBE_TOKENS)):  # a micro-batch may be empty
         parts.append(term.terms({name: tensor[part] for name, tensor in probe.items()}))
     if not torch.allclose(torch.cat(parts), found, rtol=1e-4, atol=1e-6, equal_nan=True):
         faults.append(
-            "returned other numbers for the same tokens in another micro-batch: the number of a token may depend on that token alone "
+            "returned different values for the same tokens in another micro-batch: a token's value may depend only on that token "
             "(no mean, sum, maximum or order over tokens; the trainer averages)"
         )
     return faults
@@ -163,7 +162,7 @@ def _term_probe() -> dict[str, Tensor]:
 
 
 def _estimator_probe(config: Config) -> dict[str, Any]:
-    """Two groups of two responses with prompts of 2 tokens: lengths 3, 1, 4 and 0, the last one not graded."""
+    """Build two groups of two responses with prompts of 2 tokens and lengths 3, 1, 4 and 0; the last one is ungraded."""
     import torch
 
     from vapo_mcore.algorithm.segments import place_terminal_rewards
@@ -210,7 +209,7 @@ def _estimator_probe(config: Config) -> dict[str, Any]:
 
 
 def _verifier_faults(config: Config) -> list[str]:
-    """Verifiers of the user, imported where they will run: in a grading process."""
+    """Import custom verifiers in a grading process, where they will run, and return their errors."""
     named = {reference: key for key, reference in references(config) if key.endswith(".verifier")}
     if not named:
         return []

@@ -1,4 +1,4 @@
-"""From played responses and their verdicts to rows: what is graded, where rewards stand, what the samples file shows."""
+"""Grade complete responses and convert them to rows: place step rewards on tokens and build the records of the samples file."""
 
 from __future__ import annotations
 
@@ -22,8 +22,10 @@ ANYWHERE = AnswerRegion()
 
 @dataclass(frozen=True)
 class Response:
-    """A played response to a prompt, with the texts of its turns; ``text`` is what the verifier reads, ``answer_start`` characters of
-    which precede the region where its answer counts."""
+    """A complete response to a prompt, with the text of each turn.
+
+    The verifier reads ``text``; its answer counts only after the first ``answer_start`` characters.
+    """
 
     prompt: Prompt
     trajectory: Trajectory
@@ -32,12 +34,12 @@ class Response:
 
     @property
     def text(self) -> str:
-        """The model's own words: what an environment wrote could hold the answer and is left out."""
+        """The text that the model wrote. Observations of the environment are excluded: they could contain the answer."""
         return "\n".join(self.turns)
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """What the verifier reads beside the text: the row's other columns, the response's sampling seed and its answer region."""
+        """Further input of the verifier: the other columns of the prompt's row, the response's sampling seed and its answer region."""
         return with_sample_seed(self.prompt.metadata, self.trajectory.request.seed) | {ANSWER_START: self.answer_start}
 
     @classmethod
@@ -51,11 +53,11 @@ class Response:
 
 
 def grade_responses(responses: Sequence[Response], verifiers: VerifierPool | None) -> list[Verdict]:
-    """Verdicts in order; a response whose environment failed has none, and is not shown to its verifier."""
+    """Grade the responses and return verdicts in order. A response whose environment failed gets an error and is not graded."""
     items = [GradeItem(r.prompt.verifier, r.text, r.prompt.ground_truth, r.metadata) for r in responses if r.trajectory.error is None]
     graded: list[Verdict] = []
     if items:
-        assert verifiers is not None, "the first rank of a replica grades, so it needs verifiers"
+        assert verifiers is not None, "the leader of a replica grades, so it needs verifiers"
         graded = verifiers.grade(items)
     verdicts = iter(graded)
     return [next(verdicts) if r.trajectory.error is None else _failed_environment(r.trajectory.error) for r in responses]
@@ -66,26 +68,28 @@ def _failed_environment(error: str) -> Verdict:
 
 
 def step_rewards(response: Response, verdict: Verdict, tokenizer: Any) -> StepRewards:
-    """The verifier's step rewards at the tokens of the sequence that complete the steps, and the turns' at their last tokens."""
+    """Return (position in the sequence, reward) of each step, at the token that completes it, and of each turn, at its last token."""
     start, trajectory = len(response.prompt.token_ids), response.trajectory
     placed = [(start + turn.end - 1, turn.reward) for turn in trajectory.turns if turn.reward != 0.0]
     begin = 0
     steps = list(verdict.steps)
     for turn, text in zip(trajectory.turns, response.turns, strict=True):
-        stop = begin + len(text) + 1  # with the line break after it
+        stop = begin + len(text) + 1  # includes the line break after the turn
         mine = [step for step in steps if begin < step.end <= stop]
-        placed += _in_turn(trajectory, turn, start, [(min(step.end - begin, len(text)), step.reward) for step in mine], tokenizer)
+        placed += _place_in_turn(trajectory, turn, start, [(min(step.end - begin, len(text)), step.reward) for step in mine], tokenizer)
         begin = stop
     return tuple(sorted(placed, key=lambda step: step[0]))
 
 
-def _in_turn(trajectory: Trajectory, turn: Turn, start: int, steps: list[tuple[int, float]], tokenizer: Any) -> list[tuple[int, float]]:
+def _place_in_turn(
+    trajectory: Trajectory, turn: Turn, start: int, steps: list[tuple[int, float]], tokenizer: Any
+) -> list[tuple[int, float]]:
     tokens = completing_tokens(tokenizer, trajectory.token_ids[turn.start : turn.end], [end for end, _ in steps])
     return [(start + turn.start + token, reward) for token, (_, reward) in zip(tokens, steps, strict=True)]
 
 
 def response_rows(groups: Sequence[int], responses: Sequence[Response], verdicts: Sequence[Verdict], steps: list[StepRewards]) -> Rows:
-    """One row a response; ``groups``: the number of each one's prompt."""
+    """Build one row per response. ``groups``: index of each response's prompt."""
     trajectories = [response.trajectory for response in responses]
     sampled = [sum(trajectory.sampled) for trajectory in trajectories]
     integers = {
@@ -113,7 +117,7 @@ def response_rows(groups: Sequence[int], responses: Sequence[Response], verdicts
 
 
 def sample_record(response: Response, verdict: Verdict, tokenizer: Any) -> dict[str, Any]:
-    """A line of the samples file."""
+    """Build one line of the samples file."""
     prompt, trajectory = response.prompt, response.trajectory
     record: dict[str, Any] = {
         "prompt_id": prompt.prompt_id,

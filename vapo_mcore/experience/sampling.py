@@ -1,6 +1,6 @@
-"""Sampling and grading: requests are shared out over the rollout replicas, each replica's first rank grades what it sampled.
+"""Sample and grade responses: requests are split over the rollout replicas, and each replica's leader grades its responses.
 
-Rows (one a response) become known to all ranks; token tensors stay on the rank that holds them until they are exchanged.
+Rows (one per response) are gathered on all ranks. Token tensors stay on the rank that sampled them until they are exchanged.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from vapo_mcore.rollout.seeds import sampling_seed
 
 
 def _replica_group(engine: RolloutEngine) -> dist.ProcessGroup | None:
-    """The ranks of this rank's replica, which are contiguous; None where it is the only one. A collective."""
+    """Return the process group of this rank's replica (contiguous ranks), or None if the replica is a single rank. Collective."""
     rank, size = world()
     width = size // engine.num_replicas
     if width == 1:
@@ -42,10 +42,10 @@ class Round:
     """Graded responses to some prompts.
 
     Attributes:
-        rows: all responses, replicated, prompt after prompt; ``group`` is the prompt's number; ``reward`` is still the raw score.
+        rows: all responses, replicated, ordered by prompt; ``group`` is the index of the prompt; ``reward`` is still the raw score.
         holder: int64 [n], the rank whose ``local`` holds each row's tokens.
-        local: the rows that this rank holds (none on a rank that does not lead its replica).
-        shown: text records of the rows that were to be shown and that this rank holds, by row id.
+        local: the rows held by this rank (empty unless it leads its replica).
+        shown: sample records of the rows in ``show`` held by this rank, by row id.
     """
 
     rows: Rows
@@ -55,7 +55,7 @@ class Round:
 
 
 class ResponseSampler:
-    """Draws graded responses from the rollout engine; used by training, value pretraining and evaluation alike."""
+    """Samples responses from the rollout engine and grades them, for training, value pretraining and evaluation."""
 
     def __init__(
         self,
@@ -66,13 +66,13 @@ class ResponseSampler:
         multi_turn: MultiTurn | None = None,
         region: AnswerRegion = ANYWHERE,
     ) -> None:
-        """``verifiers`` is None on ranks that do not lead a replica. With ``multi_turn`` responses have several turns. A collective.
+        """Collective. ``verifiers`` is None on ranks that do not lead a replica. With ``multi_turn``, responses have several turns.
 
-        ``recover_engine`` is the trainer's, which has the weights: it is called on all ranks with what went wrong on which of them, and
-        returns with an engine that can generate, or raises.
+        The trainer sets ``recover_engine``, since it has the weights. It is called on all ranks with the error messages by rank, and
+        either restores a working engine or raises.
         """
         self.recover_engine: Callable[[dict[int, str], PhaseTimer], None] = _no_recovery
-        self.grader_restarts = 0  # of all replicas, since it was last set to 0
+        self.grader_restarts = 0  # over all replicas; the trainer resets it every step
         self.engine = engine
         self.verifiers = verifiers
         self.tokenizer = tokenizer
@@ -91,11 +91,11 @@ class ResponseSampler:
         timer: PhaseTimer,
         show: Collection[int] = (),
     ) -> Round:
-        """Sample and grade ``samples_per_prompt`` responses to each prompt. A collective over all ranks.
+        """Sample and grade ``samples_per_prompt`` responses to each prompt. Collective over all ranks.
 
-        ``seed_step`` enters the sampling seeds; ``show``: numbers of rows whose texts are kept for the samples file.
+        ``seed_step`` seeds the sampling. ``show``: row numbers whose texts are kept for the samples file.
 
-        Raises StepAbandoned on all ranks when an engine or the graders of a replica are gone for good.
+        Raises StepAbandoned on all ranks if an engine cannot be recovered or the graders of a replica cannot be restarted.
         """
         requests = [
             GenerationRequest(
@@ -107,42 +107,43 @@ class ResponseSampler:
             for prompt in prompts
             for index in range(samples_per_prompt)
         ]
-        # Contiguous parts: the responses to one prompt mostly meet in one replica's prefix cache.
+        # Contiguous parts: most responses to one prompt share one replica's prefix cache.
         mine = split_evenly(len(requests), self.engine.num_replicas)[self.engine.replica_index]
-        asked = [prompts[number // samples_per_prompt] for number in mine]
+        my_prompts = [prompts[number // samples_per_prompt] for number in mine]
         while True:
-            trajectories, broken, ungradable = self._try_to_play([requests[number] for number in mine], asked, sampling, timer)
+            trajectories, engine_error, reward_error = self._try_play([requests[number] for number in mine], my_prompts, sampling, timer)
             with timer.phase("reward"):
-                leads = self.engine.is_replica_leader and broken is None and ungradable is None
+                leads = self.engine.is_replica_leader and engine_error is None and reward_error is None
                 numbers, led = (list(mine), trajectories) if leads else ([], [])
-                local, shown, fault = self._try_to_grade(prompts, samples_per_prompt, numbers, led, show)
-                # Told only now: a replica that is ready first grades while the others still generate.
-                failures = self._tell(broken, ungradable or fault)
+                local, shown, grading_error = self._try_grade(prompts, samples_per_prompt, numbers, led, show)
+                # Exchange errors only after grading: a replica that is ready first grades while the others still generate.
+                failures = self._gather_failures(engine_error, reward_error or grading_error)
                 if not failures:
                     rows, holder = gather_rows(local)
                     return Round(rows, holder, local, shown)
-            self.recover_engine(failures, timer)  # the same requests with the same seeds again, on every rank
+            self.recover_engine(failures, timer)  # then repeat the same requests with the same seeds on every rank
 
-    def _tell(self, broken: str | None, ungradable: str | None) -> dict[int, str]:
-        """What went wrong with the engine on which rank; a collective. Raises StepAbandoned on all ranks if one cannot grade any more."""
+    def _gather_failures(self, engine_error: str | None, reward_error: str | None) -> dict[int, str]:
+        """Gather the engine errors of all ranks, by rank. Collective. Raises StepAbandoned on all ranks if any cannot grade."""
         restarts = self.verifiers.take_restarts() if self.verifiers is not None else 0
-        told = all_gather_objects((broken, ungradable, restarts))
-        self.grader_restarts += sum(restarts for _, _, restarts in told)
-        without_graders = {rank: text for rank, (_, text, _) in enumerate(told) if text is not None}
-        if without_graders:
-            raise StepAbandoned("; ".join(f"rank {rank}: {text}" for rank, text in without_graders.items()))
-        return {rank: text for rank, (text, _, _) in enumerate(told) if text is not None}
+        gathered = all_gather_objects((engine_error, reward_error, restarts))
+        self.grader_restarts += sum(restarts for _, _, restarts in gathered)
+        reward_errors = {rank: text for rank, (_, text, _) in enumerate(gathered) if text is not None}
+        if reward_errors:
+            raise StepAbandoned("; ".join(f"rank {rank}: {text}" for rank, text in reward_errors.items()))
+        return {rank: text for rank, (text, _, _) in enumerate(gathered) if text is not None}
 
-    def _try_to_grade(self, *arguments: Any) -> tuple[RolloutBatch, dict[int, dict[str, Any]], str | None]:
+    def _try_grade(self, *arguments: Any) -> tuple[RolloutBatch, dict[int, dict[str, Any]], str | None]:
+        """Run ``_grade``; return no rows and the error message if the graders fail."""
         try:
             return *self._grade(*arguments), None
         except RewardError as error:
             return no_rows(), {}, str(error)
 
-    def _try_to_play(
+    def _try_play(
         self, requests: list[GenerationRequest], prompts: list[Prompt], sampling: SamplingConfig, timer: PhaseTimer
     ) -> tuple[list[Trajectory], str | None, str | None]:
-        """This replica's responses, and what went wrong with the engine or with the environment's processes on this rank."""
+        """Run ``_play``. Returns (trajectories, engine error, environment error)."""
         try:
             return (self._play(requests, prompts, sampling, timer) if requests else []), None, None
         except EngineFailure as error:
@@ -153,7 +154,7 @@ class ResponseSampler:
     def _play(
         self, requests: list[GenerationRequest], prompts: list[Prompt], sampling: SamplingConfig, timer: PhaseTimer
     ) -> list[Trajectory]:
-        """Whole responses of this replica: one turn each, or as many as the environment and the limits allow."""
+        """Generate this replica's complete responses: one turn each or, with an environment, several."""
 
         def generate(wanted: Sequence[GenerationRequest], how: SamplingConfig) -> list[Generation]:
             with timer.phase("generate"):
@@ -165,41 +166,42 @@ class ResponseSampler:
                 found = generate(wanted, how)
             except EngineFailure as error:
                 failure = str(error)
-            self._raise_together(EngineFailure, failure)  # or the others would wait for this rank after the turn
+            self._raise_together(EngineFailure, failure)  # otherwise the other ranks would wait for this one after the turn
             return found
 
-        def respond(asked: Sequence[TurnRequest]) -> list[Reply]:
+        def respond(turns: Sequence[TurnRequest]) -> list[Reply]:
             with timer.phase("environment"):
                 replies, failure = [], None
                 try:
-                    replies = self._ask(asked)
+                    replies = self._call_environment(turns)
                 except RewardError as error:
                     failure = str(error)
                 self._raise_together(RewardError, failure)
-                return self._share(replies)
+                return self._broadcast_replies(replies)
 
         if self.multi_turn is None:
             return [Trajectory.of_one_turn(generation) for generation in generate(requests, sampling)]
         return self.multi_turn.play(requests, prompts, sampling, generate_turn, respond)
 
-    def _ask(self, asked: Sequence[TurnRequest]) -> list[Reply]:
+    def _call_environment(self, turns: Sequence[TurnRequest]) -> list[Reply]:
+        """Return the environment's replies on the replica's leader, an empty list on its other ranks."""
         if not self.engine.is_replica_leader or self.multi_turn is None:
             return []
-        assert self.verifiers is not None, "the first rank of a replica asks the environment, so it needs the worker processes"
-        return self.verifiers.respond(self.multi_turn.settings.name, asked)
+        assert self.verifiers is not None, "the leader of a replica calls the environment, so it needs the worker processes"
+        return self.verifiers.respond(self.multi_turn.settings.name, turns)
 
     def _raise_together(self, kind: type[VapoError], failure: str | None) -> None:
-        """Raise on all ranks of this replica what failed on any of them."""
-        told = [failure]
+        """Raise ``kind`` on all ranks of this replica if any of them has a failure."""
+        gathered = [failure]
         if self._replica_group is not None:
-            told = [None] * dist.get_world_size(self._replica_group)
-            dist.all_gather_object(told, failure, group=self._replica_group)
-        found = [text for text in told if text is not None]
-        if found:
-            raise kind(found[0])
+            gathered = [None] * dist.get_world_size(self._replica_group)
+            dist.all_gather_object(gathered, failure, group=self._replica_group)
+        failures = [text for text in gathered if text is not None]
+        if failures:
+            raise kind(failures[0])
 
-    def _share(self, replies: list[Reply]) -> list[Reply]:
-        """The replies of the replica's first rank on all its ranks, which must go on alike."""
+    def _broadcast_replies(self, replies: list[Reply]) -> list[Reply]:
+        """Broadcast the replies from the replica's leader to all its ranks, which must continue identically."""
         if self._replica_group is None:
             return replies
         box = [replies]
@@ -209,7 +211,7 @@ class ResponseSampler:
     def _grade(
         self, prompts: Sequence[Prompt], samples_per_prompt: int, numbers: list[int], trajectories: list[Trajectory], show: Collection[int]
     ) -> tuple[RolloutBatch, dict[int, dict[str, Any]]]:
-        """Verdicts of the responses that this rank leads, as rows with their tokens."""
+        """Grade this rank's responses. Returns their rows with tokens, and the sample records of those in ``show``."""
         groups = [number // samples_per_prompt for number in numbers]
         played = zip(groups, trajectories, strict=True)
         responses = [Response.decode(prompts[group], trajectory, self.tokenizer, self.region) for group, trajectory in played]
@@ -233,12 +235,12 @@ def _no_recovery(failures: dict[int, str], timer: PhaseTimer) -> None:
 
 
 def no_rows() -> RolloutBatch:
-    """What a rank holds that holds nothing."""
+    """Return an empty batch, for a rank that holds no responses."""
     return RolloutBatch.from_responses(Rows.empty(), [], [], [])
 
 
 def keep_groups(rounds: Sequence[Round], kept: Sequence[tuple[int, int]]) -> Round:
-    """The chosen (round, group) pairs as one round: rows renumbered in that order, groups 0, 1, 2, ..."""
+    """Merge the chosen (round, group) pairs into one round; rows are renumbered in that order, groups as 0, 1, 2, ..."""
     offsets = torch.tensor([0, *(len(part.rows) for part in rounds)]).cumsum(0)
     members = []
     for number, group in kept:

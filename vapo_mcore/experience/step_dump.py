@@ -1,10 +1,10 @@
-"""The rollout of a step on disk, as it was sampled and graded: with the weights before the step, enough to make the step again.
+"""Save and load the sampled and graded rollout of a step. Together with the weights before the step it suffices to replay the step.
 
-<run.dir>/dumps/step_000012/          value_pretraining_000003/ of value pretraining
-    step.json                         the rows, which rank held which, what was counted; written last: with it the dump is complete
-    rank_0000.safetensors             tokens, mask and log-probs of the responses that a rank held
+<run.dir>/dumps/step_000012/          (of value pretraining: value_pretraining_000003/)
+    step.json                         rows, holding ranks and counts; written last, so a dump with it is complete
+    rank_0000.safetensors             tokens, mask and log-probs of the responses held by one rank
 
-Nothing in it is executed when it is read.
+Reading a dump executes no code from it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class StepDump:
-    """What was dumped. ``rollouts``: number of the rollout over both stages, which seeds the mini-batches."""
+    """Contents of a dump. ``rollouts``: number of the rollout over both stages, which seeds the mini-batches."""
 
     stage: Stage
     step: int
@@ -50,7 +50,7 @@ def dump_folder(run_dir: str | Path, stage: Stage, step: int) -> Path:
 
 
 def save_step(run_dir: str | Path, dump: StepDump, rank: int) -> str | None:
-    """Write a dump, in place of an earlier one of the same step. A collective; why it could not be written, None if it was."""
+    """Write a dump, replacing an earlier one of the same step. Returns None or, on all ranks, the error message. Collective."""
     folder = dump_folder(run_dir, dump.stage, dump.step)
 
     def failure(write: Any, *arguments: Any) -> str | None:
@@ -99,19 +99,19 @@ def _write_info(folder: Path, dump: StepDump, rank: int) -> None:
 
 
 def load_step(run_dir: str | Path, stage: Stage, step: int, *, rank: int, world_size: int, known: Tensor) -> StepDump:
-    """This rank's part of a dump, which the run may have written with another number of ranks.
+    """Load this rank's part of a dump. The number of ranks may differ from the run's.
 
-    ``known``: bool ``[vocab_size]``, which ids of the model its tokenizer has.
+    ``known``: bool ``[vocab_size]``, True for token ids that the model's tokenizer has.
 
-    Raises CheckpointError for a dump that is missing, unfinished, damaged, of another format or for a model with other tokens.
+    Raises CheckpointError for a dump that is missing, incomplete, damaged, in another format, or from a model with other tokens.
     """
     folder = require_dump(run_dir, checkpoint_name(stage, step))
     try:
         info: dict[str, Any] = json.loads((folder / STEP_INFO).read_text(encoding="utf-8"))
         if info["format"] != FORMAT:
-            raise CheckpointError(f"{folder}: written in format {info['format']}, this version reads {FORMAT}")
+            raise CheckpointError(f"{folder}: written in format {info['format']}, but this version reads format {FORMAT}")
         rows = rows_of(info["rows"])
-        # Ranks of a run that had more of them are taken over by those there are.
+        # If the run had more ranks, distribute their parts over the present ones.
         holder = torch.tensor(info["holder"], dtype=torch.int64) % world_size
         parts = [
             _read_tokens(path, rows, known) for path in sorted(folder.glob("rank_*.safetensors")) if _rank_of(path) % world_size == rank
@@ -120,14 +120,14 @@ def load_step(run_dir: str | Path, stage: Stage, step: int, *, rank: int, world_
         rollouts = int(info["rollouts"])
     except CheckpointError:
         raise
-    except Exception as error:  # safetensors raises its own kind, json and the columns theirs
-        raise CheckpointError(f"{folder}: the dump cannot be read: {type(error).__name__}: {error}") from error
+    except Exception as error:  # of safetensors, json or the columns
+        raise CheckpointError(f"{folder}: cannot read the dump: {type(error).__name__}: {error}") from error
     local = RolloutBatch.concat(parts) if parts else no_rows()
     held = int((holder == rank).sum())
     if len(local) != held:
-        raise CheckpointError(f"{folder}: {held} responses are to be there for rank {rank}, found {len(local)}: a file is missing")
+        raise CheckpointError(f"{folder}: expected {held} responses for rank {rank}, found {len(local)}: a file is missing")
     if len(holder) != len(rows) or sorted(local.row_ids.tolist()) != (holder == rank).nonzero().flatten().tolist():
-        raise CheckpointError(f"{folder}: the files of the ranks do not hold the rows that {STEP_INFO} says: it is damaged")
+        raise CheckpointError(f"{folder}: the rank files do not hold the rows listed in {STEP_INFO}: the dump is damaged")
     return StepDump(stage, step, rollouts, Round(rows, holder, local, {}), counts)
 
 
@@ -140,40 +140,40 @@ def _read_tokens(path: Path, rows: Rows, known: Tensor) -> RolloutBatch:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (a safetensors handle is no dictionary)
     row_ids, cu_seqlens = tensors.pop("row_ids"), tensors.pop("cu_seqlens")
     if row_ids.numel() and (int(row_ids.min()) < 0 or int(row_ids.max()) >= len(rows)):
-        raise CheckpointError(f"{path}: holds rows {int(row_ids.min())} .. {int(row_ids.max())}, but {STEP_INFO} has {len(rows)}")
-    batch = RolloutBatch(rows.select(row_ids), cu_seqlens, tensors, row_ids)  # which compares lengths
+        raise CheckpointError(f"{path}: holds rows {int(row_ids.min())} .. {int(row_ids.max())}, but {STEP_INFO} has {len(rows)} rows")
+    batch = RolloutBatch(rows.select(row_ids), cu_seqlens, tensors, row_ids)  # validates lengths
     tokens, mask = batch["tokens"], batch["response_mask"]
     outside = (tokens < 0) | (tokens >= known.numel())
     if outside.any():
         raise CheckpointError(
             f"{path}: token id {int(tokens[outside][0])} is not in the model's vocabulary of {known.numel()}: the dump is damaged, or "
-            "model.path is another model than the run's"
+            "model.path is not the run's model"
         )
     unknown = ~known[tokens]
     if unknown.any():
         raise CheckpointError(
-            f"{path}: token id {int(tokens[unknown][0])} is not in the tokenizer of model.path and has no probability: another model's "
-            "dump, or one of a version that sampled such ids"
+            f"{path}: token id {int(tokens[unknown][0])} is not in the tokenizer of model.path and has no probability: the dump is from "
+            "another model, or from a version that sampled such ids"
         )
     marked, sampled = int(mask.sum()), int(batch.rows.response_length.sum())
     if marked != sampled:
-        raise CheckpointError(f"{path}: {marked} tokens are marked as sampled, the responses have {sampled}: it is damaged")
+        raise CheckpointError(f"{path}: {marked} tokens are marked as sampled, but the responses have {sampled}: the dump is damaged")
     return batch
 
 
 def row_records(rows: Rows) -> list[dict[str, Any]]:
-    """One JSON object a row; numbers that JSON does not have by their names."""
+    """Convert rows to JSON objects. NaN and infinities become strings."""
     columns = {name: value.tolist() if isinstance(value, Tensor) else value for name, value in vars(rows).items()}
     return [{name: json_number(column[row]) for name, column in columns.items()} for row in range(len(rows))]
 
 
 def json_number(value: Any) -> Any:
-    """JSON has no NaN and no infinity: their names instead."""
+    """Return the value, or its name as a string if it is NaN or infinite, which JSON cannot represent."""
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def rows_of(records: Sequence[dict[str, Any]]) -> Rows:
-    """The rows of ``row_records``."""
+    """Convert the records of ``row_records`` back to rows."""
     columns: dict[str, Any] = {field.name: [record[field.name] for record in records] for field in fields(Rows)}
     columns["step_rewards"] = [tuple((position, float(reward)) for position, reward in steps) for steps in columns["step_rewards"]]
     for name in ("score", "reward"):

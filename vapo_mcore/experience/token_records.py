@@ -1,4 +1,4 @@
-"""What training made of the tokens of the shown responses: the columns ``tokens`` of the samples file."""
+"""Build the per-token columns of the samples file: log-probs, value, return and advantage of each response token."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from vapo_mcore.data.text_positions import token_texts
 from vapo_mcore.experience.batches import Experience
 
 DIGITS = 4
-"""Significant digits of the numbers: they are looked at, and a long response has thousands."""
+"""Significant digits, limited to keep the samples file small: a long response has thousands of tokens."""
 COLUMNS = {
     "rollout_logprobs": "rollout_logprob",
     "old_logprobs": "logprob",
@@ -17,14 +17,14 @@ COLUMNS = {
     "returns": "return",
     "advantages": "advantage",
 }
-"""Token tensors that are written, and the names of their columns."""
+"""Maps token tensors to the names of their columns."""
 
 
 def token_columns(experience: Experience, shown: Collection[int], tokenizer: Any) -> dict[int, dict[str, list[Any]]]:
-    """For each row of ``shown`` (numbers of replicated rows) that this rank owns, its response token by token.
+    """Return the per-token columns of the rows in ``shown`` (global row numbers) that this rank owns.
 
-    Returns: by row, ``text`` (what each token adds to the text) and a number or None a token in each column of ``COLUMNS`` that the step
-        has; None where the token carries no loss (an environment wrote it, or the response is left out of training).
+    Returns: for each row, ``text`` (the text that each token adds) and, for each column of ``COLUMNS`` that the step has, one number per
+        token; None if the token carries no loss (an environment wrote it, or the response is excluded from training).
     """
     batch = experience.batch
     found: dict[int, dict[str, list[Any]]] = {}

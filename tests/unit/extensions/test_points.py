@@ -151,13 +151,13 @@ def faults_of(**algorithm) -> list[str]:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("centred", "other numbers for the same tokens in another micro-batch"),
-        ("ordered", "other numbers for the same tokens in another micro-batch"),
+        ("centred", "different values for the same tokens in another micro-batch"),
+        ("ordered", "different values for the same tokens in another micro-batch"),
         ("detached", "returned numbers without a gradient"),
-        ("constant", "asks for neither 'logprobs' nor 'entropy'"),
+        ("constant", "takes neither 'logprobs' nor 'entropy'"),
         ("total", "returned a tensor torch.float32 []; expected one number a token, [12]"),
-        ("infinite", "returned numbers that are not finite"),
-        ("raises", "failed on a made-up batch: AttributeError: 'Tensor' object has no attribute 'no_such_method'"),
+        ("infinite", "returned values that are not finite"),
+        ("raises", "failed on a synthetic batch: AttributeError: 'Tensor' object has no attribute 'no_such_method'"),
         ("with_reference", "asks for 'ref_logprobs', which needs the reference model"),
     ],
 )
@@ -279,7 +279,7 @@ def test_an_objective_from_one_file_replaces_the_surrogate_and_reads_whole_seque
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("over_the_batch", {}, "returned other numbers for the same sequence beside other ones"),
+        ("over_the_batch", {}, "returned different values for the same sequence next to other sequences"),
         ("detached", {}, "returned numbers without a gradient"),
         ("objective", {}, "needs the option 'clip'"),
         ("absent", {}, "has no function 'absent'"),

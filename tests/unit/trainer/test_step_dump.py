@@ -90,18 +90,18 @@ def change_tensor(name: str, position: int, value: int) -> Callable[[Path], None
 @pytest.mark.parametrize(
     ("damage", "expected"),
     [
-        (damage_info, "the dump cannot be read: JSONDecodeError"),
-        (later_format, "written in format 2, this version reads 1"),
-        (drop_a_row, "the dump cannot be read: KeyError: 'score'"),
-        (lambda folder: (folder / "rank_0001.safetensors").unlink(), "4 responses are to be there for rank 0, found 2: a file is missing"),
-        (lambda folder: (folder / "rank_0001.safetensors").write_bytes(b"x" * 20), "the dump cannot be read: SafetensorError"),
+        (damage_info, "cannot read the dump: JSONDecodeError"),
+        (later_format, "written in format 2, but this version reads format 1"),
+        (drop_a_row, "cannot read the dump: KeyError: 'score'"),
+        (lambda folder: (folder / "rank_0001.safetensors").unlink(), "expected 4 responses for rank 0, found 2: a file is missing"),
+        (lambda folder: (folder / "rank_0001.safetensors").write_bytes(b"x" * 20), "cannot read the dump: SafetensorError"),
         (
             change_tensor("tokens", 1, 400),
             "rank_0001.safetensors: token id 400 is not in the model's vocabulary of 400: the dump is damaged",
         ),
         (change_tensor("tokens", 1, -1), "token id -1 is not in the model's vocabulary"),
-        (change_tensor("cu_seqlens", 1, 2), "the dump cannot be read: ValueError: cu_seqlens does not agree with"),
-        (change_tensor("response_mask", 0, 1), "2 tokens are marked as sampled, the responses have 1"),
+        (change_tensor("cu_seqlens", 1, 2), "cannot read the dump: ValueError: cu_seqlens does not agree with"),
+        (change_tensor("response_mask", 0, 1), "2 tokens are marked as sampled, but the responses have 1"),
         (change_tensor("row_ids", 0, -3), r"holds rows -3 .. 3, but step.json has 4"),
         (lambda folder: (folder / "step.json").unlink(), "step_000012 is no dump of a step; there are: none. Steps are dumped with"),
     ],
@@ -117,7 +117,7 @@ def test_ranks_that_hold_other_rows_than_is_said_are_told(tmp_path: Path) -> Non
     write(tmp_path)
     path = step_dump.dump_folder(tmp_path, "rl", 12) / "step.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"holder": [1, 0, 0, 1]}))
-    with pytest.raises(CheckpointError, match=r"do not hold the rows that step.json says: it is damaged"):
+    with pytest.raises(CheckpointError, match=r"do not hold the rows listed in step.json: the dump is damaged"):
         load_step(tmp_path, "rl", 12, rank=0, world_size=2, known=torch.ones(VOCAB, dtype=torch.bool))
 
 
