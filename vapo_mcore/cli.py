@@ -1,4 +1,4 @@
-"""The command line, ``vapo-mcore COMMAND``. Checks come before torch."""
+"""The command line ``vapo-mcore COMMAND``: parse the arguments, run the checks that do not need torch, and start the command."""
 
 from __future__ import annotations
 
@@ -11,17 +11,20 @@ from typing import TYPE_CHECKING
 
 from vapo_mcore import __version__
 from vapo_mcore.errors import ConfigError, VapoError
-from vapo_mcore.interrupts import EXIT_INTERRUPTED, importing, tell_interrupted
+from vapo_mcore.interrupts import EXIT_INTERRUPTED, importing, report_interrupted
 
 if TYPE_CHECKING:
     from vapo_mcore.config.schema import Config
 
-_OVERRIDES_HELP = "settings that replace those of FILE, with YAML values: batch.mini_batch_size=64 data.train.0.path=x.jsonl critic=null"
+_OVERRIDES_HELP = "settings that override FILE, with YAML values, e.g. batch.mini_batch_size=64 data.train.0.path=x.jsonl critic=null"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code: 0 done, 2 an error of the user's that was explained, 75 stopped by a signal with a
-    checkpoint to resume from, 130 interrupted."""
+    """Run one command and return its exit code.
+
+    0: success. 2: an error that the user can fix; its message was printed. 75: stopped by a signal, with a checkpoint to resume from.
+    130: interrupted with Ctrl-C.
+    """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if "RANK" in os.environ:
         from vapo_mcore.launch import ranks
@@ -32,22 +35,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             code = _run(_parse(arguments), arguments)
         finally:
-            sys.stdout.flush()  # here rather than at the end of the interpreter, where a fault cannot be told
+            sys.stdout.flush()  # now, since an error at interpreter exit could not be reported
         return code
     except VapoError as error:
         _report(str(error), error.exit_code)
         return error.exit_code
     except KeyboardInterrupt:
-        tell_interrupted()
+        report_interrupted()
         return EXIT_INTERRUPTED
-    except BrokenPipeError:  # the reader of our output is gone, for example ``| head``
+    except BrokenPipeError:  # the reader of stdout has exited, for example ``| head``
         _drop_output()
         return 141
     except OSError as error:
-        if not _output_is_at_fault(error):
+        if not _is_stdout_error(error):
             raise
         _drop_output()
-        _report(f"the output cannot be written: {error.strerror}", 2)
+        _report(f"cannot write to stdout: {error.strerror}", 2)
         return 2
 
 
@@ -98,8 +101,8 @@ def _run(options: argparse.Namespace, arguments: list[str]) -> int:
     return _train(options, arguments)
 
 
-def _output_is_at_fault(error: OSError) -> bool:
-    """Whether ``error`` is that of writing to stdout (``> /dev/full``): then writing to it fails again."""
+def _is_stdout_error(error: OSError) -> bool:
+    """Return whether ``error`` came from stdout (``> /dev/full``): then another write fails with the same error."""
     if error.filename is not None:
         return False
     try:
@@ -111,25 +114,26 @@ def _output_is_at_fault(error: OSError) -> bool:
 
 
 def _drop_output() -> None:
-    """Have what is left in stdout's buffer go nowhere when the interpreter ends."""
+    """Redirect stdout to /dev/null, so that flushing its buffer at interpreter exit cannot fail."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="vapo-mcore", description="Train language models with VAPO on Megatron-Core and vLLM.")
+    description = "Train language models by reinforcement learning (VAPO, PPO, GRPO, DAPO, ...) with Megatron-Core and vLLM."
+    parser = argparse.ArgumentParser(prog="vapo-mcore", description=description)
     parser.add_argument("--version", action="version", version=f"vapo-mcore {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    config = commands.add_parser("config", help="check a configuration and print it resolved")
-    config.add_argument("--skip-paths", action="store_true", help="do not look at the model folder and the data files")
+    config = commands.add_parser("config", help="check a configuration and print it with all defaults")
+    config.add_argument("--skip-paths", action="store_true", help="do not check the model folder and the data files")
 
-    train = commands.add_parser("train", help="train; starts the processes it needs on this machine, unless torchrun started it")
-    train.add_argument("--dry-run", action="store_true", help="check everything that can be checked without loading a model, then stop")
-    train.add_argument("--clean", action="store_true", help="delete the run that run.dir holds, then start")
-    train.add_argument("--resume", action="store_true", help="continue the run that run.dir holds; start it if it has no checkpoint yet")
+    train = commands.add_parser("train", help="train a model; starts all ranks on this machine unless torchrun has started them")
+    train.add_argument("--dry-run", action="store_true", help="check everything that needs no model, then stop")
+    train.add_argument("--clean", action="store_true", help="delete the run in run.dir before starting")
+    train.add_argument("--resume", action="store_true", help="continue the run in run.dir; start it if it has no checkpoint yet")
     train.add_argument("--resume-from", metavar="NAME", help="continue from this checkpoint of run.dir (a folder in checkpoints/)")
-    train.add_argument("--allow-config-change", action="store_true", help="resume although settings differ that change what is learned")
-    train.add_argument("--restart-data", action="store_true", help="resume, but begin the training prompts anew")
+    train.add_argument("--allow-config-change", action="store_true", help="resume even if settings that affect training have changed")
+    train.add_argument("--restart-data", action="store_true", help="resume, but restart the training prompts from the beginning")
 
     from vapo_mcore.commands import evaluate_command as evaluating
 
@@ -138,7 +142,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
 
     from vapo_mcore.data import command as data
 
-    data.add_arguments(commands.add_parser("data", help="look at data files"))
+    data.add_arguments(commands.add_parser("data", help="check and show data files"))
 
     from vapo_mcore.weights import command as convert
 
@@ -146,55 +150,55 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
 
     from vapo_mcore.launch import command as launching
 
-    launch = commands.add_parser("launch", help="start a run with nemo-run: on Slurm, or on this machine")
+    launch = commands.add_parser("launch", help="start a run with nemo-run, on Slurm or on this machine")
     launching.add_arguments(launch)
 
     from vapo_mcore.doctor import command as examination
 
-    doctor = commands.add_parser("doctor", help="can this machine, or these nodes together, run a recipe?")
+    doctor = commands.add_parser("doctor", help="check whether this machine, or a group of nodes, can run a recipe")
     examination.add_arguments(doctor)
 
     from vapo_mcore.watch import command as watching
 
-    watching.add_arguments(commands.add_parser("watch", help="show a running job in the terminal, from the files of its run directory"))
+    watching.add_arguments(commands.add_parser("watch", help="show a running job live in the terminal, from its run directory"))
 
     from vapo_mcore.report import command as reporting
 
-    reporting.add_arguments(commands.add_parser("report", help="one HTML page of one or several runs"))
+    reporting.add_arguments(commands.add_parser("report", help="write an HTML report of one or several runs"))
 
     from vapo_mcore.commands import replay_command
 
-    replay = commands.add_parser("replay-step", help="make a step of a run again from its dumped rollout, and compare the metrics")
+    replay = commands.add_parser("replay-step", help="repeat a step of a run from its dumped rollout and compare the metrics")
     replay_command.add_arguments(replay)
 
     from vapo_mcore.planning import command as planning
 
-    plan = commands.add_parser("plan", help="memory of every rank by stage, time and GPU-hours of a run, and what would make it fit")
+    plan = commands.add_parser("plan", help="estimate a run's memory per rank, time and GPU-hours, and suggest changes if it does not fit")
     planning.add_arguments(plan)
 
     for command in (config, train, evaluation, launch, plan):
         command.add_argument("file", metavar="FILE", help="YAML configuration")
         command.add_argument("overrides", metavar="KEY=VALUE", nargs="*", default=[], help=_OVERRIDES_HELP)
     options, rest = parser.parse_known_args(arguments)
-    _take_rest(parser, options, rest)
+    _append_rest(parser, options, rest)
     if options.command == "train":
         options.resume = options.resume or options.resume_from is not None
         if options.resume and options.clean:
-            parser.error("--resume continues a run, --clean deletes it: give one of them")
+            parser.error("--resume continues a run, --clean deletes it: use only one of them")
         if not options.resume and (options.allow_config_change or options.restart_data):
-            parser.error("--allow-config-change and --restart-data belong to --resume")
+            parser.error("--allow-config-change and --restart-data need --resume")
     return options
 
 
-def _take_rest(parser: argparse.ArgumentParser, options: argparse.Namespace, rest: list[str]) -> None:
-    """Join arguments after an option to those before it, which argparse does not do; what no command takes is an error."""
-    takers = {"data": "paths", "report": "runs", "convert": None, "watch": None}
-    taker = takers.get(options.command, "overrides")
-    unknown = [argument for argument in rest if taker is None or argument.startswith("-")]
+def _append_rest(parser: argparse.ArgumentParser, options: argparse.Namespace, rest: list[str]) -> None:
+    """Append positional arguments that follow an option, which argparse leaves over, to those before it."""
+    destinations = {"data": "paths", "report": "runs", "convert": None, "watch": None}
+    destination = destinations.get(options.command, "overrides")
+    unknown = [argument for argument in rest if destination is None or argument.startswith("-")]
     if unknown:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
-    if taker is not None:
-        setattr(options, taker, getattr(options, taker) + rest)
+    if destination is not None:
+        setattr(options, destination, getattr(options, destination) + rest)
 
 
 def _config(options: argparse.Namespace) -> int:
@@ -229,7 +233,7 @@ def _train(options: argparse.Namespace, arguments: list[str]) -> int:
 
 
 def _is_finished(config: Config) -> bool:
-    """Whether the run in run.dir has made all of its steps; says so."""
+    """Return whether the run in run.dir is finished, and print it."""
     from vapo_mcore.records.run_dir import finished_steps
 
     steps = finished_steps(config.run.dir)
@@ -241,7 +245,7 @@ def _is_finished(config: Config) -> bool:
 
 
 def _check_files(config: Config, options: argparse.Namespace) -> None:
-    """Check the run directory, all rows of the data, and the headers of the weights. Raises one ConfigError for all that is wrong."""
+    """Check the run directory, all rows of the data, and the headers of the weights. Raises one ConfigError with all errors."""
     from vapo_mcore.checkpoint_files import saved_weights
     from vapo_mcore.config.architecture import read_architecture
     from vapo_mcore.data.chat_template import chat_tokenizer
@@ -259,7 +263,7 @@ def _check_files(config: Config, options: argparse.Namespace) -> None:
         ("", lambda: check_prompts(config.data, lambda: chat_tokenizer(config.model.path, config.data))),
         ("model.path: ", lambda: check_folder(config.model.path, read_architecture(config.model.path), role="policy")),
     ]
-    if config.model.offload:  # with null, which means "with CUDA", every node checks itself when its processes start
+    if config.model.offload:  # null means "if CUDA is available"; each node then checks when its processes start
         checks.append(("", lambda: check_host_memory(config, processes=config.parallel.world_size, cuda=False)))
     if options.resume:
         checks.append(("", lambda: _check_resume(config, options.resume_from, allow_change=options.allow_config_change)))
@@ -277,7 +281,7 @@ def _check_files(config: Config, options: argparse.Namespace) -> None:
 
 
 def _check_resume(config: Config, name: str | None, *, allow_change: bool) -> None:
-    """Raise VapoError where no checkpoint of the run (or not the named one) can be continued with ``config``. Their files are not read."""
+    """Raise VapoError if ``config`` cannot continue any checkpoint of the run, or not the named one. Does not read weights."""
     from vapo_mcore.checkpoint.changes import compare_configs
     from vapo_mcore.checkpoint_files import list_checkpoints, require_named
 
@@ -286,7 +290,7 @@ def _check_resume(config: Config, name: str | None, *, allow_change: bool) -> No
         require_named(config.run.dir, name, [path.name for path in found])
         found = [path for path in found if path.name == name]
     refusal: VapoError | None = None
-    for path in found:  # the last, that of the newest, is told
+    for path in found:  # report the error of the last, which is the newest
         try:
             compare_configs(config, path, allow=allow_change, say=lambda _: None)
             return
@@ -297,7 +301,7 @@ def _check_resume(config: Config, name: str | None, *, allow_change: bool) -> No
 
 
 def _load_on_every_rank(options: argparse.Namespace, settings: Sequence[str] = ()) -> Config:
-    """The configuration; faults, which all ranks find, are told once: by a launcher that collects them, else by rank 0."""
+    """Load the configuration. All ranks find the same errors; only rank 0 reports them, unless a launcher collects them."""
     from vapo_mcore.config import load_config
     from vapo_mcore.launch.local import ERRORS_VARIABLE
 
@@ -306,13 +310,13 @@ def _load_on_every_rank(options: argparse.Namespace, settings: Sequence[str] = (
         started = int(os.environ.get("WORLD_SIZE", config.parallel.world_size))
         if started != config.parallel.world_size:
             raise ConfigError(
-                f"parallel.world_size = {config.parallel.world_size}, but torchrun started {started} processes; make them the same"
+                f"parallel.world_size = {config.parallel.world_size}, but torchrun started {started} processes; make them equal"
             )
         return config
     except ConfigError as error:
         if os.environ.get("RANK", "0") == "0" or ERRORS_VARIABLE in os.environ:
             raise
-        time.sleep(2.0)  # torchrun ends all ranks once one has gone: rank 0 speaks first
+        time.sleep(2.0)  # torchrun terminates all ranks once one exits: let rank 0 report first
         raise SystemExit(error.exit_code) from error
 
 
@@ -323,7 +327,7 @@ def _report(message: str, exit_code: int) -> None:
 
 
 def _plan(config: Config) -> str:
-    """What a run of ``config`` would do, for ``--dry-run``."""
+    """Summarize what a run of ``config`` would do, for ``--dry-run``."""
     p, b = config.parallel, config.batch
     pretraining = config.critic.value_pretraining.max_steps if config.uses_critic else 0
     return "\n".join(
@@ -331,7 +335,7 @@ def _plan(config: Config) -> str:
             f"configuration is valid; nothing was started (run directory {config.run.dir})",
             f"processes: {p.world_size} = tensor {p.tensor_model_parallel_size} x pipeline {p.pipeline_model_parallel_size}"
             f" x context {p.context_parallel_size} x data {p.data_parallel_size}",
-            f"a step: {b.prompts_per_step} prompts x {b.responses_per_prompt} responses = {b.responses_per_step} responses,"
+            f"per step: {b.prompts_per_step} prompts x {b.responses_per_prompt} responses = {b.responses_per_step} responses,"
             f" {b.updates_per_step * config.policy.epochs} policy updates in mini-batches of {b.mini_batch_size}",
             f"steps: {pretraining} of value pretraining, then {config.run.steps}",
             f"advantages: {config.algorithm.advantage.estimator}, {'with' if config.uses_critic else 'without'} critic",

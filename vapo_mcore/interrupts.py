@@ -1,7 +1,6 @@
-"""Ctrl-C while libraries are imported.
+"""Make Ctrl-C end the process at once while libraries are imported, with one line and exit code 130.
 
-``KeyboardInterrupt`` inside an import is no way to end: libraries catch it and import something else, or report an ImportError. So while
-they are imported Ctrl-C ends the process at once, with one line and exit code 130.
+A ``KeyboardInterrupt`` raised inside an import is unreliable: some libraries catch it and import a fallback, or raise an ImportError.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ EXIT_INTERRUPTED = 128 + signal.SIGINT
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """Around imports of libraries that take seconds. Nothing is cleaned up at a Ctrl-C: nothing may be open that another run would miss."""
-    if threading.current_thread() is not threading.main_thread():  # which alone gets signals
+    """Context manager for slow imports. Ctrl-C runs no cleanup, so hold no locks or partly written files inside."""
+    if threading.current_thread() is not threading.main_thread():  # only the main thread can handle signals
         yield
         return
     previous = signal.signal(signal.SIGINT, _end)
@@ -29,12 +28,12 @@ def importing() -> Iterator[None]:
         signal.signal(signal.SIGINT, previous)
 
 
-def tell_interrupted() -> None:
-    """One line for the user: from the launcher, or the only process; the terminal sends Ctrl-C to all ranks."""
+def report_interrupted() -> None:
+    """Print "interrupted" once: only from the launcher or a single-process run, since the terminal sends Ctrl-C to all ranks."""
     if "RANK" not in os.environ or os.environ.get("WORLD_SIZE") == "1":
         print("interrupted", file=sys.stderr, flush=True)
 
 
 def _end(_number: int, _frame: object) -> None:
-    tell_interrupted()
+    report_interrupted()
     os._exit(EXIT_INTERRUPTED)

@@ -1,4 +1,4 @@
-"""Reading ``metrics.jsonl``, of runs that are over and of runs that go on. Loads nothing heavy."""
+"""Read ``metrics.jsonl`` of finished and of running runs. Imports no torch."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from vapo_mcore.errors import DataError
 Row = dict[str, Any]
 
 STAGES = ("value_pretraining", "rl")
-_LARGEST = 1e300  # of a number: sums over a run stay finite
-_SHOWN = 60  # characters of a value in a message
+_LARGEST = 1e300  # bound on numbers, so that sums over a run stay finite
+_SHOWN = 60  # maximum characters of a value in a message
 
 
 def metric_rows(path: Path) -> list[Row]:
-    """All rows of a metrics.jsonl, in order. Raises DataError, with the line, for a file that is absent or damaged."""
+    """Read all rows of a metrics.jsonl. Raises DataError for a missing file or, with the line number, a damaged row."""
     try:
         lines = path.read_bytes().splitlines()
     except OSError as error:
@@ -26,7 +26,7 @@ def metric_rows(path: Path) -> list[Row]:
 
 
 def whole_rows(path: Path) -> list[Row]:
-    """The rows of a metrics.jsonl without a last one that is torn, of a run that was killed or goes on. Raises what metric_rows raises."""
+    """Read all complete rows of a metrics.jsonl; the last row of a killed or running run may be incomplete. Raises like metric_rows."""
     try:
         path.stat()
     except OSError as error:
@@ -37,20 +37,20 @@ def whole_rows(path: Path) -> list[Row]:
 
 
 class GrowingMetrics:
-    """The rows of a run that may still be written; ``refresh`` reads what is new.
+    """Reads the rows of a run that may still be running; ``refresh`` reads new rows.
 
-    The end of a row that is not there yet is waited for. A resumed run cuts the file and goes on from there: it is then read anew, which
-    the last row that was read, no longer where it was, gives away.
+    An incomplete last row is read at the next refresh. A resumed run truncates the file and appends to it: if the last row read is no
+    longer at its offset, the file is read again from the start.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.rows: list[Row] = []
         self._read = 0  # bytes
-        self._last = b""  # the last line that was read, with its end
+        self._last = b""  # the last line read, with its line break
 
     def refresh(self) -> bool:
-        """Read on; whether there is anything new. Raises DataError, with the line, for a row that is damaged."""
+        """Read new rows and return whether anything changed. Raises DataError, with the line number, for a damaged row."""
         try:
             with open(self.path, "rb") as file:
                 file.seek(self._read - len(self._last))
@@ -74,7 +74,7 @@ class GrowingMetrics:
 def _row(path: Path, number: int, line: bytes) -> Row:
     try:
         row = json.loads(line)
-    except (ValueError, RecursionError) as error:  # JSONDecodeError, UnicodeDecodeError, and lists in lists without end
+    except (ValueError, RecursionError) as error:  # JSONDecodeError, UnicodeDecodeError, or deeply nested lists
         raise DataError(f"{path}, line {number}: not JSON ({error})") from error
     if not isinstance(row, dict) or not _is_step(row.get("step")):
         raise DataError(f"{path}, line {number}: expected an object with an integer 'step' from 0 to 2**31 - 1")
@@ -85,7 +85,7 @@ def _row(path: Path, number: int, line: bytes) -> Row:
 
 
 def is_number(value: object) -> bool:
-    """Whether a value of JSON is a number that can be counted with: no bool, finite, and its sums too."""
+    """Return whether a JSON value is a number (not a bool) that is finite and small enough for finite sums."""
     return isinstance(value, int | float) and not isinstance(value, bool) and -_LARGEST < value < _LARGEST
 
 
@@ -94,7 +94,7 @@ def _is_step(value: object) -> bool:
 
 
 def _fault(name: str, value: object, row: Row) -> str | None:
-    """What the trainer writes where ``value`` is something else: lists for distributions, a number or null for other metrics."""
+    """Return the expected type if ``value`` does not have it, else None: lists for distributions, a number or null for other metrics."""
     if name == "stage":
         return None if value in STAGES else f"one of {', '.join(STAGES)}"
     if name == "metrics/nonfinite":
@@ -115,8 +115,8 @@ def _fault(name: str, value: object, row: Row) -> str | None:
 
 
 def _short(value: object) -> str:
-    """A value of JSON for a message."""
+    """Format a JSON value for a message."""
     if isinstance(value, int) and abs(value) >= _LARGEST:
-        return "an integer out of all bounds"
+        return "an integer that is too large"
     text = json.dumps(value)
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."

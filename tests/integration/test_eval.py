@@ -155,6 +155,6 @@ def test_killed_and_continued_from_the_command_line(folder: Path, engine: str) -
     for folder_of_results in (output, reference):
         result = run_bounded([*command, str(folder_of_results)], timeout=300)
         assert result.returncode == 0, result.stderr[-4000:]
-        assert ("chunks are there from before" in result.stdout) == (folder_of_results == output)
+        assert ("chunks are done already" in result.stdout) == (folder_of_results == output)
     assert (output / "responses.jsonl").read_bytes() == (reference / "responses.jsonl").read_bytes()
     assert read_results(output) == read_results(reference)

@@ -56,11 +56,14 @@ def test_from_an_older_checkpoint_it_is_said_what_cannot_be_compared(folder: Pat
     assert {"reward/mean", "response/length_mean", "groups/mixed_frac", "packing/fill", "tokens/trained", "gae/lambda_mean"} <= same
     assert not {"policy/loss", "critic/loss", "mismatch/kl", "advantages/std"} & same
     output = (folder / "output.txt").read_text()
-    assert "step_000001, which is not the state right before the step: what depends on the weights (policy/, critic/," in output
+    assert (
+        "step_000001, which is not the state right before the step: the weights differ, so metrics that depend on them (policy/, critic/,"
+        in output
+    )
     marked = {line.split()[0] for line in output.splitlines() if line.endswith(" ~")}
     assert "policy/loss" in marked
     assert "reward/mean" not in marked
-    assert output.count("all metrics that can be compared are equal") == 3
+    assert output.count("all comparable metrics are equal") == 3
 
 
 def test_the_best_policy_by_an_evaluation_is_exported(folder: Path, tmp_path: Path) -> None:
@@ -121,8 +124,8 @@ def test_the_command_replays_in_one_process_what_two_have_made(folder: Path) -> 
         assert metrics[name]["replayed"] == pytest.approx(metrics[name]["recorded"], rel=1e-4, abs=1e-6), name
     assert "metric" in done.stdout
     for arguments, expected in (
-        (["2"], "step_000002 is no dump of a step; there are: step_000001, step_000003."),
-        (["3", "--checkpoint", "step_000003"], "--checkpoint step_000003 is not before step 3 (rl): it holds its outcome"),
+        (["2"], "step_000002 is not the dump of a step; existing dumps: step_000001, step_000003."),
+        (["3", "--checkpoint", "step_000003"], "--checkpoint step_000003 is not before step 3 (rl): it contains the step's result"),
         (["0"], "STEP = 0: steps count from 1"),
     ):
         refused = run_command(*command, *arguments)

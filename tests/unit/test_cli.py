@@ -161,7 +161,7 @@ def test_run_directory_in_use_is_refused_before_anything_starts(base: Path, caps
     run.mkdir()
     (run / "thesis.txt").write_text("mine")
     assert main(["train", str(base), "--clean"]) == 2
-    assert "holds files that are not a run of vapo-mcore; nothing was touched" in capsys.readouterr().err
+    assert "holds files that are not a run of vapo-mcore; nothing was changed" in capsys.readouterr().err
     assert (run / "thesis.txt").read_text() == "mine"
 
 
@@ -219,7 +219,7 @@ def test_output_that_cannot_be_written_is_one_message(command: str, unbuffered: 
             timeout=60,
             check=False,
         )
-    assert (result.returncode, result.stderr) == (2, "error: the output cannot be written: No space left on device\n")
+    assert (result.returncode, result.stderr) == (2, "error: cannot write to stdout: No space left on device\n")
 
 
 def test_an_interrupt_while_libraries_are_imported_ends_at_once(tmp_path: Path) -> None:
@@ -244,4 +244,4 @@ def test_a_dry_run_refuses_a_place_where_no_directory_can_be_made(
     place: str, base: Path, weights: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["train", str(base), "--dry-run", f"run.dir={place}"]) == 2
-    assert f"run.dir = '{place}' cannot be made: no directory can be made in '/proc'" in capsys.readouterr().err
+    assert f"run.dir = '{place}' cannot be created: cannot create a directory in '/proc'" in capsys.readouterr().err

@@ -19,8 +19,8 @@ from vapo_mcore.records.run_dir import RunDirectory
     [
         (["--resume", "--clean"], "--resume continues a run, --clean deletes it"),
         (["--resume-from", "step_000001", "--clean"], "--resume continues a run, --clean deletes it"),
-        (["--allow-config-change"], "belong to --resume"),
-        (["--restart-data"], "belong to --resume"),
+        (["--allow-config-change"], "need --resume"),
+        (["--restart-data"], "need --resume"),
     ],
 )
 def test_options_that_contradict_each_other(options: list[str], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

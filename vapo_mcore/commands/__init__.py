@@ -1,1 +1,1 @@
-"""Commands built on the trainer: replay-step, eval."""
+"""The commands ``eval`` and ``replay-step``, which reuse the trainer's parts."""

@@ -1,4 +1,4 @@
-"""``vapo-mcore eval``: a checkpoint into a rollout engine, the evaluation sets through it, the results into a folder."""
+"""``vapo-mcore eval``: load a checkpoint into a rollout engine, evaluate it on the evaluation sets, and write the results to a folder."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def run_evaluation(config: Config, checkpoint: str, output: str, *, clean: bool)
     """Evaluate ``checkpoint`` on ``data.eval`` in this process, one of ``parallel.world_size``. Returns the exit code 0.
 
     ``checkpoint`` is a Hugging Face folder or a Megatron distributed checkpoint; ``config.model.path`` has its architecture and
-    tokenizer. Raises VapoError for everything that is for a person to solve.
+    tokenizer. Raises VapoError for errors that the user can fix.
     """
     configure_logging()
     parallel = initialize_parallel(config.parallel)
@@ -49,7 +49,7 @@ def run_evaluation(config: Config, checkpoint: str, output: str, *, clean: bool)
 
 
 def evaluate(config: Config, parallel: ParallelContext, checkpoint: str, output: str, *, clean: bool) -> None:
-    """The evaluation itself, in process groups that exist."""
+    """Evaluate in existing process groups."""
     console = Console(enabled=parallel.rank == 0)
     limit = None if config.faults.hang_minutes is None else 60 * config.faults.hang_minutes
     with ExitStack() as stack:
@@ -73,7 +73,7 @@ def evaluate(config: Config, parallel: ParallelContext, checkpoint: str, output:
             watchdog.attach(output)
         done = broadcast_object(0 if store is None else len(store.chunks))
         if done:
-            console.print(f"{done} of {len(chunks)} chunks are there from before")
+            console.print(f"resuming: {done} of {len(chunks)} chunks are done already")
         if done < len(chunks):
             engine = build_engine(config, parallel, tokenizer)
             pool = start_verifiers(config, engine, stack, verifiers)
@@ -94,18 +94,18 @@ def evaluate(config: Config, parallel: ParallelContext, checkpoint: str, output:
 
 
 def _companions(checkpoint: str, config: Config) -> str | None:
-    """Where the config of a Megatron checkpoint is: with it or, if it brings none, in ``model.path``."""
+    """Return the folder with config and tokenizer for a Megatron checkpoint that has none, else None."""
     return None if Path(checkpoint, "hf").is_dir() else config.model.path
 
 
 def _replicas(config: Config, parallel: ParallelContext) -> int:
-    """Rollout replicas, before there is an engine to ask."""
+    """Return the number of rollout replicas without building an engine."""
     size = config.rollout_tensor_parallel_size if config.rollout.engine == "vllm" else 1
     return Replica.of_rank(parallel.rank, parallel.world_size, size).count
 
 
 def _identity(config: Config, parallel: ParallelContext, evaluator: Evaluator, view: HfView) -> dict[str, Any]:
-    """What must be the same for an evaluation to go on."""
+    """Return the settings that must not change when an evaluation is resumed."""
     return {
         "records": RECORDS,
         **evaluation_settings(config),
@@ -119,7 +119,7 @@ def _identity(config: Config, parallel: ParallelContext, evaluator: Evaluator, v
 
 
 def weights_fingerprint(folder: Path) -> str:
-    """Digest of names, sizes and times of the weight files: reading the weights of a large model would take minutes."""
+    """Return a digest of the weight files' names, sizes and modification times; hashing the weights themselves would take minutes."""
     digest = hashlib.sha256()
     for file in sorted(folder.iterdir()):
         if file.suffix in (".safetensors", ".distcp") or file.name in (".metadata", "config.json"):
@@ -129,7 +129,7 @@ def weights_fingerprint(folder: Path) -> str:
 
 
 def _load(engine: RolloutEngine, view: HfView, dtype: torch.dtype) -> None:
-    """The checkpoint's tensors into the engine, as a weight sync of training brings the policy's."""
+    """Load the checkpoint's tensors into the engine the way training's weight sync does."""
     names = [name for entry in view.plan for name in entry.hf_names]
     engine.wake_weights()
     engine.update_weights(_buckets(view, dtype), names)
@@ -145,7 +145,7 @@ def _buckets(view: HfView, dtype: torch.dtype) -> Iterator[list[tuple[str, Tenso
         heartbeat.alive()
         tensor = stored.to(dtype)
         if not bool(torch.isfinite(tensor).all()):
-            raise CheckpointError(f"{view.folder}: {name} has values beyond the range of model.dtype = {str(dtype).removeprefix('torch.')}")
+            raise CheckpointError(f"{view.folder}: {name} has values out of range for model.dtype = {str(dtype).removeprefix('torch.')}")
         bucket.append((name, tensor))
         size += tensor.nbytes
         if size >= _BUCKET_BYTES:

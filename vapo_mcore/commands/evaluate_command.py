@@ -1,4 +1,4 @@
-"""``vapo-mcore eval``: its options, and what is checked before torch is imported."""
+"""``vapo-mcore eval``: define the options and run the checks that do not need torch."""
 
 from __future__ import annotations
 
@@ -16,26 +16,28 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the command; ``file`` and ``overrides`` are the command line's."""
+    """Add the command's options except ``file`` and ``overrides``, which ``cli`` adds."""
     parser.add_argument(
         "--checkpoint", required=True, metavar="FOLDER", help="Hugging Face folder, Megatron distributed checkpoint, or checkpoint of a run"
     )
     parser.add_argument(
-        "--output", metavar="FOLDER", help="for results and responses; one that was killed goes on (default: <run.dir>_eval/<checkpoint>)"
+        "--output",
+        metavar="FOLDER",
+        help="folder for results and responses; an interrupted evaluation there resumes (default: <run.dir>_eval/<checkpoint>)",
     )
-    parser.add_argument("--clean", action="store_true", help="delete the evaluation that the output folder holds, then start")
+    parser.add_argument("--clean", action="store_true", help="delete the evaluation in the output folder before starting")
 
 
 def run(options: argparse.Namespace, arguments: list[str], load: Callable[[argparse.Namespace, Sequence[str]], Config]) -> int:
-    """Check, start the processes that it needs unless they are there, and evaluate; returns the exit code.
+    """Check, start the ranks unless torchrun has started them, and evaluate. Returns the exit code.
 
-    ``load`` reads the configuration that the options name, with further settings.
+    ``load`` reads the configuration named by the options, with additional settings.
     """
     from vapo_mcore.launch import local
 
     checkpoint = weights_folder(options.checkpoint)
     megatron = os.path.isfile(os.path.join(checkpoint, ".metadata"))
-    # A Hugging Face folder brings architecture and tokenizer: it takes the place of the configuration's model.
+    # A Hugging Face folder has its own config and tokenizer, so it replaces model.path.
     config = load(options, () if megatron else (f"model.path={json.dumps(checkpoint)}",))
     name = "-".join(part for part in os.path.abspath(options.checkpoint).split(os.sep)[-2:] if part)
     output = options.output or os.path.join(f"{config.run.dir.rstrip('/')}_eval", name)
@@ -52,19 +54,19 @@ def run(options: argparse.Namespace, arguments: list[str], load: Callable[[argpa
 
 
 def weights_folder(checkpoint: str) -> str:
-    """Where the policy's weights are: of a training checkpoint in ``policy/weights``, else in the folder itself."""
+    """Return the folder of the policy's weights: ``policy/weights`` of a training checkpoint, else the folder itself."""
     inside = os.path.join(checkpoint, "policy", "weights")
     return inside if os.path.isfile(os.path.join(inside, ".metadata")) else checkpoint
 
 
 def _check_evaluation(config: Config, checkpoint: str) -> None:
-    """Check the rows of the evaluation sets and the headers of the weights. Raises one ConfigError for all that is wrong."""
+    """Check the rows of the evaluation sets and the headers of the weights. Raises one ConfigError with all errors."""
     from vapo_mcore.data.chat_template import chat_tokenizer
     from vapo_mcore.data.prompts import check_prompts
     from vapo_mcore.weights.views import open_view
 
     if not config.data.eval:
-        raise ConfigError("data.eval is empty: there is nothing to evaluate on")
+        raise ConfigError("data.eval is empty: add at least one evaluation set")
     companions = None if os.path.isdir(os.path.join(checkpoint, "hf")) else config.model.path
     faults = []
     checks: list[Callable[[], object]] = [

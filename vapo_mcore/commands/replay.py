@@ -1,8 +1,7 @@
-"""``vapo-mcore replay-step``: one step of a run again from its dumped rollout, beside what the run recorded of it.
+"""``vapo-mcore replay-step``: repeat one step of a run from its dumped rollout and compare the metrics with the recorded ones.
 
-The weights are those of the newest checkpoint before the step. Where that is the state right before the step, everything is made
-again, and differences are of rounding and of whatever was changed since; where it is older, what depends on the weights cannot agree,
-and that is said.
+The weights come from the newest checkpoint before the step. If that is the state right before the step, all metrics are reproduced up
+to rounding and whatever was changed since. If it is older, the weights differ; metrics that depend on them are marked ``~``.
 """
 
 from __future__ import annotations
@@ -41,14 +40,14 @@ from vapo_mcore.trainer.updates import StoppedUpdate
 from vapo_mcore.trainer.weight_sync import WeightSync
 
 OF_THE_WEIGHTS = ("policy/", "critic/", "mismatch/", "advantages/", "kl/", "imitation/")
-"""Metrics that a step measures with its models."""
+"""Prefixes of metrics that depend on the weights."""
 _NOT_REPLAYED = ("time/", "memory/", "weights/", "diagnosis/", "eval/", "trackers/", "metrics/", "sampling/engine", "grading/restarts")
 _NEVER = ("step", "stage", "warnings", "tokens/per_second")
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """One metric of the step: recorded by the run (None without a record) and of the replay."""
+    """One metric of the step: the value recorded by the run (None if not recorded) and the replay's."""
 
     name: str
     recorded: float | None
@@ -63,7 +62,7 @@ class Comparison:
 
 
 def run_replay(config: Config, options: ReplayOptions) -> int:
-    """Replay in this process, one of ``parallel.world_size``; returns the exit code 0. Raises VapoError for what a person can solve."""
+    """Replay in this process, one of ``parallel.world_size``. Returns the exit code 0; raises VapoError if the user can fix the error."""
     configure_logging()
     parallel = initialize_parallel(config.parallel)
     with ending_together():
@@ -72,7 +71,7 @@ def run_replay(config: Config, options: ReplayOptions) -> int:
 
 
 def replay(config: Config, parallel: ParallelContext, options: ReplayOptions) -> list[Comparison]:
-    """The replay itself, in process groups that exist; rank 0 prints the table. Writes nothing into the run directory."""
+    """Replay in existing process groups. Rank 0 prints the table. Writes nothing into the run directory."""
     console = Console(enabled=parallel.rank == 0)
     seed_everything(config.seed)
     with fail_together():
@@ -108,40 +107,40 @@ def replay(config: Config, parallel: ParallelContext, options: ReplayOptions) ->
         console.print(line)
     request = trainer.stop_requests.agreed()
     if request is not None:
-        console.print(f"the step would have ended the run: {request.reason}")
-    with fail_together():  # last: a replay is not lost with a file
+        console.print(f"this step would have ended the run: {request.reason}")
+    with fail_together():  # last, so that the table is printed even if the file cannot be written
         if parallel.rank == 0 and options.json_path is not None:
             write_json(options.json_path, comparisons, exact)
     return comparisons
 
 
 def _known_tokens(config: Config) -> Tensor:
-    """bool ``[vocab_size]``: which ids of the model its tokenizer has."""
+    """Return bool ``[vocab_size]``, True for token ids that the model's tokenizer has."""
     known = torch.ones(read_architecture(config.model.path).vocab_size, dtype=torch.bool)
     known[list(unknown_token_ids(load_tokenizer(config.model.path), known.numel()))] = False
     return known
 
 
 class ReplayStepRunner(StepRunner):
-    """A trainer whose responses come from a dump: no rollout engine, no weight sync, and nothing is written."""
+    """A StepRunner that takes its responses from a dump. It has no rollout engine, syncs no weights, and writes nothing."""
 
     def __init__(self, config: Config, parallel: ParallelContext, models: Models, dump: StepDump) -> None:
         super().__init__(config, parallel, models, cast(ResponseSampler, _NoSampler()), cast(WeightSync, None), _no_prompts)
         self.dump = dump
 
     def load(self, objects: Mapping[str, Any]) -> None:
-        """What a checkpoint has of the trainer's state."""
+        """Load the trainer's state from a checkpoint's objects; other objects are ignored."""
         mine = self.state.state_dict()
         self.state.load_state_dict({name: state for name, state in objects.items() if name in mine})
 
     def end_pretraining(self) -> None:
-        """What a run does between value pretraining and its first step."""
+        """Do what a run does between value pretraining and its first RL step."""
         if self.imitation is not None:
             self.imitation.end_of_pretraining()
         refresh_critic(self.config, self.models)
 
     def replay(self) -> StepOutcome:
-        """The step. A collective over all ranks."""
+        """Run the step. Collective over all ranks."""
         if self.dump.stage == "value_pretraining":
             return self.value_pretraining_step(self.dump.step)
         return self.rl_step(self.dump.step)
@@ -150,13 +149,13 @@ class ReplayStepRunner(StepRunner):
         return self.dump.sampled, self.dump.counts
 
     def _dump(self, step: _Step) -> str:
-        return "its rollout was dumped before"
+        return "its rollout is dumped already"
 
     def _keep_batch(self, step: _Step, experience: Experience, update: BadUpdate, stopped: StoppedUpdate) -> str:
         return f"epoch {update.epoch}, mini-batch {update.minibatch}"
 
     def _sync(self, step: _Step) -> None:
-        """There is no engine to take the weights."""
+        """Do nothing: there is no engine."""
 
 
 class _NoSampler:
@@ -168,26 +167,26 @@ def _no_prompts(count: int) -> list[Prompt]:
 
 
 def describe_start(config: Config, options: ReplayOptions, checkpoint: Checkpoint | None, *, exact: bool) -> str:
-    """Where the weights come from, and what that means for the comparison."""
-    at = "the models as the run began" if checkpoint is None else f"checkpoint {checkpoint.path}"
-    begun = f"replaying step {options.step} ({options.stage}) of {config.run.dir} from {at}"
+    """Describe which weights the replay starts from and which metrics are comparable."""
+    source = "the initial models" if checkpoint is None else f"checkpoint {checkpoint.path}"
+    start = f"replaying step {options.step} ({options.stage}) of {config.run.dir} from {source}"
     if exact:
-        return f"{begun}, the state right before the step: all metrics can be compared"
+        return f"{start}, the state right before the step: all metrics are comparable"
     return (
-        f"{begun}, which is not the state right before the step: what depends on the weights ({', '.join(OF_THE_WEIGHTS)}) is that of "
-        "other weights and cannot be compared (marked ~); responses, rewards, groups and packing can. For all of it, save a checkpoint at "
-        "the step before (checkpoint.every_steps)"
+        f"{start}, which is not the state right before the step: the weights differ, so metrics that depend on them "
+        f"({', '.join(OF_THE_WEIGHTS)}) are not comparable (marked ~); those of responses, rewards, groups and packing are. To compare all "
+        "metrics, save a checkpoint at the previous step (checkpoint.every_steps)"
     )
 
 
 def _recorded(rows: list[Row], options: ReplayOptions) -> Row | None:
-    """The run's row of the step; None where the run has not recorded it, for example because it ended in it."""
+    """Return the run's row of the step, or None if there is none, for example because the run ended in this step."""
     found = [row for row in rows if row["step"] == options.step and row.get("stage", "rl") == options.stage]
     return found[-1] if found else None
 
 
 def compare(recorded: Row | None, replayed: Row, *, exact: bool) -> list[Comparison]:
-    """The numbers of both, in the order of the replay's; those of time and place and of the rollout engine are left out."""
+    """Pair recorded and replayed numbers, in the replay's order. Skips times, memory, and metrics of the rollout engine."""
     names = [name for name in {**replayed, **(recorded or {})} if name not in _NEVER and not name.startswith(_NOT_REPLAYED)]
     found = []
     for name in names:
@@ -202,7 +201,7 @@ def _number(value: Any) -> float | None:
 
 
 def table(comparisons: list[Comparison], *, has_record: bool) -> list[str]:
-    """Lines for people: metric, recorded, replayed, difference."""
+    """Format the comparison as a table: metric, recorded, replayed, difference."""
 
     def shown(value: float | None) -> str:
         return "-" if value is None else f"{value:.9g}"
@@ -214,7 +213,7 @@ def table(comparisons: list[Comparison], *, has_record: bool) -> list[str]:
         mark = "" if entry.comparable else " ~"
         lines.append(f"{entry.name:{width}} {shown(entry.recorded):>16} {shown(entry.replayed):>16} {difference:>12}{mark}")
     if not has_record:
-        return [*lines, "the run has recorded nothing of this step: it ended in it"]
+        return [*lines, "the run has no record of this step: it ended in it"]
     worst = max(
         (entry for entry in comparisons if entry.comparable and entry.difference is not None and not math.isnan(entry.difference)),
         key=lambda entry: abs(entry.difference or 0.0) / max(abs(entry.recorded or 0.0), 1e-12),
@@ -223,12 +222,12 @@ def table(comparisons: list[Comparison], *, has_record: bool) -> list[str]:
     if worst is None:
         return lines
     if worst.difference == 0:
-        return [*lines, "all metrics that can be compared are equal"]
-    return [*lines, f"the largest relative difference is that of {worst.name}: {worst.recorded:.9g} and {worst.replayed:.9g}"]
+        return [*lines, "all comparable metrics are equal"]
+    return [*lines, f"largest relative difference: {worst.name}, recorded {worst.recorded:.9g}, replayed {worst.replayed:.9g}"]
 
 
 def write_json(path: str, comparisons: list[Comparison], exact: bool) -> None:
-    """The comparison as JSON; numbers that JSON does not have by their names."""
+    """Write the comparison as JSON; NaN and infinities become strings. Raises ConfigError."""
     content = {
         "exact": exact,
         "metrics": {

@@ -1,4 +1,4 @@
-"""Which step is replayed from where, as far as files say so. No torch here."""
+"""Choose the checkpoint to replay a step from, and check the files involved. Imports no torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from vapo_mcore.records.dumps import require_dump
 
 @dataclass(frozen=True)
 class ReplayOptions:
-    """Which step, from which checkpoint (a folder in ``checkpoints/``; None: the newest before the step), and where JSON goes."""
+    """The step to replay, the checkpoint to start from (a folder in ``checkpoints/``; None: newest before the step), and the JSON file."""
 
     step: int
     stage: Stage = "rl"
@@ -26,14 +26,14 @@ class ReplayOptions:
 
     @property
     def name(self) -> str:
-        """Of the checkpoint after the step, and of its dump."""
+        """Name of the step's dump, and of the checkpoint after the step."""
         return files.checkpoint_name(self.stage, self.step)
 
 
 def checkpoint_before(run_dir: str | Path, options: ReplayOptions) -> str | None:
-    """The checkpoint to start from, by name: the given one, or the newest before the step; None where there is none.
+    """Return the name of the checkpoint to start from: the given one, or the newest before the step; None if there is none.
 
-    Raises CheckpointError for one that is not there, or that is not before the step.
+    Raises CheckpointError if the given one does not exist or is not before the step.
     """
     names = [path.name for path in files.list_checkpoints(run_dir)]
     before = [name for name in names if files.order(name) < files.order(options.name)]
@@ -44,14 +44,15 @@ def checkpoint_before(run_dir: str | Path, options: ReplayOptions) -> str | None
         raise CheckpointError(f"{files.checkpoints_folder(run_dir)} has no checkpoint {options.checkpoint!r}; there are: {shown}")
     if options.checkpoint not in before:
         raise CheckpointError(
-            f"--checkpoint {options.checkpoint} is not before step {options.step} ({options.stage}): it holds its outcome"
+            f"--checkpoint {options.checkpoint} is not before step {options.step} ({options.stage}): it contains the step's result"
         )
     return options.checkpoint
 
 
 def check_replay(config: Config, options: ReplayOptions) -> None:
-    """What can be checked before a model loads: the dump and the checkpoint are there (else CheckpointError), and the comparison can be
-    written (else ConfigError).
+    """Check before a model loads that the dump and the checkpoint exist and that the comparison can be written.
+
+    Raises CheckpointError or ConfigError.
     """
     require_dump(config.run.dir, options.name)
     checkpoint_before(config.run.dir, options)
@@ -60,23 +61,23 @@ def check_replay(config: Config, options: ReplayOptions) -> None:
 
 
 def check_json_path(path: str) -> None:
-    """Raise ConfigError unless a file can be written there. Nothing is made."""
+    """Raise ConfigError unless ``path`` can be written. Creates nothing."""
     folder = Path(path).absolute().parent
     if not folder.is_dir():
-        raise ConfigError(f"--json {path!r} cannot be written: there is no folder {str(folder)!r}; make it first")
+        raise ConfigError(f"--json {path!r} cannot be written: the folder {str(folder)!r} does not exist; create it first")
     if Path(path).is_dir():
-        raise ConfigError(f"--json {path!r} cannot be written: it is a folder; give a file")
+        raise ConfigError(f"--json {path!r} cannot be written: it is a folder; give the path of a file")
     if not os.access(path if Path(path).exists() else folder, os.W_OK):
         raise ConfigError(f"--json {path!r} cannot be written: no permission")
 
 
 def is_exact(config: Config, options: ReplayOptions, manifest: Manifest | None, rows: Sequence[Row]) -> bool:
-    """Whether a checkpoint (None: the models as the run began) is the state right before the step. ``rows``: those of the run."""
+    """Return whether a checkpoint (None: the initial models) is the state right before the step. ``rows``: the run's metric rows."""
     if manifest is not None and manifest.stage == options.stage:
         return manifest.step == options.step - 1
     if options.step > 1:
         return False
     if options.stage == "value_pretraining":
         return manifest is None
-    pretrained = max((row["step"] for row in rows if row.get("stage") == "value_pretraining"), default=0)  # it may end early
+    pretrained = max((row["step"] for row in rows if row.get("stage") == "value_pretraining"), default=0)  # pretraining may end early
     return pretrained == (0 if manifest is None else manifest.step)

@@ -1,4 +1,4 @@
-"""``vapo-mcore replay-step RUN STEP``. Importing this imports no packages from elsewhere."""
+"""``vapo-mcore replay-step RUN STEP``: define the options and start the replay. Importing it imports no third-party package."""
 
 from __future__ import annotations
 
@@ -20,15 +20,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options to a parser."""
     parser.add_argument("run", metavar="RUN", help="run directory (run.dir)")
     parser.add_argument("step", metavar="STEP", type=int, help="a step whose rollout was dumped (run.dump_steps, run.dump_every_steps)")
-    parser.add_argument("overrides", metavar="KEY=VALUE", nargs="*", default=[], help="settings that replace those of the run")
-    parser.add_argument("--stage", choices=("rl", "value_pretraining"), default="rl", help="whose step it is (rl)")
-    parser.add_argument("--checkpoint", metavar="NAME", help="start from this one of RUN/checkpoints (the newest before the step)")
-    parser.add_argument("--json", metavar="FILE", help="write the comparison as JSON, too")
+    parser.add_argument("overrides", metavar="KEY=VALUE", nargs="*", default=[], help="settings that override those of the run")
+    parser.add_argument("--stage", choices=("rl", "value_pretraining"), default="rl", help="stage of the step (default: rl)")
+    parser.add_argument(
+        "--checkpoint", metavar="NAME", help="start from this folder of RUN/checkpoints (default: the newest before the step)"
+    )
+    parser.add_argument("--json", metavar="FILE", help="also write the comparison as JSON")
 
 
-def _derived_anew(file: str, overrides: Sequence[str]) -> list[str]:
-    """Settings before ``overrides`` for another layout: the resolved configuration also has the settings that follow from a layout, and
-    those that are what its own layout gives are derived from the new one.
+def _reset_derived(file: str, overrides: Sequence[str]) -> list[str]:
+    """Return overrides that reset derived parallel settings if ``overrides`` changes the layout.
+
+    The resolved configuration also contains settings derived from its layout. Those with their derived value must be derived again.
     """
     if not any(override.partition("=")[0].strip().split(".")[0] == "parallel" for override in overrides):
         return []
@@ -42,9 +45,9 @@ def _derived_anew(file: str, overrides: Sequence[str]) -> list[str]:
 
 
 def run(options: argparse.Namespace, arguments: list[str], load: Callable[[argparse.Namespace, Sequence[str]], Config]) -> int:
-    """Check, start the processes that the run's layout needs unless they are there, and replay; returns the exit code.
+    """Check, start the ranks of the run's layout unless torchrun has started them, and replay. Returns the exit code.
 
-    ``load`` reads the configuration that the options name, with further settings.
+    ``load`` reads the configuration named by the options, with additional settings.
     """
     from vapo_mcore.launch import local
     from vapo_mcore.records.run_dir import holds_run
@@ -52,9 +55,9 @@ def run(options: argparse.Namespace, arguments: list[str], load: Callable[[argpa
     if options.step < 1:
         raise ConfigError(f"STEP = {options.step}: steps count from 1")
     if not holds_run(options.run):
-        raise ConfigError(f"{options.run!r} holds no run of vapo-mcore; give the run directory (run.dir) of a run")
+        raise ConfigError(f"{options.run!r} is not a run directory of vapo-mcore; give the run.dir of a run")
     options.file = str(Path(options.run) / "config.yaml")
-    options.overrides = [*_derived_anew(options.file, options.overrides), *options.overrides]
+    options.overrides = [*_reset_derived(options.file, options.overrides), *options.overrides]
     config = load(options, (f"run.dir={json.dumps(os.path.abspath(options.run))}",))
 
     from vapo_mcore.commands.replay_checks import ReplayOptions, check_replay

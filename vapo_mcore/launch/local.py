@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vapo_mcore.errors import EXIT_HANG, EXIT_REQUEUE
-from vapo_mcore.interrupts import importing, tell_interrupted
+from vapo_mcore.interrupts import importing, report_interrupted
 from vapo_mcore.launch.environment import process_defaults
 
 ERRORS_VARIABLE = "VAPO_MCORE_ERRORS"  # folder for the workers' error messages, set by the launcher
@@ -82,7 +82,7 @@ def launch(module: str, arguments: list[str], processes: int) -> int:
             return _report(Path(folder), exits, processes)
         except SignalException as stopped:
             if stopped.sigval == signal.SIGINT:
-                tell_interrupted()
+                report_interrupted()
             return 128 + int(stopped.sigval)
         finally:
             for number in _PASSED_ON:

@@ -1,1 +1,1 @@
-"""What a run writes and shows: run directory, lock, metrics, trackers, console."""
+"""Write and display the records of a run: run directory, lock, metrics, trackers, console."""

@@ -1,4 +1,4 @@
-"""What a person sees: one line a step, a progress bar on a terminal only, and the summary. Rank 0 alone prints."""
+"""Print a run's progress on rank 0: one line per step, a progress bar on terminals, and the summary."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ _RL_FIELDS = (
 )
 
 WAITING_SECONDS = 15.0
-"""How long a start may take without a line."""
+"""Interval of progress lines during the start of a run."""
 
 
 def format_step(row: Mapping[str, Any], total: int) -> str:
-    """One line for one step; what the step did not measure (no critic, say) is left out, what is undefined is a dash."""
+    """Format one step as one line. Metrics that the step did not measure are omitted; undefined values are printed as a dash."""
     stage = "value pretraining" if row.get("stage") == "value_pretraining" else "step"
     parts = [f"{stage} {row['step']}/{total}"]
     for key, label, form in _RL_FIELDS:
@@ -53,7 +53,7 @@ def format_step(row: Mapping[str, Any], total: int) -> str:
 
 
 class Console:
-    """Prints on rank 0; does nothing on other ranks or with ``enabled=False``."""
+    """Prints lines and a progress bar if ``enabled``, else does nothing. Enable it on rank 0 only."""
 
     def __init__(self, *, enabled: bool) -> None:
         self.enabled = enabled
@@ -68,7 +68,7 @@ class Console:
 
     @contextmanager
     def waiting(self, activity: str) -> Iterator[None]:
-        """Print ``activity`` and its time so far every ``WAITING_SECONDS`` until the block ends."""
+        """Print ``activity`` and its elapsed time every ``WAITING_SECONDS`` until the block ends."""
         if self._rich is None:
             yield
             return
@@ -87,7 +87,7 @@ class Console:
             thread.join()
 
     def start_progress(self, description: str, total: int) -> None:
-        """Show a bar for ``total`` steps, on a terminal only."""
+        """Show a progress bar for ``total`` steps if stdout is a terminal."""
         self.stop_progress()
         if self._rich is None or not self._rich.is_terminal:
             return

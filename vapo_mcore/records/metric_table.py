@@ -1,4 +1,4 @@
-"""The table of all metrics with their reductions; ``docs/metrics.md`` is written from it:
+"""Declare all metrics with their reductions. ``docs/metrics.md`` is generated from this table:
 
 python -m vapo_mcore.records.metric_table > docs/metrics.md
 """

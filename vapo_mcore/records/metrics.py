@@ -1,9 +1,8 @@
-"""Metrics of one step: each has a declared reduction, and all of them are reduced over the ranks at once.
+"""Collect the metrics of one step and reduce them over all ranks with the reduction that each metric declares.
 
-A metric is recorded as *slots* (for a mean: numerator and denominator) that add up over micro-batches and ranks, so
-that no average of averages and no sum of maxima can happen. ``StepMetrics.reduce`` sums the slots over the data-parallel
-group in one all-reduce, takes extrema over the world in another and only then forms the final numbers, in float64.
-The table of all metrics is ``metric_table.METRICS``.
+A metric is recorded as *slots* (for a mean: numerator and denominator) that are summed over micro-batches and ranks, so that averages of
+averages and sums of maxima cannot occur. ``StepMetrics.reduce`` sums the slots over the data-parallel group in one all-reduce, takes
+extrema over the world in another, and then computes the final values in float64. ``metric_table.METRICS`` lists all metrics.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ MetricValue = float | str | Sequence[float | None] | Sequence[int] | None
 
 
 class Reduction(Enum):
-    """How a metric is put together from all ranks, micro-batches and updates of a step."""
+    """How a metric is reduced over the ranks, micro-batches and updates of a step."""
 
     MEAN = "mean"
     STD = "population standard deviation"
@@ -33,7 +32,7 @@ class Reduction(Enum):
 
 @dataclass(frozen=True)
 class Metric:
-    """Declaration of one metric. ``over``: what is averaged, summed or compared (for example "response tokens")."""
+    """Declaration of one metric. ``over``: the items that are averaged, summed or compared (for example "response tokens")."""
 
     name: str
     reduction: Reduction
@@ -66,10 +65,10 @@ _EXTREMES = (Reduction.MAX, Reduction.MIN)
 
 
 class StepMetrics:
-    """Collects the metrics of one step on one rank. Values may be Python numbers or 0-dim tensors (read once, at the end).
+    """Collects the metrics of one step on one rank. Values are Python numbers or 0-dim tensors, which are read once at the end.
 
-    Every rank may record a different subset (a rank without tokens records nothing): the exchanged vectors have a fixed
-    layout given by the table, so the collectives always match.
+    Ranks may record different subsets (a rank without tokens records nothing): the table fixes the layout of the reduced vectors, so the
+    collectives always match.
     """
 
     def __init__(self, table: Iterable[Metric]) -> None:
@@ -90,7 +89,7 @@ class StepMetrics:
             held[index] = held[index] + value
 
     def add_tokens(self, name: str, values: Tensor, mask: Tensor) -> None:
-        """Add a per-token tensor under its mask to a MEAN, STD, MAX or MIN metric; masked entries are never read."""
+        """Add a per-token tensor to a MEAN, STD, MAX or MIN metric; only entries where ``mask`` is True are read."""
         reduction = self._table[name].reduction
         chosen = values[mask].double()
         if reduction in _EXTREMES:
@@ -112,15 +111,15 @@ class StepMetrics:
         self._extremes[name] = value if held is None else (max(held, value) if larger else min(held, value))
 
     def put(self, name: str, value: MetricValue) -> None:
-        """Record a value that is equal on all ranks: from replicated rows, or from a collective function over all tokens."""
+        """Record a value that is equal on all ranks: from replicated rows, or from a collective over all tokens."""
         if self._table[name].reduction not in (Reduction.POOLED, Reduction.REPLICATED):
-            raise ValueError(f"metric {name!r} must be reduced, not put")
+            raise ValueError(f"metric {name!r} ({self._table[name].reduction.name}) must be reduced: use add or extreme, not put")
         self._final[name] = value
 
     def reduce(self, data_parallel_group: dist.ProcessGroup | None, device: torch.device | str = "cpu") -> dict[str, MetricValue]:
-        """Collective over the world. Returns final values in the order of the table; recorded nowhere means absent.
+        """Reduce over all ranks and return the final values in table order, without metrics that no rank recorded. Collective.
 
-        ``data_parallel_group`` None means a single process. A mean over nothing, or an undefined value, is None.
+        ``data_parallel_group`` None means a single process. Undefined values, such as a mean over no tokens, are None.
         """
         sums, recorded = self._reduce_sums(data_parallel_group, device)
         extremes = self._reduce_extremes(data_parallel_group is not None, device)

@@ -1,17 +1,17 @@
-"""The run directory: made once by rank 0, never reused without ``--resume`` or ``--clean``, and only deleted if it is one of ours.
+"""Create, check and write the run directory. It is reused only with ``--resume`` or ``--clean``, and deleted only if it holds a run.
 
-<run.dir>/config.yaml            the resolved configuration
-<run.dir>/engine.json            what the rollout engine of the last start ran with
-<run.dir>/metrics.jsonl          one JSON object a step
+<run.dir>/config.yaml            resolved configuration
+<run.dir>/engine.json            settings of the rollout engine at the last start
+<run.dir>/metrics.jsonl          one JSON object per step
 <run.dir>/samples/step_NNNN.jsonl   sampled responses with their scores
 <run.dir>/evaluations/step_NNNN.json, .md   results on the evaluation sets
-<run.dir>/tensorboard/, wandb/    of the trackers (trackers.py)
+<run.dir>/tensorboard/, wandb/   files of the trackers (trackers.py)
 <run.dir>/checkpoints/           see docs/checkpoints.md
-<run.dir>/export/hf              the trained policy
-<run.dir>/best_hf                the best policy by an evaluation, see best_export.py
+<run.dir>/export/hf              trained policy
+<run.dir>/best_hf                policy with the best evaluation score, see best_export.py
 <run.dir>/dumps/                 rollouts of single steps, see step_dump.py
-<run.dir>/faults/                batches of bad updates, stacks of ranks that hung
-<run.dir>/finished.json          once the run has reached its end
+<run.dir>/faults/                batches of skipped updates, stacks of hung ranks
+<run.dir>/finished.json          exists once the run has finished
 """
 
 from __future__ import annotations
@@ -37,36 +37,36 @@ _FINISHED = "finished.json"
 
 
 def export_folder(run_dir: str | Path) -> Path:
-    """Where the trained policy goes."""
+    """Return the folder of the exported trained policy."""
     return Path(run_dir) / "export" / "hf"
 
 
 def critic_folder(run_dir: str | Path) -> Path:
-    """Where the critic goes after value pretraining."""
+    """Return the folder of the critic saved after value pretraining."""
     return Path(run_dir) / "critic_pretrained" / "hf"
 
 
 def faults_folder(run_dir: str | Path) -> Path:
-    """What a run that went wrong leaves for a person to look at."""
+    """Return the folder for files that explain a failure."""
     return Path(run_dir) / "faults"
 
 
 class RunDirectory:
-    """Writers of one run; rank 0 alone has one."""
+    """Writes the records of one run. Only rank 0 has one."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.run_id = run_id(path)
         self.samples = path / "samples"
         self.evaluations = path / "evaluations"
-        # Unbuffered: what a full disk did not take must not be written later.
+        # Unbuffered: bytes that a full disk refused must not be written later.
         self._metrics = open(path / "metrics.jsonl", "ab", buffering=0)  # noqa: SIM115 (kept open for the run, closed in close())
-        self._last_row = 0  # where the row last written begins
-        self.trackers = Trackers({})  # that show the rows too
+        self._last_row = 0  # byte offset of the last written row
+        self.trackers = Trackers({})
 
     @classmethod
     def create(cls, path: str | Path, *, clean: bool, config_yaml: str) -> RunDirectory:
-        """Make the directory and save the resolved config. Raises ConfigError if it is in use or cannot be made."""
+        """Create the directory and save the resolved config. Raises ConfigError if it is in use or cannot be created."""
         path = Path(path)
         check_run_directory(path, clean=clean)
         _make_empty(path)
@@ -83,10 +83,10 @@ class RunDirectory:
     def resume(
         cls, path: str | Path, *, metrics_bytes: int, written: Collection[str], config_yaml: str, dumps: Collection[str] | None = None
     ) -> RunDirectory:
-        """Take the directory back to what it was with ``metrics_bytes`` of metrics.jsonl, the ``written`` samples and evaluations and the
-        ``dumps`` of steps (None: of a checkpoint that did not note them, so all are left).
+        """Rewind the directory to a position: ``metrics_bytes`` of metrics.jsonl, the ``written`` samples and evaluations, the ``dumps``.
 
-        Later rows, samples, evaluations, dumps and exports go. Raises what :func:`check_position` raises.
+        Deletes later rows, samples, evaluations, dumps and exports. ``dumps`` None (from an old checkpoint) keeps all dumps. Raises like
+        :func:`check_position`.
         """
         path = Path(path)
         check_position(path, metrics_bytes=metrics_bytes, written=written, dumps=dumps)
@@ -106,15 +106,15 @@ class RunDirectory:
             raise ConfigError(f"run.dir = {str(path)!r} cannot be written: {error}") from error
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """What metrics.jsonl holds so far."""
+        """Yield the rows of metrics.jsonl."""
         with open(self.path / "metrics.jsonl", encoding="utf-8") as file:
             yield from map(json.loads, file)
 
     def position(self, *, without_last_row: bool = False) -> dict[str, Any]:
-        """Where the files stand, for :meth:`resume`; the rows are on the disk when this returns.
+        """Flush the rows to disk and return the current position for :meth:`resume`.
 
-        ``without_last_row``: :meth:`resume` shall take the row last written away, because it will be written again.
-        Raises RecordError where the disk does not take the rows.
+        ``without_last_row``: exclude the last row, because a resumed run writes it again. Raises RecordError if the rows cannot be
+        written.
         """
         with _explained(self.path / "metrics.jsonl"):
             os.fsync(self._metrics.fileno())
@@ -123,23 +123,23 @@ class RunDirectory:
         return {"metrics_bytes": self._last_row if without_last_row else self._metrics.tell(), "written": written, "dumps": dumps}
 
     def write_engine(self, settings: Mapping[str, Any]) -> None:
-        """Record the rollout engine's settings, defaults resolved."""
+        """Write the rollout engine's settings, including defaults, to engine.json."""
         (self.path / "engine.json").write_text(json.dumps(settings, indent=1, default=str) + "\n", encoding="utf-8")
 
     def mark_finished(self, steps: int) -> None:
-        """The run has reached its end after so many RL steps. Raises RecordError."""
+        """Record that the run finished after ``steps`` RL steps. Raises RecordError."""
         with _explained(self.path / _FINISHED):
             (self.path / _FINISHED).write_text(json.dumps({"steps": steps}) + "\n", encoding="utf-8")
 
     def write_metrics(self, row: Mapping[str, Any]) -> None:
-        """Append one step. Undefined and non-finite numbers become null; the latter are named under ``metrics/nonfinite``.
+        """Append the row of one step. Undefined and non-finite numbers become null; ``metrics/nonfinite`` lists the latter.
 
-        Raises RecordError where the row cannot be written; the file then ends with the row before.
+        Raises RecordError if the row cannot be written; the file then ends with the previous row.
         """
         clean = {name: _finite_or_none(value) for name, value in row.items()}
         if self.trackers:
             clean["trackers/failed"] = self.trackers.failed
-        nonfinite = [name for name, value in row.items() if clean[name] != value]  # a NaN differs from itself, and from None
+        nonfinite = [name for name, value in row.items() if clean[name] != value]  # NaN differs from itself and from None
         if nonfinite:
             clean["metrics/nonfinite"] = nonfinite
         start = self._metrics.tell()
@@ -150,13 +150,13 @@ class RunDirectory:
                     left = left[self._metrics.write(left) :]
             except OSError:
                 self._metrics.truncate(start)
-                self._metrics.seek(start)  # truncating does not move it, and position() tells where it stands
+                self._metrics.seek(start)  # truncate() does not move the position, which position() returns
                 raise
         self._last_row = start
         self.trackers.write(clean)
 
     def write_samples(self, name: str, samples: Iterable[Mapping[str, Any]]) -> Path:
-        """Write ``samples/<name>.jsonl``, one response a line. Raises RecordError, and leaves no part of the file then."""
+        """Write ``samples/<name>.jsonl``, one response per line. Raises RecordError and then leaves no partial file."""
         path = self.samples / f"{name}.jsonl"
         with _explained(path):
             try:
@@ -174,7 +174,7 @@ class RunDirectory:
 
 @contextmanager
 def _explained(path: Path) -> Iterator[None]:
-    """Raise RecordError for an error of the file system."""
+    """Convert an OSError to a RecordError."""
     try:
         yield
     except OSError as error:
@@ -188,15 +188,12 @@ def _finite_or_none(value: Any) -> Any:
 
 
 def check_position(path: str | Path, *, metrics_bytes: int, written: Collection[str], dumps: Collection[str] | None = None) -> None:
-    """Raise CheckpointError unless the directory can be taken back to this position: what was written up to it is still there.
-
-    Nothing is changed.
-    """
+    """Raise CheckpointError unless the directory still contains everything written up to this position. Changes nothing."""
     metrics = Path(path) / "metrics.jsonl"
     try:
         size = metrics.stat().st_size if metrics.is_file() else 0
         if size < metrics_bytes:
-            raise CheckpointError(f"{metrics} has {size} bytes, the checkpoint was saved with {metrics_bytes}: rows are missing")
+            raise CheckpointError(f"{metrics} has {size} bytes, but the checkpoint was saved at {metrics_bytes}: rows are missing")
         with metrics.open("rb") as stream:
             stream.seek(max(0, metrics_bytes - 1))
             whole = metrics_bytes == 0 or stream.read(1) == b"\n"
@@ -204,24 +201,24 @@ def check_position(path: str | Path, *, metrics_bytes: int, written: Collection[
         raise CheckpointError(f"{metrics} cannot be read: {error.strerror}") from error
     if not whole:
         raise CheckpointError(
-            f"{metrics} was changed after the checkpoint was saved: no row ends at byte {metrics_bytes}, where its last one did; put the "
-            "file back as it was"
+            f"{metrics} was changed after the checkpoint was saved: no row ends at byte {metrics_bytes}, where the last row ended; restore "
+            "the file"
         )
 
 
 def _written(path: Path) -> list[Path]:
-    """Files of single steps."""
+    """List the files of single steps."""
     return [file for folder in ("samples", "evaluations") for file in (path / folder).iterdir() if file.is_file()]
 
 
 def _dumps(path: Path) -> list[Path]:
-    """Folders of dumped steps."""
+    """List the folders of dumped steps."""
     folder = dumps_folder(path)
     return [dump for dump in folder.iterdir() if dump.is_dir()] if folder.is_dir() else []
 
 
 def run_id(path: Path) -> str:
-    """The identity of the run in a directory, the same after a resume."""
+    """Return the id of the run in a directory, which a resume keeps."""
     try:
         return str(json.loads((path / _MARKER).read_text(encoding="utf-8"))["run_id"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -229,7 +226,7 @@ def run_id(path: Path) -> str:
 
 
 def finished_steps(path: str | Path) -> int | None:
-    """RL steps of a run that has reached its end; None of one that has not."""
+    """Return the number of RL steps of a finished run, or None if it is not finished."""
     try:
         return int(json.loads((Path(path) / _FINISHED).read_text(encoding="utf-8"))["steps"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -237,13 +234,14 @@ def finished_steps(path: str | Path) -> int | None:
 
 
 def holds_run(path: str | Path) -> bool:
-    """Whether a run has begun in the directory."""
+    """Return whether the directory holds a run."""
     return (Path(path) / _MARKER).is_file()
 
 
 def check_run_directory(path: str | Path, *, clean: bool, resume: bool = False) -> None:
-    """Raise ConfigError unless a run may use ``path``: it is new or empty, or holds a run that ``clean`` allows to delete or ``resume``
-    to continue. Also refused: a place where no directory can be made.
+    """Raise ConfigError unless a run may use ``path``.
+
+    It may if ``path`` can be created, is empty, or holds a run that ``clean`` may delete or ``resume`` may continue.
     """
     path = Path(path)
     try:
@@ -251,35 +249,36 @@ def check_run_directory(path: str | Path, *, clean: bool, resume: bool = False) 
         dangling = next((place for place in places if place.is_symlink() and not place.exists()), None)
         if dangling is not None:
             raise ConfigError(
-                f"run.dir = {str(path)!r} cannot be made: {str(dangling)!r} is a symbolic link to {os.readlink(dangling)!r}, which does "
-                "not exist; make that directory, or give another run.dir"
+                f"run.dir = {str(path)!r} cannot be created: {str(dangling)!r} is a symbolic link to {os.readlink(dangling)!r}, which does "
+                "not exist; create that directory, or choose another run.dir"
             )
         if path.exists() and not path.is_dir():
-            raise ConfigError(f"run.dir = {str(path)!r} exists and is not a directory; give another run.dir")
+            raise ConfigError(f"run.dir = {str(path)!r} exists and is not a directory; choose another run.dir")
         _check_writable(path, next(place for place in places if place.exists()))
         in_use = path.exists() and any(entry.name != LOCK_NAME for entry in path.iterdir())
         if in_use and not (path / _MARKER).is_file():
             raise ConfigError(
-                f"run.dir = {str(path)!r} holds files that are not a run of vapo-mcore; nothing was touched, give another run.dir"
+                f"run.dir = {str(path)!r} holds files that are not a run of vapo-mcore; nothing was changed, choose another run.dir"
             )
     except OSError as error:
         raise ConfigError(f"run.dir = {str(path)!r} cannot be used: {error.strerror}") from error
     if in_use and not clean and not resume:
         raise ConfigError(
-            f"run.dir = {str(path)!r} already holds a run; give --resume to continue it, another run.dir, or --clean to delete it first"
+            f"run.dir = {str(path)!r} already holds a run; continue it with --resume, choose another run.dir, or delete it with --clean"
         )
 
 
 def _check_writable(path: Path, above: Path) -> None:
-    """Raise ConfigError unless a directory can be made in ``above``, the nearest place to ``path`` that exists."""
+    """Raise ConfigError unless a directory can be created in ``above``, the closest existing parent of ``path``."""
     if not above.is_dir():
-        raise ConfigError(f"run.dir = {str(path)!r} cannot be made: {str(above)!r} is not a directory")
+        raise ConfigError(f"run.dir = {str(path)!r} cannot be created: {str(above)!r} is not a directory")
     try:
-        os.rmdir(tempfile.mkdtemp(prefix=".vapo_mcore_try_", dir=above))  # permissions do not tell: /proc, read-only mounts, root
+        # Permission bits do not suffice: /proc, read-only mounts, root.
+        os.rmdir(tempfile.mkdtemp(prefix=".vapo_mcore_try_", dir=above))
     except OSError as error:
-        what = "be used" if above == path else "be made"
+        what = "be used" if above == path else "be created"
         raise ConfigError(
-            f"run.dir = {str(path)!r} cannot {what}: no directory can be made in {str(above)!r}: {error.strerror}; give another run.dir"
+            f"run.dir = {str(path)!r} cannot {what}: cannot create a directory in {str(above)!r}: {error.strerror}; choose another run.dir"
         ) from error
 
 
@@ -288,10 +287,10 @@ def _make_empty(path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
         for entry in path.iterdir():
             if entry.name == LOCK_NAME:
-                continue  # this run holds it
+                continue  # held by this run
             if entry.is_dir() and not entry.is_symlink():
                 shutil.rmtree(entry)
             else:
                 entry.unlink()
     except OSError as error:
-        raise ConfigError(f"run.dir = {str(path)!r} cannot be made: {error}") from error
+        raise ConfigError(f"run.dir = {str(path)!r} cannot be created: {error}") from error

@@ -1,8 +1,8 @@
-"""One live run a directory: rank 0 holds ``<run.dir>/.lock`` for as long as it lives.
+"""Lock the run directory, so that at most one live run uses it. Rank 0 holds ``<run.dir>/.lock`` while the run lives.
 
-The file says who holds it (host, process, a counter that grows every few seconds). A POSIX record lock on it, which the kernel drops when
-the process ends, however it ends, decides between processes of one host, and of several where the file system passes locks on. Where
-it does not, the counter does: a holder on another host whose counter stands still is taken for dead.
+The file contains host, process id and a counter that is incremented every few seconds. A POSIX record lock on the file, which the kernel
+releases whenever the process ends, excludes processes of the same host, and of other hosts if the file system propagates locks. If it
+does not, the counter decides: a holder on another host whose counter does not change is considered dead.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def lock_path(run_dir: str | Path) -> Path:
 
 
 def lock_holder(run_dir: str | Path) -> dict[str, Any] | None:
-    """Who holds the run, or died without giving it up, by its file; None if nobody."""
+    """Return the contents of the lock file: the live or dead holder of the run. None if the lock was released."""
     try:
         return _holder(lock_path(run_dir).read_bytes())
     except OSError:
@@ -39,7 +39,7 @@ def lock_holder(run_dir: str | Path) -> dict[str, Any] | None:
 
 
 def _holder(text: bytes) -> dict[str, Any] | None:
-    """What the file says; None if nobody is named."""
+    """Parse the lock file; None if it names no holder."""
     try:
         content = json.loads(text)
     except ValueError:
@@ -48,12 +48,13 @@ def _holder(text: bytes) -> dict[str, Any] | None:
 
 
 class RunLock:
-    """Taken when entered. Raises ConfigError where a live run has the directory.
+    """Context manager that holds the lock. Entering raises ConfigError if a live run uses the directory.
 
     Args:
-        run_dir: of the run; it exists.
-        say: called when the lock of a dead run is taken over.
-        beat_seconds, watch_seconds: how often the counter grows, and how long another host's is watched.
+        run_dir: existing run directory.
+        say: prints a line when the lock of a dead run is taken over.
+        beat_seconds: interval at which the counter is incremented.
+        watch_seconds: how long to watch the counter of a holder on another host.
     """
 
     def __init__(
@@ -94,11 +95,9 @@ class RunLock:
             return
         here = socket.gethostname()
         if holder.get("host") != here:
-            self.say(f"run.dir was last used on host {holder.get('host')}: watching for {self.watch_seconds:.0f} s whether that run lives")
+            self.say(f"run.dir was last used on host {holder.get('host')}: checking for {self.watch_seconds:.0f} s if that run is alive")
             self._watch(holder)
-        self.say(
-            f"run.dir: the run of process {holder.get('pid')} on {holder.get('host')} has ended without giving up its lock; taken over"
-        )
+        self.say(f"run.dir: process {holder.get('pid')} on {holder.get('host')} died without releasing its lock; taking it over")
 
     def _watch(self, holder: dict[str, Any]) -> None:
         deadline = time.monotonic() + self.watch_seconds
@@ -110,7 +109,7 @@ class RunLock:
 
     def _in_use(self, holder: dict[str, Any] | None) -> str:
         who = "another process" if holder is None else f"process {holder.get('pid')} on host {holder.get('host')}"
-        return f"run.dir = {str(self.path.parent)!r} is in use by a live run ({who}); end that run first, or give another run.dir"
+        return f"run.dir = {str(self.path.parent)!r} is in use by a live run ({who}); end that run first, or choose another run.dir"
 
     def _read(self) -> dict[str, Any] | None:
         return _holder(os.pread(self._descriptor, 4096, 0))
@@ -119,7 +118,7 @@ class RunLock:
         count = 0
         while True:
             content = json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "beat": count}).encode()
-            with contextlib.suppress(OSError):  # a full disk must not end the run; the kernel's lock still holds
+            with contextlib.suppress(OSError):  # a full disk must not end the run; the record lock still holds
                 os.pwrite(self._descriptor, content.ljust(256), 0)
             count += 1
             if self._ended.wait(self.beat_seconds):

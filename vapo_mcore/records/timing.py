@@ -1,4 +1,4 @@
-"""Seconds by phase of a step, and what a run has taken so far."""
+"""Measure the seconds of a step's phases, and the time and GPU-hours of a run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from vapo_mcore import heartbeat
 
 
 class PhaseTimer:
-    """Adds up wall-clock seconds by phase name. On a GPU a phase ends when its kernels have ended."""
+    """Sums wall-clock seconds by phase. With CUDA a phase ends with a device synchronisation, so it includes its kernels."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -32,12 +32,12 @@ class PhaseTimer:
 
     @property
     def total(self) -> float:
-        """Seconds since this timer was made."""
+        """Seconds since the timer was created."""
         return time.perf_counter() - self._start
 
 
 class RunClock:
-    """Wall-clock time and GPU-hours of a run since its models were built, those of the processes it was resumed from included."""
+    """Measures wall-clock time and GPU-hours of a run since its models were built, including the time before a resume."""
 
     def __init__(self, processes: int) -> None:
         self.processes = processes
@@ -45,7 +45,7 @@ class RunClock:
         self._earlier = {"seconds": 0.0, "gpu_seconds": 0.0}
 
     def metrics(self) -> dict[str, float]:
-        """The cost of what stands beside it in a row. GPU-hours: of all processes together; without GPUs each counts as one."""
+        """Return time and GPU-hours so far. GPU-hours are summed over all processes; a process without GPU counts as one GPU."""
         state = self.state_dict()
         return {"time/run": state["seconds"], "time/gpu_hours": state["gpu_seconds"] / 3600}
 
@@ -57,5 +57,5 @@ class RunClock:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there, now."""
+        """Continue from a saved state, starting now."""
         self._start, self._earlier = time.perf_counter(), dict(state)

@@ -1,8 +1,8 @@
-"""Where the rows of a run are shown besides ``metrics.jsonl``: TensorBoard, Weights & Biases. Rank 0 only.
+"""Send the metric rows of a run to TensorBoard and Weights & Biases. Rank 0 only.
 
-A tracker that was asked for and cannot start is an error before a model loads. One that fails later is switched off, said once and
-counted (``trackers/failed``): it never stops training. A start, also one after ``--resume``, shows the rows of ``metrics.jsonl`` again,
-which was cut to the checkpoint by then; so no step is shown twice, whatever the run that was ended had shown.
+A configured tracker that cannot start is an error before a model loads. One that fails later is disabled with one warning and counted
+(``trackers/failed``); it never stops training. Every start, also with ``--resume``, sends the rows of ``metrics.jsonl`` again, which is
+truncated to the checkpoint by then, so no step appears twice.
 """
 
 from __future__ import annotations
@@ -26,31 +26,31 @@ from vapo_mcore.config.loading import dump_yaml
 from vapo_mcore.config.schema import Config, RunConfig, WandbConfig
 from vapo_mcore.errors import ConfigError
 
-_SERVER_SECONDS = 20.0  # for the answer of W&B's server before a model loads
+_SERVER_SECONDS = 20.0  # timeout of W&B's server in the check before a model loads
 _START_SECONDS = 90.0
-_FINISH_SECONDS = 30.0  # for what is not uploaded yet when the run ends, which may be because its machine is taken away
+_FINISH_SECONDS = 30.0  # limit for pending uploads at the end; a preempted machine leaves little time
 logger = logging.getLogger(__name__)
 
 
 class Tracker(Protocol):
-    """Gets the rows in order, each once; any exception ends it."""
+    """Receives every row once, in order. Any exception disables it."""
 
     def write(self, number: int, row: Mapping[str, Any]) -> None:
-        """Show a row; ``number`` counts the rows of ``metrics.jsonl`` from 0."""
+        """Record a row; ``number`` is its index in ``metrics.jsonl``, from 0."""
 
     def flush(self) -> None:
-        """What was written is to be seen."""
+        """Flush pending writes."""
 
     def close(self) -> None:
-        """The run has ended."""
+        """Flush and close; called at the end of the run."""
 
 
 def check_trackers(run: RunConfig) -> None:
-    """Raise ConfigError for a tracker that ``run`` requires and that cannot start here."""
+    """Raise ConfigError if a tracker required by ``run`` cannot start."""
     faults = []
     if run.tensorboard and not _is_installed("tensorboard"):
         faults.append(
-            "run.tensorboard = true, but the package tensorboard is not installed; in a checkout: pip install -e '.[tracking]', or set "
+            "run.tensorboard = true, but the package tensorboard is not installed; run pip install -e '.[tracking]' in a checkout, or set "
             "run.tensorboard to null"
         )
     if run.wandb is not None:
@@ -61,18 +61,18 @@ def check_trackers(run: RunConfig) -> None:
 
 
 class Trackers:
-    """The trackers of a run, of which some may have failed."""
+    """Forwards rows to all trackers of a run and disables those that fail."""
 
-    def __init__(self, trackers: Mapping[str, Tracker], shown: Iterable[Mapping[str, Any]] = ()) -> None:
-        """``shown``: the rows so far, for a run that was resumed."""
+    def __init__(self, trackers: Mapping[str, Tracker], rows: Iterable[Mapping[str, Any]] = ()) -> None:
+        """``rows``: earlier rows of a resumed run, written at once."""
         self._running = dict(trackers)
         self._rows = 0
         self.failed = 0
-        for row in shown:
+        for row in rows:
             self.write(row, flush=False)
 
     def __bool__(self) -> bool:
-        """Whether there is, or was, any."""
+        """Whether the run has any tracker, running or failed."""
         return bool(self._running) or self.failed > 0
 
     def write(self, row: Mapping[str, Any], *, flush: bool = True) -> None:
@@ -89,16 +89,16 @@ class Trackers:
         for name, tracker in list(self._running.items()):
             try:
                 do(tracker)
-            except Exception as error:  # noqa: BLE001 (any fault of a tracker is its own)
+            except Exception as error:  # noqa: BLE001 (a failing tracker must not stop training)
                 del self._running[name]
                 self.failed += 1
-                logger.warning("%s failed and is switched off for the rest of the run: %s: %s", name, type(error).__name__, error)
+                logger.warning("%s failed; disabling it for the rest of the run: %s: %s", name, type(error).__name__, error)
 
 
 def start_trackers(config: Config, folder: Path, run_id: str, rows: Callable[[], Iterable[Mapping[str, Any]]]) -> Trackers:
-    """The trackers of ``config``, which show ``rows()``, those of a resumed run, at once.
+    """Start the trackers of ``config`` and write ``rows()``, the earlier rows of a resumed run, to them.
 
-    Raises ConfigError where one that is required cannot start; TensorBoard that is written only when it is installed is left out then.
+    Raises ConfigError if a required tracker cannot start. With ``run.tensorboard: null`` a failing TensorBoard only warns.
     """
     started: dict[str, Tracker] = {}
     required = config.run.tensorboard
@@ -108,7 +108,7 @@ def start_trackers(config: Config, folder: Path, run_id: str, rows: Callable[[],
         except Exception as error:
             if required:
                 raise ConfigError(f"run.tensorboard = true, but TensorBoard cannot start: {error}") from error
-            logger.warning("TensorBoard cannot start and is left out: %s: %s", type(error).__name__, error)
+            logger.warning("TensorBoard cannot start; continuing without it: %s: %s", type(error).__name__, error)
     if config.run.wandb is not None:
         try:
             started["Weights & Biases"] = WeightsAndBiases(config, config.run.wandb, folder, run_id)
@@ -118,16 +118,16 @@ def start_trackers(config: Config, folder: Path, run_id: str, rows: Callable[[],
 
 
 def _numbers(row: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers of a row by name, its step among them; those of value pretraining, whose steps count apart, under their stage."""
+    """Return the numbers of a row by name, including ``step``. Names of value pretraining get the stage as prefix: it counts separately."""
     stage = row.get("stage", "rl")
     prefix = "" if stage == "rl" else f"{stage}/"
     return {prefix + name: value for name, value in row.items() if isinstance(value, int | float) and not isinstance(value, bool)}
 
 
 class TensorBoard:
-    """Scalars by step. The files of an earlier start are replaced.
+    """Writes scalars by step. Replaces the files of an earlier start.
 
-    Not by ``purge_step``, which would drop all tags from a step on: steps of value pretraining and of training both count from 1.
+    ``purge_step`` cannot be used instead: it drops all tags from a step on, but value pretraining and training both count from 1.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -149,10 +149,10 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """One W&B run, which has the id of the run directory: a resumed run goes on in it.
+    """Writes to one W&B run, whose id is that of the run directory, so that a resumed run continues it.
 
-    W&B wants steps that only grow, so its step is the number of the row; ``step`` and ``value_pretraining/step`` are metrics. Online, rows
-    that the server has already are not sent again. Offline there is one folder, ``wandb/offline-run-*``, which is written anew.
+    W&B requires increasing steps, so its step is the row number; ``step`` and ``value_pretraining/step`` are metrics. Online, rows that
+    the server has are not sent again. Offline, the folder ``wandb/offline-run-*`` is rewritten.
     """
 
     def __init__(self, config: Config, settings: WandbConfig, folder: Path, run_id: str) -> None:
@@ -181,14 +181,14 @@ class WeightsAndBiases:
                 **quiet,
             ),
         )
-        self._known = self._run.starting_step  # rows that the server has
+        self._known = self._run.starting_step  # number of rows that the server has
 
     def write(self, number: int, row: Mapping[str, Any]) -> None:
         if number >= self._known:
             self._run.log(_numbers(row), step=number, commit=True)
 
     def flush(self) -> None:
-        """Nothing to do: another process takes what is logged."""
+        """Do nothing: W&B's background process sends the rows."""
 
     def close(self) -> None:
         self._run.finish()
@@ -199,40 +199,41 @@ def _is_installed(package: str) -> bool:
 
 
 def _wandb_server() -> str:
-    """W&B's, or the one of ``WANDB_BASE_URL``."""
+    """Return the address of W&B's server, or of ``WANDB_BASE_URL`` if set."""
     import wandb
 
     return str(os.environ.get("WANDB_BASE_URL") or wandb.Settings().base_url).rstrip("/")
 
 
 def _wandb_fault(settings: WandbConfig) -> str | None:
-    """Why W&B cannot start: the package, the key, the server."""
+    """Return why W&B cannot start (package, API key or server), or None."""
     if not _is_installed("wandb"):
         return (
-            "run.wandb is given, but the package wandb is not installed; in a checkout: pip install -e '.[wandb]', or set run.wandb to null"
+            "run.wandb is set, but the package wandb is not installed; run pip install -e '.[wandb]' in a checkout, or set run.wandb to "
+            "null"
         )
     if settings.mode == "offline":
         return None
     key = os.environ.get(settings.api_key_variable)
     if not key:
         return (
-            f"run.wandb: the environment variable {settings.api_key_variable} (run.wandb.api_key_variable) is not set; it must hold the "
-            "API key, or use mode: offline"
+            f"run.wandb: the environment variable {settings.api_key_variable} (run.wandb.api_key_variable) is not set; set it to the API "
+            "key, or use mode: offline"
         )
     server = _wandb_server()
     query = json.dumps({"query": "query Viewer { viewer { id } }"}).encode()
     login = base64.b64encode(f"api:{key}".encode()).decode()
     headers = {"Content-Type": "application/json", "Authorization": f"Basic {login}"}
-    refused = f"run.wandb: {server} does not take the API key in {settings.api_key_variable}"
+    refused = f"run.wandb: {server} rejects the API key in {settings.api_key_variable}"
     try:
         request = urllib.request.Request(f"{server}/graphql", query, headers)
         with urllib.request.urlopen(request, timeout=_SERVER_SECONDS) as answer:
             content = json.loads(answer.read())
     except urllib.error.HTTPError as error:
-        answered = f"run.wandb: {server} answers with {error.code} {error.reason}; try again later, or use mode: offline"
+        answered = f"run.wandb: {server} responds with {error.code} {error.reason}; try again later, or use mode: offline"
         return refused if error.code in (401, 403) else answered
-    except (OSError, ValueError, http.client.HTTPException) as error:  # also an address that is none, and a server of another kind
+    except (OSError, ValueError, http.client.HTTPException) as error:  # also a malformed address, or a server that is not W&B's
         reason = " ".join(str(getattr(error, "reason", error)).split())
-        return f"run.wandb: {server} cannot be reached from here ({reason}); use mode: offline and `wandb sync` later"
+        return f"run.wandb: cannot reach {server} ({reason}); use mode: offline and `wandb sync` later"
     data = content.get("data") if isinstance(content, dict) else None
     return None if isinstance(data, dict) and data.get("viewer") else refused

@@ -1,4 +1,4 @@
-"""The charts of the page: what each shows, what it means and what healthy looks like."""
+"""Declare the charts of the page: metrics, meaning, and what a healthy run looks like."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ Kind = Literal["lines", "evaluations", "histogram", "profile", "phases"]
 
 @dataclass(frozen=True)
 class Chart:
-    """One chart. ``metrics``: name of the metric -> its label in the legend; ``log``: drawn on a logarithmic scale at first.
+    """One chart. ``metrics``: metric name -> legend label. ``log``: start with a logarithmic scale.
 
-    ``evaluations`` and ``phases`` read what belongs to them, whatever it is called; ``profile`` needs ``by``.
+    Charts of kind ``evaluations`` and ``phases`` find their metrics themselves; ``profile`` needs ``by``.
     """
 
     title: str
@@ -37,7 +37,7 @@ class Section:
 SECTIONS = (
     Section(
         "Is it learning?",
-        "Training rollouts are sampled from the policy of their step; evaluations are on problems that training never sees.",
+        "Training rollouts are sampled from the policy of each step; evaluations use problems that training never sees.",
         (
             Chart(
                 "Reward",
@@ -46,27 +46,27 @@ SECTIONS = (
             ),
             Chart(
                 "Accuracy",
-                "Share of responses that the verifier calls correct. Healthy: rises with the reward; a reward that rises alone is "
-                "being gamed.",
+                "Share of responses that the verifier grades as correct. Healthy: rises with the reward; a reward that rises alone "
+                "indicates reward hacking.",
                 {"accuracy/mean": "accuracy"},
             ),
             Chart(
                 "Evaluation",
                 "Mean accuracy on held-out problems with its 95 % interval over problems. Healthy: follows the training accuracy; a "
-                "gap that opens is overfitting.",
+                "growing gap indicates overfitting.",
                 {},
                 kind="evaluations",
             ),
             Chart(
                 "Groups by verdicts",
-                "Share of prompts whose responses are all right, all wrong, or mixed. Only mixed groups tell a group estimator "
-                "anything; a critic learns from all.",
+                "Share of prompts whose responses are all right, all wrong, or mixed. Only mixed groups give a group estimator a "
+                "signal; a critic learns from all groups.",
                 {"groups/mixed_frac": "mixed", "groups/all_right_frac": "all right", "groups/all_wrong_frac": "all wrong"},
             ),
             Chart(
                 "Group accuracy",
                 "Share of prompts by how many of their responses are right, from none to all. Healthy: mass moves to the right; much "
-                "of it at both ends means too easy or too hard.",
+                "mass at the ends means that prompts are too easy or too hard.",
                 {"groups/accuracy_histogram": "groups"},
                 kind="histogram",
             ),
@@ -74,7 +74,7 @@ SECTIONS = (
     ),
     Section(
         "Responses",
-        "What the model writes: how long, how varied, how often it is cut.",
+        "Length and diversity of the responses, and how often they are truncated.",
         (
             Chart(
                 "Response length",
@@ -83,13 +83,13 @@ SECTIONS = (
                 unit="tokens",
             ),
             Chart(
-                "Cut responses",
-                "Share cut by rollout.max_response_length. Healthy: a few percent; more, and rewards are lost to the limit.",
-                {"response/truncated_frac": "cut"},
+                "Truncated responses",
+                "Share truncated by rollout.max_response_length. Healthy: a few percent; with more, rewards are lost to the limit.",
+                {"response/truncated_frac": "truncated"},
             ),
             Chart(
                 "Lengths",
-                "Share of responses by length. A pile in the last bin is the limit.",
+                "Share of responses by length. A peak in the last bin means that the length limit truncates responses.",
                 {"response/length_histogram": "responses"},
                 kind="histogram",
                 unit="tokens",
@@ -103,8 +103,8 @@ SECTIONS = (
             ),
             Chart(
                 "Entropy",
-                "Of the sampling distribution, over response tokens. Healthy: falls slowly; a fall towards 0 is collapse, a steady "
-                "rise is drift.",
+                "Mean entropy of the sampling distribution over response tokens. Healthy: falls slowly; a fall towards 0 is entropy "
+                "collapse, a steady rise is drift.",
                 {"policy/entropy": "entropy"},
                 unit="nats",
             ),
@@ -112,18 +112,18 @@ SECTIONS = (
     ),
     Section(
         "Policy update",
-        "How far each step moves the policy, and whether trainer and rollout engine agree on what was sampled.",
+        "How far each step moves the policy, and whether trainer and rollout engine agree on the log-probs of the samples.",
         (
             Chart(
                 "KL of the update",
-                "k3 estimate of KL(old || new) over the step's updates. Healthy: small and steady; spikes are steps that went too far.",
+                "k3 estimate of KL(old || new) over the step's updates. Healthy: small and steady; spikes are steps that were too large.",
                 {"policy/approx_kl": "approx. KL"},
                 log=True,
             ),
             Chart(
                 "Clip fractions",
-                "Share of tokens held by the upper and by the lower clip. Healthy: a few percent at most; the upper one is what Clip-"
-                "Higher leaves room to.",
+                "Share of tokens clipped at the upper and at the lower bound. Healthy: a few percent at most; Clip-Higher widens the "
+                "upper bound.",
                 {"policy/clip_frac_high": "upper", "policy/clip_frac_low": "lower", "policy/clip_frac_dual": "dual"},
             ),
             Chart(
@@ -141,18 +141,18 @@ SECTIONS = (
             ),
             Chart(
                 "KL to the reference",
-                "From the policy to its frozen start. Healthy: grows slowly, or settles under a penalty.",
+                "KL from the policy to the frozen initial policy. Healthy: grows slowly, or settles under a penalty.",
                 {"kl/reference": "KL"},
             ),
             Chart(
                 "Policy losses",
-                "Clipped surrogate and the NLL of correct responses, before its coefficient. The surrogate hovers near 0: its value "
-                "says little, its jumps do.",
+                "Clipped surrogate and the NLL of correct responses, before its coefficient. The surrogate stays near 0: jumps matter, "
+                "its value does not.",
                 {"policy/surrogate_loss": "surrogate", "policy/nll_loss": "NLL of correct"},
             ),
             Chart(
                 "Policy gradient norm",
-                "Before clipping. Healthy: steady; spikes are what clip_grad is for.",
+                "Gradient norm before clipping. Healthy: steady; clip_grad limits the spikes.",
                 {"policy/grad_norm": "norm"},
                 log=True,
             ),
@@ -160,11 +160,11 @@ SECTIONS = (
     ),
     Section(
         "Critic",
-        "VAPO stands on its critic: values must predict returns before advantages mean anything.",
+        "VAPO depends on its critic: advantages are meaningful only if values predict returns.",
         (
             Chart(
                 "Value loss",
-                "1/2 (V - R)^2 over response tokens. Healthy: falls in value pretraining, then follows the spread of returns.",
+                "1/2 (V - R)^2 over response tokens. Healthy: falls in value pretraining, then follows the variance of the returns.",
                 {"critic/loss": "loss"},
                 log=True,
             ),
@@ -181,31 +181,31 @@ SECTIONS = (
             ),
             Chart(
                 "By position",
-                "Mean value (solid) and return (dashed) in 20 equal parts of a response, first to last. Healthy: the two lie on each "
-                "other; values off at the start are the bias that value pretraining and lambda = 1 remove.",
+                "Mean value (solid) and return (dashed) in 20 equal parts of a response, first to last. Healthy: the curves coincide; a "
+                "gap at the start is the bias that value pretraining and lambda = 1 remove.",
                 {"critic/values_by_position": "values", "critic/returns_by_position": "returns"},
                 kind="profile",
                 by="position",
             ),
             Chart(
                 "By response length",
-                "Mean value (solid) and return (dashed) by the length of the response. Healthy: the two lie on each other; long "
-                "responses drifting apart is where length-adaptive lambda matters.",
+                "Mean value (solid) and return (dashed) by response length. Healthy: the curves coincide; if they diverge for long "
+                "responses, length-adaptive lambda matters.",
                 {"critic/values_by_length": "values", "critic/returns_by_length": "returns"},
                 kind="profile",
                 by="length",
             ),
             Chart(
                 "Calibration",
-                "Mean value (solid) and return (dashed) of the tokens by their predicted value, from the lowest to the highest reward. "
-                "Healthy: the two lie on each other over a wide range; values in one bin alone say the same of every token.",
+                "Mean value (solid) and return (dashed) of tokens binned by predicted value, from the lowest to the highest reward. "
+                "Healthy: the curves coincide over a wide range; values in a single bin mean that the critic predicts a constant.",
                 {"critic/values_by_prediction": "values", "critic/returns_by_prediction": "returns"},
                 kind="profile",
                 by="prediction",
             ),
             Chart(
                 "Critic gradient norm",
-                "Before clipping. Healthy: steady.",
+                "Gradient norm before clipping. Healthy: steady.",
                 {"critic/grad_norm": "norm"},
                 log=True,
             ),
@@ -217,14 +217,13 @@ SECTIONS = (
         (
             Chart(
                 "Spread of advantages",
-                "Standard deviation before whitening. Healthy: shrinks as the critic improves; towards 0 there is nothing left to "
-                "learn from.",
+                "Standard deviation before whitening. Healthy: shrinks as the critic improves; near 0 there is no training signal left.",
                 {"advantages/std": "std"},
             ),
             Chart(
                 "Lambda",
-                "Mean lambda of the policy's GAE, and the share of responses whose lambda is 0. Healthy: near 1 for long responses; a "
-                "large share at 0 means alpha is too small for these lengths.",
+                "Mean lambda of the policy's GAE, and the share of responses with lambda = 0. Healthy: near 1 for long responses; a "
+                "large share at 0 means that alpha is too small for these lengths.",
                 {"gae/lambda_mean": "mean lambda", "gae/lambda_zero_frac": "share at 0"},
             ),
             Chart(
@@ -237,28 +236,28 @@ SECTIONS = (
     ),
     Section(
         "Time and memory",
-        "Where a step's seconds go. Phases are the slowest rank's, so they may add up to a little more than the step.",
+        "Time of a step by phase. Each phase is that of its slowest rank, so the phases may sum to slightly more than the step.",
         (
             Chart(
                 "Phases",
-                "Mean seconds of a step by phase. Generation usually dominates; the rest should not.",
+                "Mean seconds per step by phase. Healthy: generation dominates.",
                 {},
                 kind="phases",
             ),
             Chart(
-                "Seconds of a step",
-                "Healthy: follows the response length; jumps are stragglers, checkpoints or other load.",
+                "Seconds per step",
+                "Healthy: follows the response length; jumps come from stragglers, checkpoints or other load.",
                 {"time/step": "step", "time/generate": "generation"},
                 unit="s",
             ),
             Chart(
-                "Tokens a second",
-                "Prompt and response tokens of the step over its seconds.",
+                "Tokens per second",
+                "Prompt and response tokens of the step, divided by its seconds.",
                 {"tokens/per_second": "tokens/s"},
             ),
             Chart(
                 "Memory",
-                "Resident memory of a process and peak of the device's allocator, of the rank that has most. Healthy: flat; a steady "
+                "Resident memory of a process and peak allocated device memory, each on the rank with the most. Healthy: flat; a steady "
                 "rise is a leak.",
                 {"memory/host_gib": "host", "memory/device_peak_gib": "device"},
                 unit="GiB",
@@ -272,11 +271,11 @@ _PLAIN = ("title", "about", "kind", "log", "unit", "by")
 
 
 def sections(recorded: Collection[str]) -> list[dict[str, Any]]:
-    """The table for the page; recorded metrics without a chart above get a small one in a last section."""
+    """Return the sections for the page. Recorded metrics without a chart get a small one in a last section."""
     drawn = {name for section in SECTIONS for chart in section.charts for name in chart.metrics}
     rest = sorted(name for name in recorded if name not in drawn and not name.startswith("eval/"))
     small = tuple(Chart(name, "", {name: name}) for name in rest)
-    last = Section("Everything else", "All other numbers that the steps recorded; docs/metrics.md says what each is.", small)
+    last = Section("All other metrics", "All other numbers recorded by the steps; docs/metrics.md describes each.", small)
     return [
         {
             "title": section.title,
@@ -292,5 +291,5 @@ def sections(recorded: Collection[str]) -> list[dict[str, Any]]:
 
 
 def titles_and_metrics() -> list[tuple[str, list[str]]]:
-    """Titles of the charts of steps, with the metrics that each reads."""
+    """Return title and metrics of every chart that declares metrics."""
     return [(chart.title, list(chart.metrics)) for section in SECTIONS for chart in section.charts if chart.metrics]

@@ -1,4 +1,4 @@
-"""What stands at the top of the page: where each run is, what the diagnosis found, how the configurations differ, what is missing."""
+"""Build the top of the page: a summary and the diagnosis of each run, differing settings, and what data is missing."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from vapo_mcore.report.samples import has_tokens
 from vapo_mcore.report.series import evaluations, flat, mean_of_ends, other_bins
 
 ENDS = 10
-"""Steps whose means the summary compares."""
-_OF_EVERY_RUN_ITS_OWN = ("run.dir",)
+"""The summary compares the means of this many first and last steps."""
+_ALWAYS_DIFFERENT = ("run.dir",)
 
 
 def summary(run: RunData) -> dict[str, Any]:
-    """Facts of a run for its card."""
+    """Return the facts shown on a run's card."""
     steps = rows_of(run.rows, "rl")
     found: dict[str, Any] = {
         "steps": steps[-1]["step"] if steps else 0,
@@ -38,13 +38,17 @@ def summary(run: RunData) -> dict[str, Any]:
 
 
 def diagnosis(run: RunData) -> dict[str, Any]:
-    """``findings``: each rule that held, with the evidence of when it last began to; ``failure``: why the rules could not be applied."""
+    """Apply the diagnosis rules to a run.
+
+    Returns: ``findings``, every rule that held, with the evidence from when it last began to hold; ``failure``, why the rules could not be
+        applied, or None.
+    """
     if not run.settings:
         return {"findings": [], "failure": f"{run.settings_fault or 'no settings'}; config.yaml holds the thresholds"}
     try:
         monitor = Monitor(load_config(run.path / "config.yaml", check_paths=False))
     except ConfigError as error:
-        return {"findings": [], "failure": f"config.yaml is not one of this version: {error}"}
+        return {"findings": [], "failure": f"this version cannot read config.yaml: {error}"}
     found: dict[str, dict[str, Any]] = {}
     for row in run.rows:
         for finding in monitor.observe(row):
@@ -63,38 +67,38 @@ def _note(found: dict[str, dict[str, Any]], finding: Finding, row: dict[str, Any
 
 
 def differences(runs: Sequence[RunData]) -> list[list[str]]:
-    """Rows of a table: a setting and its value in each run, for settings that differ."""
+    """Return table rows with a setting and its value in each run, for settings that differ."""
     settings = [flat(run.settings) for run in runs]
     keys = dict.fromkeys(key for each in settings for key in each)
     table = []
     for key in keys:
         values = [shown(each[key]) if key in each else "-" for each in settings]
-        if len(set(values)) > 1 and key not in _OF_EVERY_RUN_ITS_OWN:
+        if len(set(values)) > 1 and key not in _ALWAYS_DIFFERENT:
             table.append([key, *values])
     return table
 
 
 def missing(run: RunData, charts: Sequence[tuple[str, Sequence[str]]]) -> list[str]:
-    """Sentences on what the page cannot show of a run. ``charts``: titles with the metrics that each reads."""
+    """Return sentences about data that the page cannot show. ``charts``: title and metrics of each chart."""
     recorded = {name for row in run.rows for name in row}
     absent = [title for title, metrics in charts if not any(name in recorded for name in metrics)]
     found = []
     if absent:
         found.append(
-            f"No data for: {', '.join(absent)}. A metric is absent where the run's mode does not have it (no critic, no reference, one "
-            "source), or where an earlier version, which did not record it, made the run."
+            f"No data for: {', '.join(absent)}. A metric is absent if the run does not have it (no critic, no reference, one "
+            "source), or if an earlier version, which did not record it, wrote the run."
         )
     differing = sum(map(bool, other_bins(run.rows)))
     if differing:
-        found.append(f"Distributions of {differing} steps are left out: they have other bins than those of the last step.")
+        found.append(f"Distributions of {differing} steps are omitted: their bins differ from those of the last step.")
     if not evaluations(run.rows):
         found.append("No evaluation (data.eval and eval.* in the configuration).")
     elif len(run.evaluated) < 2:
-        found.append("Fewer than two evaluations with their responses: no verdict can have changed.")
+        found.append("Fewer than two evaluations with responses: changed verdicts cannot be shown.")
     if not run.samples:
         found.append("No sampled responses of training (run.samples_per_step).")
     elif not has_tokens(run.samples):
-        found.append("Its samples have no values token by token: they are of an earlier version, or of responses without a verdict.")
+        found.append("The samples have no per-token values: an earlier version wrote them, or the responses have no verdict.")
     if not run.settings:
-        found.append(f"Settings and length bins in tokens are unknown: {run.settings_fault or 'there are none'}.")
+        found.append(f"Settings and length bins in tokens are unknown: {run.settings_fault or 'the run has none'}.")
     return found

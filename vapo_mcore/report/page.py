@@ -1,4 +1,4 @@
-"""The page: its data as JSON inside one HTML file with its own style and scripts."""
+"""Build the page: one HTML file with data (as JSON), style and scripts inside."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SCRIPTS = ("draw.js", "samples.js", "page.js")
 
 
 def build_page(runs: Sequence[RunData], title: str) -> str:
-    """The HTML text. It loads nothing from anywhere."""
+    """Return the HTML text, which loads no other resources."""
     template = Template(_asset("page.html"))
     return template.substitute(
         title=escape(title),
@@ -31,15 +31,15 @@ def build_page(runs: Sequence[RunData], title: str) -> str:
 
 
 def embedded(data: Any) -> str:
-    """JSON that may stand inside a script element: no ``<``, so that no text of a response can end it or open a comment."""
+    """Encode data as JSON for a script element. Escapes ``<``, so that no response can close the element or open a comment."""
     text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     for character in "<>&\u2028\u2029":
         text = text.replace(character, f"\\u{ord(character):04x}")
-    return text.encode("utf-8", "backslashreplace").decode()  # half of a surrogate pair, which JSON writes the same way
+    return text.encode("utf-8", "backslashreplace").decode()  # lone surrogates get the same escape as in JSON
 
 
 def page_data(runs: Sequence[RunData], title: str) -> dict[str, Any]:
-    """Everything that the scripts draw, in plain values."""
+    """Collect everything that the scripts draw, as plain values."""
     curves = [series.curves(run.rows) for run in runs]
     recorded = {name for found in curves for name in found["mean"]}
     return {
@@ -53,7 +53,7 @@ def page_data(runs: Sequence[RunData], title: str) -> dict[str, Any]:
 
 
 def _run_data(run: RunData, curves: dict[str, Any], runs: int) -> dict[str, Any]:
-    read, there = run.sample_files
+    read, total = run.sample_files
     return {
         "name": run.name,
         "path": str(run.path),
@@ -66,7 +66,7 @@ def _run_data(run: RunData, curves: dict[str, Any], runs: int) -> dict[str, Any]
         "windows": series.windows(run.rows),
         "longest": number_setting(run.settings, "rollout", "max_response_length"),
         "phases": {name: series.rounded(seconds) for name, seconds in series.phase_seconds(run.rows).items()},
-        "samples": {**samples.chosen_samples(run, runs), "files": [read, there]},
+        "samples": {**samples.chosen_samples(run, runs), "files": [read, total]},
     }
 
 

@@ -1,4 +1,4 @@
-"""A run directory as the page needs it: rows, configuration, samples. Nothing here writes."""
+"""Read a run directory for the report: metric rows, configuration and samples. Read-only."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from vapo_mcore.metrics_file import GrowingMetrics, Row, is_number
 Sample = dict[str, Any]
 
 MOST_SAMPLE_FILES = 200
-"""Files of samples that are read of a run; of more, so many evenly spaced ones, the first and the last among them."""
+"""Maximum number of sample files read per run. Of more files, this many are chosen evenly, including the first and the last."""
 
 _TEXTS = ("prompt_id", "source", "prompt", "response", "finish_reason")
 _TEXTS_OR_NULL = ("error", "answer", "ground_truth")
@@ -25,16 +25,16 @@ _COUNTS = ("sample_index", "response_length")
 
 @dataclass(frozen=True)
 class RunData:
-    """What a run directory holds.
+    """Contents of a run directory.
 
     Attributes:
-        name: distinguishes the run from the others on the page.
-        rows: of metrics.jsonl, in order.
-        settings: config.yaml as it stands, {} where there is none or it cannot be read.
-        finished: whether the run has reached its end.
-        samples: of the newest stage, oldest first, each with ``step`` and ``stage``.
-        sample_files: how many files were read, and how many there are.
-        evaluated: samples of evaluations by step, oldest first; only the first and the last evaluation.
+        name: unique name of the run on the page.
+        rows: rows of metrics.jsonl, in order.
+        settings: contents of config.yaml; {} if it is missing or unreadable.
+        finished: whether the run is finished.
+        samples: samples of the newest stage, oldest first, each with ``step`` and ``stage``.
+        sample_files: number of files read, and number of files in total.
+        evaluated: samples of the first and the last evaluation, by step.
         settings_fault: why there are no settings.
     """
 
@@ -50,7 +50,7 @@ class RunData:
 
 
 def read_runs(paths: Sequence[str | Path]) -> list[RunData]:
-    """The runs in the order given. Raises one DataError for all that cannot be read, ConfigError for a run given twice."""
+    """Read the runs in the given order. Raises one DataError for all unreadable runs, ConfigError for a run given twice."""
     folders = [Path(path) for path in paths]
     resolved = [folder.resolve() for folder in folders]
     twice = sorted({str(folder) for folder, own in zip(folders, resolved, strict=True) if resolved.count(own) > 1})
@@ -68,7 +68,7 @@ def read_runs(paths: Sequence[str | Path]) -> list[RunData]:
 
 
 def _names(folders: Sequence[Path]) -> list[str]:
-    """The last parts of the paths, as many of them as tell the runs apart."""
+    """Return the shortest path suffixes that distinguish the runs."""
     parts = 1
     while True:
         names = ["/".join(folder.parts[-parts:]) for folder in folders]
@@ -79,14 +79,14 @@ def _names(folders: Sequence[Path]) -> list[str]:
 
 def _read_run(folder: Path, name: str) -> RunData:
     if not folder.is_dir():
-        raise DataError(f"{folder} is not a run directory: there is no such folder; give the run.dir of a run")
+        raise DataError(f"{folder} is not a run directory: the folder does not exist; give the run.dir of a run")
     if not (folder / "metrics.jsonl").is_file():
         raise DataError(f"{folder} is not a run directory: it has no metrics.jsonl; give the run.dir of a run")
     metrics = GrowingMetrics(folder / "metrics.jsonl")
     metrics.refresh()
     rows = metrics.rows
     if all(row["step"] == 0 for row in rows):
-        raise DataError(f"{folder / 'metrics.jsonl'} has no row of a step yet: the run has not finished one")
+        raise DataError(f"{folder / 'metrics.jsonl'} has no row of a step yet: the run has not completed a step")
     stage = "rl" if any(row.get("stage", "rl") == "rl" and row["step"] > 0 for row in rows) else "value_pretraining"
     files = _by_step(folder / "samples", "step" if stage == "rl" else "value_pretraining")
     chosen = evenly(files, MOST_SAMPLE_FILES)
@@ -100,16 +100,16 @@ def _read_run(folder: Path, name: str) -> RunData:
 
 
 def _read_samples(path: Path) -> list[Sample]:
-    """The samples of a file; a last one that is just being written is left out. Raises DataError, with the line, for a damaged one."""
+    """Read the samples of a file, except an incomplete last line. Raises DataError, with the line number, for a damaged line."""
     try:
         lines = path.read_bytes().split(b"\n")
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}") from error
     found = []
-    for number, line in enumerate(lines[:-1], 1):  # what was written whole ends with a line break
+    for number, line in enumerate(lines[:-1], 1):  # a complete line ends with a line break
         try:
             sample = json.loads(line, parse_constant=_undefined)
-        except (ValueError, RecursionError) as error:  # JSONDecodeError, UnicodeDecodeError, and lists in lists without end
+        except (ValueError, RecursionError) as error:  # JSONDecodeError, UnicodeDecodeError, or deeply nested lists
             raise DataError(f"{path}, line {number}: not JSON ({error})") from error
         if not isinstance(sample, dict) or "prompt_id" not in sample or "correct" not in sample:
             raise DataError(f"{path}, line {number}: expected an object with 'prompt_id' and 'correct'")
@@ -121,15 +121,15 @@ def _read_samples(path: Path) -> list[Sample]:
 
 
 def _undefined(_: str) -> None:
-    """What NaN and Infinity, which a run that diverged writes for values and log-probs, are on the page."""
+    """Convert NaN and Infinity, which a diverged run writes for values and log-probs, to null."""
 
 
 def sample_faults(sample: Sample) -> list[str]:
-    """What of a sample is not as the trainer writes it, where the page reads it."""
-    faults = [f"{name!r} is no text" for name in _TEXTS if not isinstance(sample.get(name, ""), str)]
+    """Return errors in the fields of a sample that the page reads."""
+    faults = [f"{name!r} is not text" for name in _TEXTS if not isinstance(sample.get(name, ""), str)]
     faults += [f"{name!r} is neither text nor null" for name in _TEXTS_OR_NULL if not isinstance(sample.get(name), str | None)]
     faults += [f"{name!r} is neither a number nor null" for name in _NUMBERS_OR_NULL if not _is_number_or_null(sample.get(name))]
-    faults += [f"{name!r} is no whole number" for name in _COUNTS if not _is_count(sample.get(name, 0))]
+    faults += [f"{name!r} is not an integer from 0 to 2**31 - 1" for name in _COUNTS if not _is_count(sample.get(name, 0))]
     if not isinstance(sample["correct"], bool):
         faults.append("'correct' is neither true nor false")
     return faults + _token_faults(sample.get("tokens"))
@@ -139,11 +139,11 @@ def _token_faults(tokens: Any) -> list[str]:
     if tokens is None or tokens == {}:
         return []
     if not isinstance(tokens, dict) or not all(isinstance(column, list) for column in tokens.values()) or "text" not in tokens:
-        return ["'tokens' is no table of lists with 'text' among them"]
+        return ["'tokens' is not an object of lists that include 'text'"]
     faults = []
     for name, column in tokens.items():
         if not all(isinstance(item, str) if name == "text" else _is_number_or_null(item) for item in column):
-            faults.append(f"'tokens.{name}' is no list of " + ("texts" if name == "text" else "numbers and nulls"))
+            faults.append(f"'tokens.{name}' is not a list of " + ("texts" if name == "text" else "numbers and nulls"))
         if len(column) != len(tokens["text"]):
             faults.append(f"'tokens.{name}' has {len(column)} entries for {len(tokens['text'])} tokens")
     return faults
@@ -158,14 +158,14 @@ def _is_count(value: Any) -> bool:
 
 
 def evenly(items: Sequence[Any], count: int) -> list[Any]:
-    """At most ``count`` of ``items``, evenly spaced, the first and the last among them."""
+    """Return at most ``count`` of ``items``, evenly spaced, including the first and the last."""
     if len(items) <= count:
         return list(items)
     return [items[round(number * (len(items) - 1) / (count - 1))] for number in range(count)]
 
 
 def _by_step(folder: Path, prefix: str) -> list[tuple[int, Path]]:
-    """The files ``<prefix>_<number>.jsonl`` in order of their numbers."""
+    """List the files ``<prefix>_<number>.jsonl``, sorted by number."""
     found = []
     for path in folder.glob(f"{prefix}_*.jsonl") if folder.is_dir() else ():
         number = path.stem.removeprefix(f"{prefix}_")
@@ -175,7 +175,7 @@ def _by_step(folder: Path, prefix: str) -> list[tuple[int, Path]]:
 
 
 def _settings(path: Path) -> tuple[dict[str, Any], str | None]:
-    """The settings, or why there are none."""
+    """Read the settings. Returns (settings, None) or ({}, why they cannot be read)."""
     try:
         found, faults = parse_yaml(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -190,7 +190,7 @@ def _settings(path: Path) -> tuple[dict[str, Any], str | None]:
 
 
 def setting(settings: Mapping[str, Any], *keys: str) -> Any:
-    """A setting by its keys; None where it, or a section above it, is absent."""
+    """Return a setting by its keys, or None if it or a section above it is absent."""
     value: Any = settings
     for key in keys:
         value = value.get(key) if isinstance(value, Mapping) else None
@@ -198,17 +198,17 @@ def setting(settings: Mapping[str, Any], *keys: str) -> Any:
 
 
 def number_setting(settings: Mapping[str, Any], *keys: str) -> int | float | None:
-    """``setting``; None also where it is no number."""
+    """Return a setting, or None if it is absent or not a number."""
     value = setting(settings, *keys)
     return value if is_number(value) else None
 
 
 def text_setting(settings: Mapping[str, Any], *keys: str) -> str | None:
-    """``setting``; None also where it is no text."""
+    """Return a setting, or None if it is absent or not text."""
     value = setting(settings, *keys)
     return value if isinstance(value, str) else None
 
 
 def rows_of(rows: Iterable[Row], stage: str) -> list[Row]:
-    """The steps of one stage; evaluations before the first step (``step`` 0) are no steps."""
+    """Return the rows of one stage's steps, without evaluations before the first step (``step`` 0)."""
     return [row for row in rows if row.get("stage", "rl") == stage and row["step"] > 0]

@@ -1,4 +1,4 @@
-"""Which responses the page shows, and how much of each."""
+"""Choose the responses shown on the page and shorten them."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 from vapo_mcore.report.read import RunData, Sample
 
 OF_EACH_KIND = 5
-"""Responses of each kind; verdicts that changed: twice as many."""
+"""Number of responses of each kind; changed verdicts: this many of each direction."""
 MOST_TOKENS = 2400
-"""Tokens (or characters, without tokens four times as many) of a response that are shown, shared among the runs of a page."""
+"""Maximum tokens shown per response, divided by the number of runs; for responses without tokens, four characters count as one token."""
 FEWEST_TOKENS = 400
 _CHARACTERS_OF_A_TOKEN = 4
 _COPIED = (
@@ -18,16 +18,18 @@ _COPIED = (
     "response_length",
 )  # fmt: skip
 _SHORTENED = ("answer", "error", "ground_truth", "prompt_id", "source")
-"""Texts of a line or two, which may be anything: the tests of a program, whatever a verifier's exception says."""
+"""Usually short texts that can be long: the tests of a program, the message of a verifier's exception."""
 _MOST_CHARACTERS = 1000
 
 
 def chosen_samples(run: RunData, runs: int) -> dict[str, Any]:
-    """``records``, ``kinds`` (name -> numbers of records, or pairs of them for ``changed``) and ``changed``: how many verdicts turned.
+    """Choose a run's samples for the page.
 
-    best and worst: by reward, newer ones first where it is the same; only responses with a verdict. longest: by length. latest: of the
-    last steps. changed: the same problem and sample number in the first and in the last evaluation, with different verdicts, those that
-    turned wrong before those that turned right.
+    Returns: ``records``; ``kinds`` (kind -> indices of records, pairs of indices for ``changed``); ``to_right`` and ``to_wrong``, the
+        numbers of changed verdicts; ``evaluated``, the steps of the compared evaluations.
+
+    best, worst: by reward, newer first among equals; only responses with a verdict. longest: by length. latest: from the last steps.
+    changed: same problem and sample number in the first and the last evaluation with different verdicts, right to wrong first.
     """
     records: list[Sample] = []
     numbers: dict[int, int] = {}
@@ -47,7 +49,7 @@ def chosen_samples(run: RunData, runs: int) -> dict[str, Any]:
         "latest": newest,
     }
     kinds = {name: [number(sample) for sample in found[:OF_EACH_KIND]] for name, found in kinds.items()}
-    pairs = sorted(changed_verdicts(run), key=lambda pair: "response" not in pair[0])  # few responses of an evaluation keep their text
+    pairs = sorted(changed_verdicts(run), key=lambda pair: "response" not in pair[0])  # pairs with text first
     few = [pair for right in (True, False) for pair in [p for p in pairs if p[0]["correct"] is right][:OF_EACH_KIND]]
     kinds["changed"] = [[number(sample) for sample in pair] for pair in few]
     to_right = sum(not before["correct"] for before, _ in pairs)
@@ -55,7 +57,7 @@ def chosen_samples(run: RunData, runs: int) -> dict[str, Any]:
 
 
 def changed_verdicts(run: RunData) -> list[tuple[Sample, Sample]]:
-    """Responses of the first and of the last evaluation to the same problem, with the same sample number, that differ in the verdict."""
+    """Pair responses of the first and the last evaluation with the same problem and sample number but different verdicts."""
     if len(run.evaluated) < 2:
         return []
     (first, before), (last, after) = run.evaluated.items()
@@ -73,7 +75,10 @@ def _item(sample: Sample) -> tuple[Any, Any, Any]:
 
 
 def shown(sample: Sample, most: int) -> Sample:
-    """What the page keeps of a sample; of a long response the beginning and the end, with ``left_out`` = [where, tokens or characters]."""
+    """Return the fields of a sample that the page shows.
+
+    Of a long response only the beginning and the end remain; ``left_out`` = [position, number of tokens or characters omitted].
+    """
     record: Sample = {name: sample[name] for name in _COPIED if name in sample}
     for name in _SHORTENED:
         if name in sample:

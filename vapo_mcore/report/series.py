@@ -1,4 +1,4 @@
-"""Numbers for the charts: curves by bucket, evaluations, distributions by window, seconds by phase. Rounded only for the page."""
+"""Compute the data of the charts: bucketed curves, evaluations, distributions by window, seconds by phase. Values are rounded."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from vapo_mcore.metrics_file import Row
 from vapo_mcore.report.read import rows_of
 
 MOST_POINTS = 500
-"""Points of a curve; more steps share them."""
+"""Maximum points of a curve; with more steps, each point is a bucket of consecutive steps."""
 WINDOWS = {"value_pretraining": 4, "rl": 16}
-"""Windows of consecutive steps, at most so many of each stage, for which distributions are shown."""
+"""Maximum number of windows of consecutive steps per stage; distributions are shown per window."""
 HISTOGRAMS = ("gae/lambda_histogram", "groups/accuracy_histogram", "response/length_histogram")
 PROFILES = ("position", "length", "prediction")
 _EVALUATION = re.compile(r"eval/(?P<name>.+)/avg@(?P<samples>\d+)")
@@ -27,7 +27,7 @@ Numbers = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Point:
-    """One evaluation: ``step`` of the RL stage (0 is before training), accuracy and the ends of its interval."""
+    """One evaluation: ``step`` of the RL stage (0: before training), accuracy, and the bounds of its interval."""
 
     step: int
     accuracy: float
@@ -36,7 +36,7 @@ class Point:
 
 
 def evaluations(rows: Sequence[Row]) -> dict[str, list[Point]]:
-    """``"<set> avg@k"`` -> its evaluations in order of steps."""
+    """Map ``"<set> avg@k"`` to its evaluations, sorted by step."""
     result: dict[str, list[Point]] = {}
     for row in rows:
         for key, accuracy in row.items():
@@ -50,7 +50,7 @@ def evaluations(rows: Sequence[Row]) -> dict[str, list[Point]]:
 
 
 def rounded(value: float | None, digits: int = 5) -> float | int | None:
-    """With so many significant digits, None where it is not a number; whole numbers without a point, which is shorter."""
+    """Round to ``digits`` significant digits; None if not finite. Whole numbers become integers, which are shorter in JSON."""
     if value is None or not np.isfinite(value):
         return None
     short = float(f"{value:.{digits}g}")
@@ -58,9 +58,9 @@ def rounded(value: float | None, digits: int = 5) -> float | int | None:
 
 
 def curves(rows: Sequence[Row]) -> dict[str, Any]:
-    """Every numeric metric of a run over its steps, in at most ``MOST_POINTS`` buckets of consecutive steps.
+    """Return every numeric metric of a run over its steps, in at most ``MOST_POINTS`` buckets of consecutive steps.
 
-    x is the step of the RL stage; the k-th of P steps of value pretraining is at k - P - 1, so that runs meet at the start of RL.
+    x is the step of the RL stage. Step k of P value-pretraining steps is at k - P - 1, so that RL starts at the same x in all runs.
 
     Returns: ``x`` (middle of each bucket), ``first`` and ``last`` (its steps), ``mean`` by metric (over the steps in which it is a
         number, None in a bucket without any), ``low`` and ``high`` where buckets have several steps, and ``undefined`` (steps in which
@@ -93,7 +93,7 @@ def curves(rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def _edges(pretraining: int, rl: int) -> list[int]:
-    """Where the buckets begin, and the end: no bucket has steps of both stages."""
+    """Return the bucket boundaries. No bucket contains steps of both stages."""
     total = pretraining + rl
     if total <= MOST_POINTS:
         return list(range(total + 1))
@@ -104,7 +104,7 @@ def _edges(pretraining: int, rl: int) -> list[int]:
 
 
 def _buckets(values: Numbers, edges: Sequence[int]) -> tuple[Numbers, Numbers, Numbers]:
-    """Mean, smallest and largest of the numbers in each bucket; NaN where there is none."""
+    """Return mean, minimum and maximum of each bucket; NaN for buckets without numbers."""
     starts = np.asarray(edges[:-1])
     if not len(starts):
         return np.empty(0), np.empty(0), np.empty(0)
@@ -119,7 +119,7 @@ def _buckets(values: Numbers, edges: Sequence[int]) -> tuple[Numbers, Numbers, N
 
 
 def _numeric_metrics(rows: Sequence[Row]) -> list[str]:
-    """In the order in which they come up; a metric that never was a number is left out."""
+    """List the metrics that are a number in some row, in order of appearance."""
     found: dict[str, None] = {}
     for row in rows:
         for name, value in row.items():
@@ -133,7 +133,7 @@ def _number(value: Any) -> float:
 
 
 def evaluation_curves(rows: Sequence[Row]) -> dict[str, list[dict[str, Any]]]:
-    """``evaluations`` for the page."""
+    """Return ``evaluations`` as plain, rounded values for the page."""
     return {
         name: [{key: rounded(value) for key, value in asdict(point).items()} for point in points]
         for name, points in evaluations(rows).items()
@@ -141,11 +141,11 @@ def evaluation_curves(rows: Sequence[Row]) -> dict[str, list[dict[str, Any]]]:
 
 
 def windows(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Distributions over windows of consecutive steps, value pretraining first.
+    """Return distributions over windows of consecutive steps, value pretraining first.
 
-    Each has ``stage``, ``first`` and ``last`` step, ``histograms`` (counts added up over its steps) and ``profiles``: by ``position`` and
-    ``length``, means of ``values`` and ``returns`` over all ``tokens`` of its steps, None in a bin without any. What no step of the window
-    recorded is absent. So are distributions whose bins are not those of the last that was recorded (``other_bins``).
+    Each window has ``stage``, ``first`` and ``last`` step, ``histograms`` (counts summed over its steps) and ``profiles``: by ``position``,
+    ``length`` and ``prediction``, the means of ``values`` and ``returns`` over all ``tokens`` of its steps, None in empty bins.
+    Distributions that no step recorded are absent, and so are those with outdated bins (``other_bins``).
     """
     left_out = other_bins(rows)
     rows = [{name: value for name, value in row.items() if name not in names} for row, names in zip(rows, left_out, strict=True)]
@@ -158,7 +158,7 @@ def windows(rows: Sequence[Row]) -> list[dict[str, Any]]:
 
 
 def other_bins(rows: Sequence[Row]) -> list[set[str]]:
-    """For each row its distributions that have another number of bins than the last of that name (a resume by another version)."""
+    """Return for each row the distributions whose number of bins differs from the last recorded one (after a resume by another version)."""
     names = (*HISTOGRAMS, *(f"critic/tokens_by_{by}" for by in PROFILES))
     bins = {name: len(row[name]) for row in rows for name in names if row.get(name)}
     return [{name for name in names if row.get(name) and len(row[name]) != bins[name]} for row in rows]
@@ -188,11 +188,11 @@ def _profile(rows: Sequence[Row], by: str) -> dict[str, Any]:
 
 
 _NO_PHASES = ("time/step", "time/eval", "time/run", "time/gpu_hours")
-"""Of the whole step, between steps, and of the run so far."""
+"""Times that are not a phase of a step: the whole step, evaluations, and the run so far."""
 
 
 def phase_seconds(rows: Sequence[Row]) -> dict[str, float]:
-    """Mean seconds of a step of the RL stage by phase (of value pretraining where there is no other); ``time/step`` is their sum."""
+    """Return mean seconds per RL step by phase, or per step of value pretraining if there is no RL step."""
     steps = rows_of(rows, "rl") or rows_of(rows, "value_pretraining")
     totals: dict[str, float] = {}
     for row in steps:
@@ -203,13 +203,13 @@ def phase_seconds(rows: Sequence[Row]) -> dict[str, float]:
 
 
 def mean_of_ends(rows: Sequence[Row], name: str, count: int) -> tuple[float, float] | None:
-    """Means of the first and of the last ``count`` numbers of a metric in the RL stage; None where there is none."""
+    """Return the means of the first and the last ``count`` numbers of a metric in the RL stage; None without numbers."""
     values = [row[name] for row in rows_of(rows, "rl") if row.get(name) is not None]
     return (float(np.mean(values[:count])), float(np.mean(values[-count:]))) if values else None
 
 
 def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Settings by dotted key; lists stay whole."""
+    """Flatten settings to dotted keys; lists are kept as values."""
     result: dict[str, Any] = {}
     for key, value in settings.items():
         if isinstance(value, Mapping) and value:

@@ -73,7 +73,7 @@ def test_what_is_no_run_is_told_all_at_once_with_exit_code_2(tmp_path: Path, cap
     assert main(["report", str(tmp_path), str(empty), str(evaluated), str(tmp_path / "absent")]) == 2
     told = capsys.readouterr().err
     assert told.count("has no row of a step yet") == 2
-    for text in (f"{tmp_path} is not a run directory", "there is no such folder"):
+    for text in (f"{tmp_path} is not a run directory", "the folder does not exist"):
         assert text in told
     fine = write_run(tmp_path / "fine", [{"step": 1, "stage": "rl", "reward/mean": 1.0}])
     assert main(["report", str(fine), "--output", str(fine / "metrics.jsonl" / "x.html")]) == 2
@@ -102,7 +102,7 @@ def test_without_settings_there_is_a_page_that_says_so(tmp_path: Path, content: 
     (data,) = page_data(read_runs([folder]), "title")["runs"]
     if expected is None:
         assert (data["longest"], data["summary"]["planned"], data["summary"]["model"]) == (None, None, None)
-        assert "config.yaml is not one of this version" in data["diagnosis"]["failure"]
+        assert "this version cannot read config.yaml" in data["diagnosis"]["failure"]
     else:
         assert expected in data["diagnosis"]["failure"]
         assert any(expected in text and "Settings and length bins" in text for text in data["missing"])
@@ -113,15 +113,15 @@ def test_without_settings_there_is_a_page_that_says_so(tmp_path: Path, content: 
     [
         ({"reward": "1"}, "'reward' is neither a number nor null"),
         ({"score": 10**400}, "'score' is neither a number nor null"),
-        ({"response_length": None}, "'response_length' is no whole number"),
-        ({"prompt_id": ["p"]}, "'prompt_id' is no text"),
+        ({"response_length": None}, "'response_length' is not an integer from 0 to 2**31 - 1"),
+        ({"prompt_id": ["p"]}, "'prompt_id' is not text"),
         ({"correct": "yes"}, "'correct' is neither true nor false"),
         ({"error": 3, "answer": [1]}, "'error' is neither text nor null; 'answer' is neither text nor null"),
-        ({"tokens": 7}, "'tokens' is no table of lists"),
-        ({"tokens": {"text": "ab"}}, "'tokens' is no table of lists"),
-        ({"tokens": {"value": [1]}}, "'tokens' is no table of lists with 'text' among them"),
-        ({"tokens": {"text": ["a", 1]}}, "'tokens.text' is no list of texts"),
-        ({"tokens": {"text": ["a"], "value": ["b"]}}, "'tokens.value' is no list of numbers and nulls"),
+        ({"tokens": 7}, "'tokens' is not an object of lists"),
+        ({"tokens": {"text": "ab"}}, "'tokens' is not an object of lists"),
+        ({"tokens": {"value": [1]}}, "'tokens' is not an object of lists that include 'text'"),
+        ({"tokens": {"text": ["a", 1]}}, "'tokens.text' is not a list of texts"),
+        ({"tokens": {"text": ["a"], "value": ["b"]}}, "'tokens.value' is not a list of numbers and nulls"),
         ({"tokens": {"text": ["a"], "value": [1, None]}}, "'tokens.value' has 2 entries for 1 tokens"),
     ],
 )

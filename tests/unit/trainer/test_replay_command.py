@@ -11,7 +11,7 @@ import pytest
 from tests.unit.config_helpers import load, write_base
 from vapo_mcore.commands.replay import Comparison, write_json
 from vapo_mcore.commands.replay_checks import ReplayOptions, check_replay
-from vapo_mcore.commands.replay_command import _derived_anew
+from vapo_mcore.commands.replay_command import _reset_derived
 from vapo_mcore.config import load_config
 from vapo_mcore.config.loading import dump_yaml
 from vapo_mcore.config.schema import ParallelConfig
@@ -26,7 +26,7 @@ def test_another_layout_derives_anew_what_the_layout_of_the_run_gave(tmp_path: P
         resolved = tmp_path / "config.yaml"
         resolved.write_text(dump_yaml(load(tmp_path, *run)))
         assert "data_parallel_size" in resolved.read_text()
-        return load_config(resolved, [*_derived_anew(str(resolved), overrides), *overrides]).parallel
+        return load_config(resolved, [*_reset_derived(str(resolved), overrides), *overrides]).parallel
 
     def sizes(parallel: ParallelConfig) -> tuple[int, int, bool]:
         return parallel.world_size, parallel.data_parallel_size, parallel.sequence_parallel
@@ -38,7 +38,7 @@ def test_another_layout_derives_anew_what_the_layout_of_the_run_gave(tmp_path: P
     assert sizes(replayed(tp2, "parallel.world_size=2")) == (2, 1, True)
     assert sizes(replayed((*tp2, "parallel.sequence_parallel=false"), "parallel.world_size=2")) == (2, 1, False)  # a choice, not derived
     assert sizes(replayed(tp2, "parallel.world_size=2", "parallel.sequence_parallel=false")) == (2, 1, False)
-    assert _derived_anew("not read", ["seed=2"]) == []
+    assert _reset_derived("not read", ["seed=2"]) == []
 
 
 def test_a_comparison_that_cannot_be_written_is_refused_before_a_model_loads(tmp_path: Path) -> None:
@@ -49,7 +49,10 @@ def test_a_comparison_that_cannot_be_written_is_refused_before_a_model_loads(tmp
     (dump / "step.json").touch()
     check_replay(config, ReplayOptions(3, json_path=str(tmp_path / "new.json")))
     assert not (tmp_path / "new.json").exists()
-    for path, expected in (("none/new.json", "there is no folder .*none'; make it first"), ("run", "it is a folder; give a file")):
+    for path, expected in (
+        ("none/new.json", "the folder .*none' does not exist; create it first"),
+        ("run", "it is a folder; give the path of a file"),
+    ):
         with pytest.raises(ConfigError, match=f"--json .* cannot be written: {expected}"):
             check_replay(config, ReplayOptions(3, json_path=str(tmp_path / path)))
 

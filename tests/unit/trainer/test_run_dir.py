@@ -81,7 +81,7 @@ def test_a_link_to_nothing_says_so(tmp_path, inside):
 @pytest.mark.parametrize("place", ["/proc/x", "/proc/x/deep/run", "/sys/x"])
 def test_a_place_where_nobody_can_make_a_directory(place):
     """Not even root, whom permissions stop nowhere."""
-    with pytest.raises(ConfigError, match=r"cannot be made: no directory can be made in '/(proc|sys)': "):
+    with pytest.raises(ConfigError, match=r"cannot be created: cannot create a directory in '/(proc|sys)': "):
         check_run_directory(place, clean=False)
 
 
@@ -144,11 +144,11 @@ def test_a_file_size_limit_is_called_one(tmp_path):
 
 def test_an_unwritable_place_is_one_message(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="cannot be made"):
+    with pytest.raises(ConfigError, match="cannot be created"):
         create(tmp_path / "file" / "run")
 
 
-@pytest.mark.parametrize(("name", "expected"), [("file/a/b", "cannot be made: .*file' is not a directory"), ("a" * 300, "too long")])
+@pytest.mark.parametrize(("name", "expected"), [("file/a/b", "cannot be created: .*file' is not a directory"), ("a" * 300, "too long")])
 def test_an_impossible_place_is_found_before_it_is_made(tmp_path, name, expected):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=expected):
@@ -205,7 +205,7 @@ def test_a_resume_takes_the_dumps_of_later_steps_away(tmp_path: Path) -> None:
 def test_rows_that_a_checkpoint_has_seen_must_be_there(tmp_path: Path) -> None:
     run = create(tmp_path / "run")
     run.close()
-    with pytest.raises(CheckpointError, match="has 0 bytes, the checkpoint was saved with 10"):
+    with pytest.raises(CheckpointError, match="has 0 bytes, but the checkpoint was saved at 10"):
         RunDirectory.resume(run.path, metrics_bytes=10, written=[], config_yaml="")
 
 

@@ -75,5 +75,5 @@ def test_another_host_s_run_is_alive_while_its_counter_grows(tmp_path: Path) -> 
         thread.join()
     with RunLock(tmp_path, said.append, watch_seconds=0.2):
         assert json.loads(lock.read_text() or "{}").get("pid", os.getpid()) in (os.getpid(), 77)
-    assert said[-1].startswith("run.dir: the run of process 77 on elsewhere has ended")
+    assert said[-1].startswith("run.dir: process 77 on elsewhere died without releasing its lock")
     assert "watching" in said[0]

@@ -103,7 +103,10 @@ def change_tensor(name: str, position: int, value: int) -> Callable[[Path], None
         (change_tensor("cu_seqlens", 1, 2), "cannot read the dump: ValueError: cu_seqlens does not agree with"),
         (change_tensor("response_mask", 0, 1), "2 tokens are marked as sampled, but the responses have 1"),
         (change_tensor("row_ids", 0, -3), r"holds rows -3 .. 3, but step.json has 4"),
-        (lambda folder: (folder / "step.json").unlink(), "step_000012 is no dump of a step; there are: none. Steps are dumped with"),
+        (
+            lambda folder: (folder / "step.json").unlink(),
+            "step_000012 is not the dump of a step; existing dumps: none. Steps are dumped according to",
+        ),
     ],
 )
 def test_a_damaged_dump_is_told(tmp_path: Path, damage: Callable[[Path], object], expected: str) -> None:

@@ -1,4 +1,4 @@
-// Drawing: elements, scales, axes, the tooltip. Text only ever gets onto the page as text nodes.
+// Draw elements, scales, axes and the tooltip. Text is inserted only as text nodes, so data cannot inject HTML.
 
 const SVG = "http://www.w3.org/2000/svg";
 const DASHES = ["", "6 4", "2 3", "9 3 2 3"];
@@ -6,7 +6,7 @@ const RUN_COLOURS = 6;
 const MARGIN = { left: 52, right: 12, top: 8, bottom: 32 };
 const HEIGHT = 208;
 
-/** An element with attributes and children; strings become text. */
+/** Create an HTML element with attributes and children; strings become text nodes. */
 function el(name, attributes = {}, ...children) {
   return fill(document.createElement(name), attributes, children);
 }
@@ -24,7 +24,7 @@ function fill(element, attributes, children) {
   return element;
 }
 
-/** A number for people: 5 digits in hovers, 3 on axes. */
+/** Format a number with `digits` significant digits. */
 function format(value, digits = 5) {
   if (value === null || value === undefined) return "undefined";
   const size = Math.abs(value);
@@ -58,7 +58,7 @@ function logTicks(low, high) {
   return found.length >= 2 ? found : [low, high];
 }
 
-/** From the smallest and largest number to a domain with a little room; one of a single number gets some around it. */
+/** Return the axis range for data from `low` to `high`, with a margin; a single number is centred. */
 function domain(low, high, log) {
   if (log) {
     if (low === high) return [low / 2, high * 2];
@@ -71,7 +71,7 @@ function domain(low, high, log) {
   return [bottom, high <= 1 && high > 0.9 && low >= 0 ? Math.min(1.02, high + room) : high + room];
 }
 
-/** A chart's frame: svg with axes, and the two scales. ``labels``: of the x axis instead of numbers, [[place, text], ...]. */
+/** Create a chart's svg with axes, and its two scales. `labels`: x-axis labels instead of numbers, [[position, text], ...]. */
 function frame(holder, xs, ys, { log = false, xLabel = "", labels = null, height = HEIGHT } = {}) {
   const width = Math.max(220, Math.floor(holder.clientWidth || 380));
   const root = svg("svg", { class: "plot", viewBox: `0 0 ${width} ${height}`, height, role: "img" });
@@ -86,7 +86,7 @@ function frame(holder, xs, ys, { log = false, xLabel = "", labels = null, height
   }
   const whole = labels ?? ticks(xs[0], xs[1], 6).filter((tick) => Number.isInteger(tick)).map((tick) => [tick, format(tick)]);
   for (const [place, text] of whole) {
-    const middle = Math.min(x(place), width - 3 - 3.2 * text.length); // a label at the right end stays inside
+    const middle = Math.min(x(place), width - 3 - 3.2 * text.length); // keep the last label inside the chart
     root.append(svg("line", { class: "axis", x1: x(place), x2: x(place), y1: bottom, y2: bottom + 3 }));
     root.append(svg("text", { class: "xtick", "data-x": x(place), x: middle, y: bottom + 15, "text-anchor": "middle" }, text));
   }
@@ -95,7 +95,7 @@ function frame(holder, xs, ys, { log = false, xLabel = "", labels = null, height
   return { root, x, y, left: MARGIN.left, right, top: MARGIN.top, bottom, width };
 }
 
-/** "M..L.." through the points; null breaks the line. Rounded to a tenth of a pixel. */
+/** Return the svg path through the points, rounded to a tenth of a pixel; null breaks the line. */
 function path(points) {
   let text = "";
   let pen = false;
@@ -110,12 +110,12 @@ function path(points) {
   return text;
 }
 
-/** Points with no neighbour, of which a line shows nothing. */
+/** Return the points without neighbours, which a line does not show. */
 function lonely(points) {
   return points.filter((point, k) => point !== null && (points[k - 1] ?? null) === null && (points[k + 1] ?? null) === null);
 }
 
-/** Bands between low and high, one closed shape for each stretch without gaps. */
+/** Return the path of the band between lows and highs, one closed shape per stretch without gaps. */
 function bandPath(lows, highs) {
   let text = "";
   let start = 0;
@@ -131,7 +131,7 @@ function bandPath(lows, highs) {
   return text;
 }
 
-/** Exponential moving average over the numbers, corrected for its start; gaps stay gaps. ``span`` 0: as they are. */
+/** Return the bias-corrected exponential moving average; gaps remain gaps. `span` 0 returns the values unchanged. */
 function smoothed(values, span) {
   if (!span) return values;
   const keep = 1 - 1 / span;
@@ -147,7 +147,7 @@ function smoothed(values, span) {
 
 const tip = () => document.getElementById("tip");
 
-/** Show lines [[text, value, colour?], ...] under a title beside the pointer. */
+/** Show the tooltip beside the pointer: a title and lines [[text, value, colour?], ...]. */
 function showTip(event, title, lines) {
   const rows = lines.map(([text, value, colour]) => {
     const left = el("span", {}, colour ? el("span", { class: "dot", style: `background:${colour}` }) : null, text);
@@ -167,7 +167,7 @@ function hideTip() {
 
 const runColour = (number) => `var(--run-${number % RUN_COLOURS})`;
 
-/** A short line as it stands in a chart, for legends. */
+/** Create a short sample of a curve for legends. */
 function swatch(colour, dash) {
   return svg("svg", { viewBox: "0 0 22 8" }, svg("path", { d: "M0 4H22", stroke: colour, "stroke-width": 2, "stroke-dasharray": dash, fill: "none" }));
 }

@@ -1,4 +1,4 @@
-// The page: overview, sections of charts, controls.
+// Build the page: overview, sections of charts, controls.
 
 const DATA = JSON.parse(document.getElementById("data").textContent);
 const RUNS = DATA.runs;
@@ -7,12 +7,12 @@ const charts = []; // {holder, draw}
 
 const shown = () => RUNS.map((run, number) => ({ run, number })).filter(({ number }) => state.visible[number]);
 
-/** Colour and dash of a curve: of one run, curves differ in colour; of several, runs do and curves in dash. */
+/** Return colour and dash of a curve. With one run, curves differ in colour; with several, runs differ in colour and curves in dash. */
 function style(run, curve) {
   return RUNS.length === 1 ? { colour: runColour(curve), dash: "" } : { colour: runColour(run), dash: DASHES[curve % DASHES.length] };
 }
 
-const nothing = (why = "not recorded") => el("div", { class: "none" }, shown().length ? why : "no run is shown: choose one above");
+const nothing = (why = "not recorded") => el("div", { class: "none" }, shown().length ? why : "no run is selected: choose one above");
 
 function nearest(places, x) {
   let best = 0;
@@ -199,7 +199,7 @@ function drawHistogram(holder, chart) {
   holder.replaceChildren(plot.root, windowLegend(sets, (set) => [el("span", { class: "dot", style: `background:${runColour(set.number)}` })], (set) => swatch(outlineColour(set), "3 2")));
 }
 
-/** Which steps are drawn how: ``now`` and ``before`` make the swatches of a set. */
+/** Create the legend of the step windows; `now` and `before` create the swatches of a set. */
 function windowLegend(sets, now, before) {
   const lines = sets.flatMap((set) => {
     const name = RUNS.length > 1 ? `${set.run.name}: ` : "";
@@ -277,7 +277,7 @@ function drawPhases(holder) {
     const seconds = visible.map(({ run }) => (run.phases[phase] === undefined ? "-" : `${format(run.phases[phase], 3)} s`));
     const name = el("td", {}, phase.replaceAll("_", " "));
     if (visible.length === 1) return el("tr", {}, name, el("td", { style: "width:55%" }, ...bars), el("td", {}, ...seconds));
-    const lines = bars.map((bar, k) => el("div", { class: "phase-line" }, bar, seconds[k])); // one under the other: there may be many
+    const lines = bars.map((bar, k) => el("div", { class: "phase-line" }, bar, seconds[k])); // one line per run
     return el("tr", {}, name, el("td", { style: "width:75%" }, ...lines));
   });
   holder.replaceChildren(el("table", { class: "phases" }, ...rows));
@@ -356,7 +356,7 @@ function facts(run) {
 function findings(run) {
   const { findings: found, failure } = run.diagnosis;
   if (failure) return [el("p", { class: "note" }, `Diagnosis not applied: ${failure}`)];
-  if (!found.length) return [el("p", { class: "fine" }, "Diagnosis: no rule has held.")];
+  if (!found.length) return [el("p", { class: "fine" }, "Diagnosis: no rule held.")];
   const place = ([stage, step]) => `${stage === "rl" ? "" : "value pretraining "}step ${step}`;
   return found.map((note) =>
     el("div", { class: "finding" }, el("b", {}, note.rule), ` held in ${note.steps} steps, first ${place(note.first)}, last ${place(note.last)}. ${note.evidence}: ${note.means}. Usual remedy: ${note.remedy}.`),
@@ -375,11 +375,11 @@ function buildOverview() {
     const columns = [el("div", {}, title, facts(run)), el("div", {}, el("h4", {}, "Diagnosis"), ...findings(run)), el("div", {}, ...gaps, settingsTable(run))];
     return el("div", { class: "card overview", "data-run": run.name }, ...columns);
   });
-  const parts = [el("h2", {}, "What to look at"), ...cards];
+  const parts = [el("h2", {}, "Overview"), ...cards];
   if (RUNS.length > 1) {
     const head = el("tr", {}, el("th", {}, "setting"), ...RUNS.map((run) => el("th", {}, run.name)));
     const rows = DATA.differences.map((row) => el("tr", {}, ...row.map((text) => el("td", { class: "mono" }, text))));
-    const table = rows.length ? el("div", { class: "scroll" }, el("table", { class: "differences" }, head, ...rows)) : el("p", { class: "soft" }, "None but run.dir.");
+    const table = rows.length ? el("div", { class: "scroll" }, el("table", { class: "differences" }, head, ...rows)) : el("p", { class: "soft" }, "Only run.dir.");
     parts.push(el("div", { class: "card", style: "margin-top:14px" }, el("h3", {}, "Settings that differ"), table));
   }
   document.getElementById("overview").replaceChildren(...parts);
@@ -403,16 +403,16 @@ function buildControls() {
     redraw();
   });
   const slider = document.getElementById("window");
-  const tell = () => {
+  const showWindow = () => {
     const [{ run } = { run: RUNS[0] }] = shown();
     document.getElementById("window-value").textContent = windowName(windowOf(run));
   };
   slider.addEventListener("input", () => {
     state.window = Number(slider.value) / 100;
-    tell();
+    showWindow();
     redraw();
   });
-  tell();
+  showWindow();
   const theme = document.getElementById("theme");
   const use = (name) => {
     document.documentElement.dataset.theme = name;
@@ -430,7 +430,7 @@ function start() {
   redraw();
   const longest = Math.max(...RUNS.map((run) => run.curves.x.length));
   const stepsShared = RUNS.some((run) => Object.keys(run.curves.low).length);
-  const shared = stepsShared ? ` Curves of more than ${DATA.points} steps: each point is the mean of consecutive steps, the band reaches from the smallest to the largest of them, so no spike is lost.` : ` Every step is a point (${longest} at most).`;
+  const shared = stepsShared ? ` Curves of more than ${DATA.points} steps: each point is the mean of consecutive steps, the band spans their minimum and maximum, so that no spike is lost.` : ` Every step is a point (${longest} at most).`;
   document.getElementById("footer").textContent = `Made ${DATA.made} by vapo-mcore report.${shared}`;
   let pending = 0;
   addEventListener("resize", () => {

@@ -1,14 +1,14 @@
-// Sample browser: responses with what training made of each token as colour.
+// Sample browser: shows responses with per-token training values as colours.
 
 const KINDS = {
   best: "Highest reward, newest first.",
   worst: "Lowest reward, newest first.",
   longest: "Longest responses.",
-  latest: "The last that were written.",
-  changed: "The same problem in the first and in the last evaluation, with different verdicts.",
+  latest: "Latest responses.",
+  changed: "Same problem in the first and the last evaluation, with different verdicts.",
 };
 const QUANTITIES = {
-  advantage: "advantage, as the policy loss reads it",
+  advantage: "advantage used by the policy loss",
   value: "value",
   return: "return, the critic's target",
   error: "value - return",
@@ -23,7 +23,7 @@ function numbersOf(tokens, quantity) {
   return tokens[quantity] ?? null;
 }
 
-/** Blue below 0, red above; the largest number of the response has the full colour. */
+/** Return the background of a token: blue below 0, red above; the largest absolute value of the response has full colour. */
 function tint(value, largest) {
   const strength = largest ? Math.min(1, Math.abs(value) / largest) : 0;
   return `rgba(var(--${value < 0 ? "blue" : "red"}), ${(0.78 * strength).toFixed(3)})`;
@@ -72,7 +72,7 @@ function place(record) {
 function metaOf(record) {
   const parts = [place(record), verdict(record)];
   if (record.reward !== undefined) parts.push(`reward ${format(record.reward, 4)}`);
-  parts.push(`${record.response_length} tokens`, record.finish_reason === "length" ? "cut by the limit" : `ended: ${record.finish_reason}`);
+  parts.push(`${record.response_length} tokens`, record.finish_reason === "length" ? "truncated by the length limit" : `ended: ${record.finish_reason}`);
   return parts.join(", ");
 }
 
@@ -121,7 +121,7 @@ function about(samples) {
   const [read, there] = samples.files;
   const from = read === there ? `${there} files of samples` : `${read} of ${there} files of samples, evenly spaced`;
   const changed = samples.evaluated.length > 1 ? ` Between the evaluations after steps ${samples.evaluated.join(" and ")}, ${samples.to_right} verdicts turned right and ${samples.to_wrong} wrong.` : "";
-  return `Chosen from ${from}.${changed} Training's responses carry numbers token by token: blue is below 0, red above; hover over a token to read them.`;
+  return `Chosen from ${from}.${changed} Training responses have values per token: blue is below 0, red above; hover over a token to read them.`;
 }
 
 function drawSamples() {
