@@ -1,8 +1,8 @@
-"""Packed causal attention of a micro-batch against one hand-written SDPA call a sequence, forward and backward, on CPU.
+"""Compare packed causal attention of a micro-batch with one plain SDPA call per sequence, forward and backward, on CPU.
 
     python benchmarks/attention.py
 
-One JSON line: ``time_ratio`` of SegmentAttention, called as Megatron-Core calls it, over the bare calls with their outputs kept.
+Prints one JSON line; ``time_ratio`` is the time of SegmentAttention, called as in Megatron-Core, over that of the plain calls.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""What a checkpoint costs a training step: the stall of an asynchronous save against a synchronous one with fsync.
+"""Measure the stall of an asynchronous checkpoint relative to a synchronous one with fsync.
 
-``python benchmarks/checkpoint.py [FOLDER] [key=value ...]``: policy and critic of the SmolLM2-135M recipe with AdamW state, in one
-process, saved by the run's own ``Checkpointer``. Files go to FOLDER (default: the current one), which must not be in memory. One JSON
-object. The stall is all that the main thread spends in begin, commit and poll until the checkpoint is published; between the polls
-steps go on, for which matrix products stand.
+    python benchmarks/checkpoint.py [FOLDER] [key=value ...]
+
+Saves policy and critic of the SmolLM2-135M recipe with AdamW state, in one process, with the trainer's ``Checkpointer``. Files go to FOLDER
+(default: the current one), which must not be in memory. Prints one JSON object. The stall is the time that the main thread spends in begin,
+commit and poll until the checkpoint is published; between the polls, matrix products simulate training steps.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ REPEATS = 3
 
 
 def first_update(model: MegatronModel) -> None:
-    """Gives the optimizer its state; the weights stay what they are, as the gradients are zero."""
+    """Allocate the optimizer state. The gradients are zero, so the weights do not change."""
     for chunk in model.wrapped:
         chunk.zero_grad_buffer()
         chunk.start_grad_sync()
@@ -48,7 +49,7 @@ def timed(call: Callable[[], object]) -> float:
 
 
 def settle(checkpointer: Checkpointer) -> None:
-    """What the writing thread does after a save (older checkpoints are deleted) is over."""
+    """Wait until the writer thread has finished its work after a save (deleting older checkpoints)."""
     checkpointer._writer.submit(lambda: None).result()
 
 
@@ -79,7 +80,7 @@ def measure(config: Config, base: Path) -> dict[str, object]:
             matrix @ matrix
 
     synchronous, stalls, parts, alone, writing = [], [], [], [], []
-    for _ in range(REPEATS + 1):  # the first one allocates the buffers and does not count
+    for _ in range(REPEATS + 1):  # the first repeat allocates the buffers and is not counted
         synchronous.append(timed(lambda: (checkpointer.begin("rl", 1), checkpointer.commit(STATE, {}), checkpointer.wait())))
         settle(checkpointer)
         alone.append(timed(lambda: [step() for _ in range(5)]) / 5)

@@ -1,11 +1,11 @@
-"""Offline conversion against a plain copy of the same files.
+"""Compare offline checkpoint conversion with a plain copy of the same files.
 
     python benchmarks/conversion.py [--model FOLDER] [--rounds 5]
 
-One JSON line a direction. ``share_of_copy``: seconds of the copy over seconds of the conversion, medians of rounds that alternate; both
-sides make every file durable (fsync of files and folder), both find their source in the page cache. The copy is
-``shutil.copyfile`` of each file, done inside the kernel. The first conversion of a process also imports and compiles (``first_seconds``).
-Without ``--model`` and models/smollm2-135m, random weights of its sizes are converted.
+Prints one JSON line per direction. ``share_of_copy`` is the time of the copy over that of the conversion, medians of alternating rounds.
+Both fsync all files and folders and read their source from the page cache. The copy is ``shutil.copyfile`` of each file, done inside the
+kernel. The first conversion of a process also imports and compiles (``first_seconds``). Without ``--model`` and models/smollm2-135m, random
+weights of the same sizes are converted.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ SIZES = {
 
 
 def model_folder(given: Path | None, work: Path) -> Path:
-    """The folder asked for, SmolLM2-135M-Instruct where it has been fetched, or random weights of the same sizes."""
+    """Return the given folder, SmolLM2-135M-Instruct if it was fetched, or a folder with random weights of the same sizes."""
     if given is not None or SMOLLM2.is_dir():
         return given or SMOLLM2
     folder = work / "random"
@@ -57,7 +57,7 @@ def model_folder(given: Path | None, work: Path) -> Path:
 
 
 def copy(source: Path, destination: Path) -> None:
-    """Every file of a folder and its subfolders, durably."""
+    """Copy a folder with its subfolders and fsync everything."""
     shutil.copytree(source, destination, copy_function=shutil.copyfile)
     for path in (*destination.rglob("*"), destination, destination.parent):
         descriptor = os.open(path, os.O_RDONLY)

@@ -1,20 +1,20 @@
-"""Packed decoupled GAE against a memcpy and against a padded loop over time steps; one JSON object a line.
+"""Compare packed decoupled GAE with a memcpy and with a padded loop over time steps. Prints one JSON object per line.
 
     python benchmarks/gae.py [--responses 8192] [--mean 2000] [--cap 8000] [--sigma 1.0] [--repeats 9] [--skip-padded]
 
-What is timed, in one process on the same tensors:
+Timed in one process on the same tensors:
 
-- ``packed_gae_decoupled``: the public function, both lambdas in one pass, lambda_policy one number a response; argument checks and
-  the allocation of the outputs included.
-- ``memcpy``: ``Tensor.copy_`` between two buffers in place of the bytes that must move, 17 a token: rewards, values and mask are
-  read (4 + 4 + 1), advantages and returns written (4 + 4). A copy of k bytes reads k and writes k, so its buffers are half of that.
+- ``packed_gae_decoupled``: the public function, both lambdas in one pass, one lambda_policy per response, including argument checks and
+  the allocation of the outputs.
+- ``memcpy``: ``Tensor.copy_`` of the bytes that GAE must move, 17 per token: rewards, values and mask are read (4 + 4 + 1), advantages and
+  returns written (4 + 4). A copy of k bytes reads k and writes k, so its buffers have half of that.
 - ``whiten``: the public function on the values, against the same copy: it reads values and mask twice for the moments and once more to
   write the result (19 bytes a token).
-- ``padded_loop``: rewards, values and mask as [responses, longest]; two recurrences of torch operations on columns, one time
-  step after the other. Built outside of the timing, run once (seconds). Also its result is compared with the packed one.
+- ``padded_loop``: rewards, values and mask as [responses, longest]; two recurrences of torch operations on columns, one time step after
+  the other. Padding is not timed; the loop runs once (seconds). Its result is compared with the packed one.
 
-Lengths: lognormal with the given mean and sigma, rounded up, cut at the cap. Medians of ``repeats`` are compared, after one warm-up,
-as wall-clock time (the targets) and as CPU time, which other processes on the machine disturb less.
+Lengths are lognormal with the given mean and sigma, rounded up and limited by the cap. Reports medians of ``repeats`` after one warm-up, as
+wall-clock time (for the targets) and as CPU time, which depends less on other load.
 """
 
 import argparse
@@ -35,7 +35,7 @@ BYTES_PER_TOKEN = 17
 
 
 def padded_loop(rewards: Tensor, values: Tensor, mask: Tensor, lam_policy: Tensor, lam_critic: float) -> tuple[Tensor, Tensor]:
-    """Decoupled GAE at gamma 1 on [B, T] tensors with gaps carried forward, the way padded systems write it."""
+    """Compute decoupled GAE with gamma 1 on padded [B, T] tensors; masked positions carry the recurrence forward."""
     batch, steps = rewards.shape
     next_value = torch.zeros(batch)
     policy, critic = torch.zeros(batch), torch.zeros(batch)
@@ -58,7 +58,7 @@ class Times:
 
 
 def measure(functions: dict[str, Callable[[], object]], repeats: int) -> dict[str, Times]:
-    """Wall and CPU seconds (all threads) of each function, taken in turns so that a busy machine slows all of them alike."""
+    """Measure wall and CPU seconds (all threads) of each function, in turns so that other load affects all of them equally."""
     times = {name: Times([], []) for name in functions}
     for _ in range(repeats):
         for name, function in functions.items():
@@ -70,7 +70,7 @@ def measure(functions: dict[str, Callable[[], object]], repeats: int) -> dict[st
 
 
 def ratio(one: Times, other: Times) -> tuple[float, float]:
-    """Medians of ``one`` over those of ``other``, wall and CPU."""
+    """Return the ratios of the medians of ``one`` and ``other``, for wall and CPU time."""
     return statistics.median(one.wall) / statistics.median(other.wall), statistics.median(one.cpu) / statistics.median(other.cpu)
 
 

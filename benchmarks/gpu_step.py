@@ -1,11 +1,11 @@
-"""One GPU in five minutes: the same numbers as the CPU, and how fast.
+"""Check that one GPU computes the same numbers as the CPU, and measure its speed, in a few minutes.
 
     python benchmarks/gpu_step.py                  on a machine with a CUDA device (about two minutes on a data-centre card)
-    python benchmarks/gpu_step.py --small          everything on a tiny model, on whatever device there is (what CI can run)
+    python benchmarks/gpu_step.py --small          tiny model on any device, for CI
 
-JSON lines: ``parity`` (log-probs, loss and gradient norm of GPU and CPU, float32 without TF32), ``train_step`` (tokens/s and model FLOPs
-utilisation of a bfloat16 model), ``offload`` (GB/s each way, bytes left on the device), ``logprob_memory`` (peak of the log-prob
-function over the logits' bytes). No files are needed: weights are random, from a seed.
+Prints JSON lines: ``parity`` (differences of log-probs, loss and gradient norm between GPU and CPU, float32 without TF32), ``train_step``
+(tokens/s and model FLOPs utilisation of a bfloat16 model), ``offload`` (GB/s in each direction, bytes left on the device),
+``logprob_memory`` (peak memory of the log-prob function over the logits' bytes). Needs no files: weights are random, from a seed.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ QWEN_1_5B = architecture(28, 1536, 8960, 12, 2, 151936)
 
 
 class TokenLoss:
-    """Negative log-likelihood (a policy) or half squared values (a critic), weighted a token."""
+    """Negative log-likelihood (policy) or half squared values (critic), weighted per token."""
 
     tensors = ("weight",)
     temperature = 1.0
@@ -78,7 +78,7 @@ class TokenLoss:
 
 @torch.no_grad()
 def random_weights(chunks: list[Any]) -> None:
-    """The same numbers on every device: drawn on the host, tensor after tensor."""
+    """Fill the weights with numbers drawn on the host, so that they are equal on every device."""
     generator = torch.Generator().manual_seed(0)
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
@@ -89,7 +89,7 @@ def random_weights(chunks: list[Any]) -> None:
 
 
 def build(role: Any, shape: ModelArchitecture, dtype: Any, parallel: ParallelContext) -> MegatronModel:
-    # float32 is for the comparison with the CPU: Transformer Engine would compute it in TF32
+    # float32 is used for the comparison with the CPU; Transformer Engine would compute it in TF32.
     settings = ModelConfig(path="unused: weights are random", dtype=dtype, attention="sdpa" if dtype == "float32" else "auto")
     return MegatronModel(
         role, shape, settings, parallel, load_weights=random_weights, optimizer=OptimizerConfig(lr=1e-6, warmup_rollouts=0)
@@ -121,7 +121,7 @@ def parity_numbers(parallel: ParallelContext) -> dict[str, Tensor]:
 
 
 def parity(parallel: ParallelContext) -> dict[str, Any]:
-    """This process's device against a process without any."""
+    """Compare this process's device with a CPU-only process."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "cpu.safetensors"
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
@@ -152,7 +152,7 @@ def train_step(shape: ModelArchitecture, lengths: list[list[int]], parallel: Par
     attention = sum(
         6 * length * length * shape.num_attention_heads * shape.head_dim * shape.num_layers for part in lengths for length in part
     )
-    flops = 6 * (parameters - shape.vocab_size * shape.hidden_size) * tokens + attention  # the embedding look-up costs nothing
+    flops = 6 * (parameters - shape.vocab_size * shape.hidden_size) * tokens + attention  # the embedding look-up has no FLOPs
     peak = next((value for key, value in PEAK_BF16_FLOPS.items() if key in device_name()), None)
     facts = {"benchmark": "train_step", "parameters": parameters, "tokens": tokens, "seconds": round(step, 4)}
     facts |= {"tokens_per_second": round(tokens / step), "mfu": round(flops / step / peak, 4) if peak else None}
@@ -163,7 +163,7 @@ def offload(policy: MegatronModel, shape: ModelArchitecture, parallel: ParallelC
     critic = build("critic", shape, "bfloat16", parallel)
     critic.train_step(batches(shape, [[16]], parallel.device), TokenLoss())
     residency = Residency(enabled=True)
-    for model in (policy, critic):  # allocates the host buffers: not timed
+    for model in (policy, critic):  # allocates the host buffers; not timed
         residency.add(model)
     with residency.all_resident():
         state = residency.device_bytes()

@@ -1,11 +1,11 @@
-"""Vocab-parallel log-prob and entropy, forward and backward, on one rank's shard of a 152k vocabulary at TP = 8.
+"""Measure vocab-parallel log-prob and entropy, forward and backward, on one rank's shard of a 152k vocabulary at TP = 8.
 
     python benchmarks/logprob.py [--tokens 8192]
 
-One JSON line a dtype and use of the entropy: none, its value (what training records), its gradient too (the entropy bonus).
-``time_ratio``: over torch's cross-entropy (float32 logits, forward and backward) of the same tokens chunk by chunk, its gradient kept in
-a buffer of the logits' type, as a training step needs it. ``memory_ratio``: highest extra resident memory over the bytes of the logits
-shard in its own dtype, the returned gradient included; measured from the kernel's peak counter, which is reset before.
+Prints one JSON line per dtype and use of the entropy: none, its value (as recorded in training), or also its gradient (entropy bonus).
+``time_ratio``: time over that of torch's cross-entropy (float32 logits, forward and backward) on the same tokens in chunks, with the
+gradient stored in the logits' dtype as in a training step. ``memory_ratio``: peak extra resident memory, including the returned gradient,
+over the bytes of the logits shard in its dtype; from the kernel's peak counter, which is reset before.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def seconds(function: Callable[[], object]) -> float:
 
 
 def peak_extra_bytes(function: Callable[[], object]) -> int:
-    """Peak resident memory while ``function`` runs, above what is resident before."""
+    """Return the peak increase of resident memory while ``function`` runs."""
     Path("/proc/self/clear_refs").write_text("5")
     fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     before = int(fields["VmRSS"].split()[0])

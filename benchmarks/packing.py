@@ -1,8 +1,7 @@
-"""Packing and data-parallel balance of one rollout: ``python benchmarks/packing.py`` prints one JSON line a case.
+"""Measure packing and data-parallel balance of one rollout: ``python benchmarks/packing.py`` prints one JSON line per case.
 
-Lengths are lognormal with mean 4k, cut at the 32k cap. ``fill`` is real tokens over cap x micro-batches that have rows;
-``imbalance`` is max / mean over the data-parallel ranks, the worst mini-batch; ``seconds`` is the median of the repeats, after one
-call that compiles.
+Lengths are lognormal with mean 4k, limited by the 32k cap. ``fill``: real tokens over cap x non-empty micro-batches. ``imbalance``: max /
+mean over the data-parallel ranks in the worst mini-batch. ``seconds``: median of the repeats, after one call that compiles.
 """
 
 import argparse
@@ -19,13 +18,13 @@ COST_RATIO = 1 / (12 * 5120)  # causal attention against dense work at hidden si
 
 
 def lognormal_lengths(rows: int, mean: float, sigma: float, seed: int) -> np.ndarray:
-    """``rows`` lengths of that mean (before the cut at the cap)."""
+    """Draw ``rows`` lengths; ``mean`` applies before the cap."""
     drawn = np.random.default_rng(seed).lognormal(np.log(mean) - sigma**2 / 2, sigma, rows)
     return np.clip(np.ceil(drawn), 1, CAP).astype(np.int64)
 
 
 def measure(lengths: np.ndarray, minibatch_size: int, dp_size: int, repeats: int) -> dict[str, float]:
-    """Schedule ``lengths`` and recount everything from the row numbers."""
+    """Schedule ``lengths`` and compute all statistics from the scheduled row numbers."""
     seconds = []
     for repeat in range(repeats + 1):
         start = time.perf_counter()

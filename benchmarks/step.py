@@ -1,18 +1,18 @@
-"""A whole VAPO step, critic included, over its bare parts: SmolLM2-135M in bfloat16 on this machine's CPU, one process.
+"""Compare a whole VAPO step, including the critic, with its plain parts: SmolLM2-135M in bfloat16 on the CPU, in one process.
 
     python tools/fetch_smollm2.py --output models/smollm2-135m
     python benchmarks/step.py [--model models/smollm2-135m] [--steps 3]
 
-8 prompts x 8 responses of at most 48 tokens, one update of the policy and one of the critic. The step is the product's own
-(``StepRunner.rl_step``, timed from outside). The bare parts are timed in the same process after it, over the tokens of that very step:
+8 prompts x 8 responses of at most 48 tokens, one update of the policy and one of the critic. The step is ``StepRunner.rl_step``, timed from
+outside. The plain parts are timed after it in the same process, on the tokens of that step:
 
-- ``generate``: ``vllm.LLM.generate`` on the step's engine, as many tokens for each prompt as the step drew, without seeds and log-probs;
-- ``forward``: transformers' model (SDPA) in eight padded batches sorted by length: log-probs of the labels, and values of a linear head;
-- ``forward_backward``: the same of both models with their losses' backward passes;
-- ``adamw``: ``torch.optim.AdamW`` (foreach) on as many float32 parameters, for both models.
+- ``generate``: ``vllm.LLM.generate`` on the step's engine with the step's number of tokens per prompt, without seeds and log-probs;
+- ``forward``: transformers' models (SDPA) in eight padded batches sorted by length: log-probs of the labels, and values of a linear head;
+- ``forward_backward``: the same for both models with backward passes of their losses;
+- ``adamw``: ``torch.optim.AdamW`` (foreach) on the same number of float32 parameters, for both models.
 
-One JSON line: medians over the steps; ``ratio`` is of the step's time to the sum of its bare parts, ``framework_share`` is the part of
-the step that is in none of the phases generate, log-probs, values and updates.
+Prints one JSON line with medians over the steps. ``ratio``: time of the step over the sum of its plain parts. ``framework_share``: share of
+the step outside the phases generate, log-probs, values and updates.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from vapo_mcore.trainer.step import StepRunner
 from vapo_mcore.trainer.weight_sync import WeightSync
 
 PHASES = ("generate", "logprobs", "values", "critic_update", "policy_update")
-"""Phases of a step that have a bare counterpart; the rest is the framework."""
+"""Phases of a step with a plain counterpart; the rest is framework time."""
 
 OVERRIDES = [
     "batch.prompts_per_step=8",
@@ -54,7 +54,7 @@ OVERRIDES = [
     "batch.mini_batch_size=64",
     "rollout.max_response_length=48",
     "critic.value_pretraining.steps=0",
-    # too small to change a bfloat16 weight: every step then draws the same distribution
+    # too small to change a bfloat16 weight, so that every step samples the same distribution
     "policy.optimizer.lr=1.0e-12",
     "critic.optimizer.lr=1.0e-12",
     "data.eval=[]",
@@ -78,7 +78,7 @@ def seconds(function: Callable[[], object]) -> float:
 
 
 class BareModels:
-    """transformers' policy and critic, and padded batches of a step's sequences."""
+    """Policy and critic of transformers, with padded batches of a step's sequences."""
 
     def __init__(self, folder: str) -> None:
         self.policy = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation="sdpa")
@@ -123,7 +123,7 @@ class BareModels:
 
 
 def adamw_seconds(parameters: int) -> float:
-    """One step of AdamW on float32 parameters of the model's size, for policy and critic."""
+    """Measure one AdamW step for policy and critic on float32 parameters of the model's size."""
     weight = torch.nn.Parameter(torch.zeros(parameters))
     weight.grad = torch.ones(parameters)
     optimizer = torch.optim.AdamW([weight], foreach=True)
@@ -132,7 +132,7 @@ def adamw_seconds(parameters: int) -> float:
 
 
 def bare_generate(trainer: StepRunner, experience: Experience, config: Config) -> float:
-    """vLLM's own call for as many tokens as the step drew from the same prompts."""
+    """Measure a plain vLLM call with the step's prompts and numbers of tokens."""
     from vllm import SamplingParams
 
     llm: Any = trainer.sampler.engine._llm  # type: ignore[attr-defined]

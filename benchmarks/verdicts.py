@@ -1,19 +1,18 @@
-"""Verdicts a second of the verifier pool; one JSON object a line.
+"""Measure verdicts per second of the verifier pool. Prints one JSON object per line.
 
     python benchmarks/verdicts.py [--workers 2] [--integers 20000] [--latex 2000] [--repeats 3]
 
-Every answer is new, so the cache never helps (in training it does: the responses of a group share answers).
+All answers differ, so the cache never hits (in training it does: responses of a group share answers).
 
 - ``integer``: plain integers, half of them right.
-- ``fraction``: LaTeX fractions, reduced or not, half of them right. Like integers these are compared without math-verify.
-- ``latex``: roots, polynomials, sets, intervals, multiples of pi, equations, which math-verify must read. Four responses to a ground
-  truth: the right answer in the truth's own spelling and in another one, and two wrong answers.
-- ``chain_sum``: reasoning-gym entries judged by their own scorer.
+- ``fraction``: LaTeX fractions, reduced or not, half of them right. Like integers they are compared without math-verify.
+- ``latex``: roots, polynomials, sets, intervals, multiples of pi and equations, which need math-verify. Four responses per ground truth:
+  the right answer in the truth's spelling and in another one, and two wrong answers.
+- ``chain_sum``: reasoning-gym entries graded by their scorer.
 
-Workers are started and verifiers imported before the clock starts. ``verdicts_per_second`` is the best of the repeats by wall clock,
-``verifier_ms_per_verdict`` the mean wall-clock time inside the verifier, ``verifier_cpu_ms_per_verdict`` its processor time, which
-other processes on the machine disturb less (400 responses, in this process); ``load_average`` (over the minute before) says how busy
-the machine was with other things.
+Starting workers and importing verifiers is not timed. ``verdicts_per_second``: best of the repeats, wall clock.
+``verifier_ms_per_verdict``: mean wall-clock time inside the verifier. ``verifier_cpu_ms_per_verdict``: its CPU time, which depends less on
+other load (400 responses, in this process). ``load_average``: load of the machine over the previous minute.
 """
 
 import argparse
@@ -42,7 +41,7 @@ def fractions(rng: random.Random, count: int) -> list[GradeItem]:
     return items
 
 
-# Two spellings each; the first is the ground truth's own.
+# Two spellings each; the first is that of the ground truth.
 SPELLINGS: list[tuple[Callable[[int, int], str], Callable[[int, int], str]]] = [
     (lambda a, b: rf"{a}\sqrt{{{b}}}", lambda a, b: rf"\sqrt{{{b}}} \cdot {a}"),
     (lambda a, b: f"x^2+{a}x+{b}", lambda a, b: f"x(x+{a})+{b}"),
@@ -109,8 +108,8 @@ def measure(kind: str, items: list[list[GradeItem]], workers: int) -> dict[str, 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--integers", type=int, default=20_000, help="integer, fraction and chain_sum verdicts a repeat")
-    parser.add_argument("--latex", type=int, default=2_000, help="latex verdicts a repeat")
+    parser.add_argument("--integers", type=int, default=20_000, help="integer, fraction and chain_sum verdicts per repeat")
+    parser.add_argument("--latex", type=int, default=2_000, help="latex verdicts per repeat")
     parser.add_argument("--repeats", type=int, default=3)
     options = parser.parse_args()
     rng = random.Random(0)

@@ -1,11 +1,11 @@
-"""Weight sync of the policy into vLLM against a memcpy of its bytes.
+"""Compare the weight sync of the policy into vLLM with a memcpy of its bytes.
 
     python benchmarks/weight_sync.py [--model FOLDER] [--rounds 5]
     torchrun --nproc-per-node 2 benchmarks/weight_sync.py --pp 2
 
-One JSON line. ``export_ratio``: seconds that the trainer's side takes (export, transfers between ranks, checks of names and shapes) over a
-memcpy of the full HF tensors on one thread; ``load_ratio``: vLLM's own loading, which on CPU repacks every matrix; ``verify_seconds``:
-what checksums of all tensors on both sides add. Medians.
+Prints one JSON line with medians. ``export_ratio``: time of the trainer's side (export, transfers between ranks, checks of names and
+shapes) over a memcpy of the full HF tensors on one thread. ``load_ratio``: the same for vLLM's loading, which repacks every matrix on CPU.
+``verify_seconds``: additional time for checksums of all tensors on both sides.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 #!/bin/bash
-# Value pretraining, training and evaluation as three jobs, each started when the one before has succeeded.
+# Submit value pretraining, training and evaluation as three jobs, each of which starts after the previous one succeeds.
 #   slurm/chain.sh RUN_DIR RECIPE.yaml [--account=A --partition=P --nodes=2 ... (options of sbatch)] [-- KEY=VALUE ...]
-# Environment variables as in slurm/vapo.sbatch. Prints the ids of the jobs; when one cannot be submitted, the others are cancelled.
+# Uses the environment variables of slurm/vapo.sbatch. Prints the job ids; if one job cannot be submitted, the others are cancelled.
 set -euo pipefail
 
 if [ $# -lt 2 ] || [ ! -f "$2" ]; then
@@ -30,7 +30,7 @@ submit() { # NAME ARGUMENT...
     local id
     id=$(sbatch --parsable --job-name="$name" "${after[@]}" "${options[@]}" "$script" "$@") || {
         [ ${#jobs[@]} -eq 0 ] || scancel "${jobs[@]}"
-        echo "error: job $name was refused; nothing is left in the queue" >&2
+        echo "error: sbatch rejected job $name; all jobs of the chain are cancelled" >&2
         exit 2
     }
     jobs+=("${id%%;*}")

@@ -1,6 +1,6 @@
-"""A headless Chromium for tests, driven by its DevTools protocol over two pipes: no port, no library.
+"""Drive a headless Chromium with the DevTools protocol over two pipes, without a port or a library.
 
-Where none is installed, root installs Debian's chromium-headless-shell; others are told to.
+If no Chromium is installed, root installs Debian's chromium-headless-shell; for other users the test fails with that advice.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PACKAGE = "chromium-headless-shell"
 
 
 def executable() -> str:
-    """Path of a Chromium; installed if there is none and this is root's process."""
+    """Return the path of a Chromium. Installs one if there is none and the process runs as root."""
     found = next((path for name in NAMES if (path := shutil.which(name))), None)
     if found is None and os.geteuid() == 0 and shutil.which("apt-get"):
         environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
@@ -37,7 +37,7 @@ def executable() -> str:
 
 
 class Browser:
-    """One page. ``events`` holds everything that the browser reported, in order."""
+    """A browser with one page. ``events`` contains all events reported by the browser, in order."""
 
     def __init__(self, process: subprocess.Popen[bytes], write: int, read: int) -> None:
         self._process, self._write, self._read = process, write, read
@@ -51,7 +51,7 @@ class Browser:
             self.call(f"{domain}.enable")
 
     def call(self, method: str, **parameters: Any) -> dict[str, Any]:
-        """The result of a command of the protocol."""
+        """Send a protocol command and return its result."""
         self._number += 1
         message = {"id": self._number, "method": method, "params": parameters}
         if self._session is not None:
@@ -63,7 +63,7 @@ class Browser:
         return answer["result"]
 
     def open(self, path: Path, width: int = 1440, height: int = 1000) -> None:
-        """Load a file and wait until its load event is over."""
+        """Load a file and wait until its load event has finished."""
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
         self.call("Page.navigate", url=path.resolve().as_uri())
         deadline = time.monotonic() + 20
@@ -72,13 +72,13 @@ class Browser:
             time.sleep(0.02)
 
     def evaluate(self, expression: str) -> Any:
-        """The value of a JavaScript expression, as JSON has it."""
+        """Evaluate a JavaScript expression and return its value, converted by JSON."""
         result = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in result, result["exceptionDetails"]
         return result["result"].get("value")
 
     def complaints(self) -> list[str]:
-        """Errors of scripts, entries of the console's log, and requests for anything but the page itself."""
+        """Return script errors, console messages, and requests for anything except the page."""
         found = []
         for event in self.events:
             parameters = event.get("params", {})
@@ -94,7 +94,7 @@ class Browser:
             ready, _, _ = select.select([self._read], [], [], max(0.0, deadline - time.monotonic()))
             assert ready, "Chromium did not answer within 30 s"
             part = os.read(self._read, 1 << 20)
-            assert part, f"Chromium has ended with {self._process.wait(5)}"
+            assert part, f"Chromium exited with {self._process.wait(5)}"
             self._buffer += part
         message, _, self._buffer = self._buffer.partition(b"\0")
         return json.loads(message)
@@ -102,7 +102,7 @@ class Browser:
 
 @contextlib.contextmanager
 def chromium() -> Iterator[Browser]:
-    """A running browser, ended with the block."""
+    """Yield a running browser and close it afterwards."""
     to_browser, from_browser = os.pipe(), os.pipe()
     read_by_it, written_by_it = to_browser[0], from_browser[1]
     options = [

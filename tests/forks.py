@@ -1,12 +1,11 @@
-"""Processes forked from one that has imported everything: a start takes milliseconds, where imports take 5 s of a core.
+"""Start test processes by forking a server that has imported everything: a start takes milliseconds instead of 5 s of imports.
 
-``run_ranks`` runs a worker script as the ranks of a run, with torchrun's environment; ``run_script`` in one process; ``Forks`` starts any
-program of this repository.
-What torchrun and the command line do themselves is not seen here: tests of it start them (tests/torchrun.py).
+``run_ranks`` runs a worker script as the ranks of a run, with torchrun's environment; ``run_script`` runs it in one process; ``Forks``
+starts any program of this repository. Tests of torchrun and of the command line itself start those instead (tests/torchrun.py).
 
-Two servers fork: ranks of even and of odd number have other seeds of Python's hash, as processes that were started apart have, so that
-an order taken from a set is not the same on all ranks by chance. ``python tests/forks.py`` is a server: it reads one JSON request a line,
-answers with {"pid": n}, and writes the process's exit code (or -signal) to the request's file "status" when it has ended.
+There are two servers, one for even and one for odd ranks, with different seeds of Python's hash, so that the iteration order of a set
+cannot agree on all ranks by chance. ``python tests/forks.py`` is a server: it reads one JSON request per line, responds with {"pid": n},
+and writes the process's exit code (or -signal) to the request's "status" file when the process ends.
 """
 
 from __future__ import annotations
@@ -33,23 +32,23 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 SECONDS_TO_END = 30
-"""That the other ranks have after SIGTERM when one has failed; torchrun's own."""
+"""Time between a rank's failure, when the others get SIGTERM, and SIGKILL; the same as torchrun's."""
 
 
 @dataclass(frozen=True)
 class Forked:
-    """A process that a server has forked; the leader of a process group of its own."""
+    """A forked process, which leads its own process group."""
 
     pid: int
     status_file: Path
 
     @property
     def status(self) -> int | None:
-        """Exit code, -signal, or None as long as it runs."""
+        """Exit code, -signal, or None while the process runs."""
         return int(self.status_file.read_text()) if self.status_file.exists() else None
 
     def wait(self, timeout: float) -> int:
-        """The status; AssertionError if it runs still after ``timeout`` seconds."""
+        """Return the status. Raises AssertionError if the process still runs after ``timeout`` seconds."""
         deadline = time.monotonic() + timeout
         while (status := self.status) is None:
             assert time.monotonic() < deadline, f"process {self.pid} did not end within {timeout} s"
@@ -57,13 +56,13 @@ class Forked:
         return status
 
     def signal_all(self, number: int) -> None:
-        """To the process and those it has started."""
-        with contextlib.suppress(ProcessLookupError):  # all have ended
+        """Send a signal to the process and all its children."""
+        with contextlib.suppress(ProcessLookupError):  # all have exited
             os.killpg(self.pid, number)
 
 
 class Forks:
-    """A server and the processes that it has forked."""
+    """A server process and the processes it forks."""
 
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="vapo_mcore_forks_")
@@ -80,7 +79,7 @@ class Forks:
         )
 
     def start(self, command: Sequence[str], stdout: Path, stderr: Path, environment: Mapping[str, object]) -> Forked:
-        """Begin ``command``, a script with its arguments or "-m", module and arguments; what it prints is appended to the files."""
+        """Start ``command``: a script with arguments, or "-m", module and arguments. Its output is appended to the files."""
         with self._lock:
             return self._start(list(command), stdout, stderr, inherited() | {name: str(value) for name, value in environment.items()})
 
@@ -92,11 +91,11 @@ class Forks:
         self._server.stdin.write(json.dumps({"command": command, "environment": environment, **files}) + "\n")
         self._server.stdin.flush()
         answer = self._server.stdout.readline()
-        assert answer, "the process that forks has ended"
+        assert answer, "the fork server has exited"
         return Forked(int(json.loads(answer)["pid"]), status)
 
     def close(self) -> None:
-        """The server ends, and with it what it has forked."""
+        """Stop the server, which kills the processes it forked."""
         assert self._server.stdin is not None
         self._server.stdin.close()
         try:
@@ -108,14 +107,14 @@ class Forks:
 
 
 def inherited() -> dict[str, str]:
-    """What processes of the tests find in their environment."""
+    """Return the environment of test processes."""
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
 
 
 @functools.cache
 def servers() -> tuple[Forks, Forks]:
-    """Those of this test process, for all its tests."""
+    """Return the two servers, which all tests of this process share."""
     both = Forks(), Forks()
     for server in both:
         atexit.register(server.close)
@@ -123,30 +122,30 @@ def servers() -> tuple[Forks, Forks]:
 
 
 def run_ranks(script: str | Path, nproc: int, *args: str, timeout: float = 180) -> subprocess.CompletedProcess[str]:
-    """``script`` (relative to the repository or absolute) as ``nproc`` ranks; stdout and stderr of all, and 0 or what a rank failed with.
+    """Run ``script`` (relative to the repository or absolute) as ``nproc`` ranks. Returns their joint output, and 0 or the first failure.
 
-    When a rank fails the others are ended. After ``timeout`` seconds all are killed and the test fails with the output up to there.
+    When a rank fails, the others are terminated. After ``timeout`` seconds all are killed and the test fails with the output so far.
     """
     from torch.distributed import TCPStore
 
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # here, as torchrun's is in its agent
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # in this process, like torchrun's in its agent
     world = {"WORLD_SIZE": nproc, "LOCAL_WORLD_SIZE": nproc, "GROUP_WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port}
     world |= {"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": 0, "TORCHELASTIC_MAX_RESTARTS": 0}
     return _run([str(ROOT / script), *args], [{**world, "RANK": rank, "LOCAL_RANK": rank} for rank in range(nproc)], timeout)
 
 
 def run_script(script: str | Path, *args: str, timeout: float = 180) -> subprocess.CompletedProcess[str]:
-    """``script`` in one process that knows of no ranks, as :func:`run_ranks`."""
+    """Run ``script`` in one process without torchrun's environment. Returns like :func:`run_ranks`."""
     return _run([str(ROOT / script), *args], [{}], timeout)
 
 
 def run_command(*args: str, timeout: float = 180) -> subprocess.CompletedProcess[str]:
-    """``vapo-mcore`` with arguments in one process, as :func:`run_ranks`."""
+    """Run ``vapo-mcore`` with arguments in one process. Returns like :func:`run_ranks`."""
     return _run(["-m", "vapo_mcore.cli", *args], [{}], timeout)
 
 
 def _run(command: list[str], environments: list[dict[str, object]], timeout: float) -> subprocess.CompletedProcess[str]:
-    """A process with each environment, even ones from one server and odd ones from the other."""
+    """Start one process per environment, alternating between the servers, and wait for all."""
     with tempfile.TemporaryDirectory(prefix="vapo_mcore_output_") as folder:
         files = Path(folder) / "stdout", Path(folder) / "stderr"
         processes: list[Forked] = []
@@ -167,7 +166,7 @@ def _run(command: list[str], environments: list[dict[str, object]], timeout: flo
 
 
 def _wait(processes: list[Forked], timeout: float) -> int | None:
-    """0, or what the first to fail ended with; None if they run still. Those that live SECONDS_TO_END after a failure are left."""
+    """Return 0 or the status of the first failure; None on a timeout. Stops waiting SECONDS_TO_END after a failure."""
     deadline, first = time.monotonic() + timeout, 0
     while time.monotonic() < deadline:
         statuses = [process.status for process in processes]
@@ -183,7 +182,7 @@ def _wait(processes: list[Forked], timeout: float) -> int | None:
 
 
 def _serve() -> list[str]:
-    """The server's life; returns in each forked process, with its command."""
+    """Run the server loop. Returns only in forked processes, with their command."""
     children: dict[int, str] = {}
     pending = ""
     while True:
@@ -201,11 +200,11 @@ def _serve() -> list[str]:
         *lines, pending = (pending + text).split("\n")
         for line in lines:
             request = json.loads(line)
-            assert len(os.listdir("/proc/self/task")) == 1, "threads do not live on in what is forked"
+            assert len(os.listdir("/proc/self/task")) == 1, "threads do not survive a fork"
             pid = os.fork()
             if pid == 0:
                 return _become(request)
-            with contextlib.suppress(PermissionError, ProcessLookupError):  # the child was faster
+            with contextlib.suppress(PermissionError, ProcessLookupError):  # the child did it first
                 os.setpgid(pid, pid)
             children[pid] = request["status"]
             print(json.dumps({"pid": pid}), flush=True)
@@ -239,7 +238,7 @@ def _import_everything() -> None:
 
 
 def _run_to_its_end(command: list[str]) -> None:
-    """The program, then what Python does at the end of a process but for taking apart all that was imported, which would copy it first."""
+    """Run the program and exit like Python, but without destroying modules, which would copy their memory pages first."""
     code = 0
     try:
         if command[0] == "-m":
@@ -252,7 +251,7 @@ def _run_to_its_end(command: list[str]) -> None:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
         if isinstance(end.code, str):
             print(end.code, file=sys.stderr)
-    except BaseException:  # noqa: BLE001 (whatever it is, it is shown and the exit code says so)
+    except BaseException:  # noqa: BLE001 (print any exception and set the exit code)
         traceback.print_exc()
         code = 1
     threading._shutdown()  # type: ignore[attr-defined]
@@ -264,5 +263,5 @@ def _run_to_its_end(command: list[str]) -> None:
 
 if __name__ == "__main__":
     _import_everything()
-    gc.freeze()  # else a collection in a forked process would copy all pages
+    gc.freeze()  # otherwise a garbage collection in a forked process would copy all pages
     _run_to_its_end(_serve())

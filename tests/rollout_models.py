@@ -1,4 +1,4 @@
-"""Small random Hugging Face models that every rollout engine can run (vLLM's CPU attention wants heads of at least 32), and oracles."""
+"""Small random Hugging Face models that every rollout engine can run (vLLM's CPU attention needs heads of at least 32), and oracles."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from torch import Tensor
 
 EOS = 1
 VOCAB = 131
-"""Odd and no multiple of 64: vLLM and Megatron pad such a vocabulary, transformers does not."""
+"""Odd and not a multiple of 64: vLLM and Megatron pad such a vocabulary, transformers does not."""
 STORED_TWICE = "_stored_twice"
-"""Suffix of a tied model whose file has the head as well, as some tools write it."""
+"""Suffix of a tied model whose file also contains the head, as written by some tools."""
 MODELS = ("qwen2", "qwen2_tied", "qwen3", "llama_tied")
 UNKNOWN = (70, *range(124, 130))
-"""Ids that a tokenizer may lack: a gap and a run near the end; no prompt has them."""
+"""Ids missing in the tokenizer: a gap and a range near the end. No prompt contains them."""
 PROMPTS = [[4, 13, 5, 17], [30], [100, 5, 6, 7, 8, 9, 10, 17], [4, 13, 5, 17], [60, 61, 62, 63, 64], [130, 2, 88]]
 
 
 def write_model(name: str, folder: Path, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Path:
-    """Write a random two-layer model; its weights are wide enough for peaked, varied distributions that do sample EOS."""
+    """Write a random two-layer model with large weights, so that its distributions are peaked, vary, and sample EOS."""
     from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
     common: dict[str, Any] = {
@@ -69,7 +69,7 @@ def write_model(name: str, folder: Path, *, seed: int = 0, dtype: torch.dtype = 
 
 
 def write_reward_model(policy: Path, folder: Path) -> None:
-    """A reward model of another trunk than ``policy``: a sequence classifier of one label, whose head has no bias."""
+    """Write a reward model with a different trunk than ``policy``: a sequence classifier with one label, whose head has no bias."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(9)
         model = reward_model_class().from_pretrained(str(policy), num_labels=1, local_files_only=True)
@@ -96,50 +96,50 @@ def _causal_lm() -> Any:
 
 
 def make_ids_likely(model: Any, token_ids: Sequence[int], factor: float = 4.0) -> None:
-    """Large rows in the output layer: these ids are then among the likeliest."""
+    """Scale the output rows of these ids so that they become likely."""
     model.get_output_embeddings().weight.data[list(token_ids)] *= factor
 
 
 def exclude_from_softmax(model: Any, token_ids: Sequence[int]) -> None:
-    """All that the oracles compute is of a model whose logits of ``token_ids`` are -inf."""
+    """Set the model's logits of ``token_ids`` to -inf, for the oracles."""
     columns = torch.tensor(list(token_ids))
     model.get_output_embeddings().register_forward_hook(lambda module, inputs, logits: logits.index_fill(-1, columns, float("-inf")))
 
 
 def named_weights(model: Any) -> dict[str, Tensor]:
-    """HF name -> tensor, without the copy that a tied head is."""
+    """Return HF name -> tensor, without a tied head."""
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
 def in_buckets(weights: dict[str, Tensor], size: int = 4) -> Iterator[list[tuple[str, Tensor]]]:
-    """Buckets of ``size`` tensors, which layers straddle."""
+    """Yield buckets of ``size`` tensors; layers span bucket boundaries."""
     items = list(weights.items())
     for start in range(0, len(items), size):
         yield [(name, tensor.clone()) for name, tensor in items[start : start + size]]
 
 
 def change_weights(model: Any, seed: int) -> None:
-    """Another model of the same shape, clearly different in its outputs."""
+    """Perturb the weights so that the outputs change clearly."""
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         parameter.data.add_(0.05 * torch.randn(parameter.shape, generator=generator))
 
 
 def logits_of(model: Any, prompt: Sequence[int], response: Sequence[int]) -> Tensor:
-    """Float64 logits ``[len(response), vocab]`` that predict the response's tokens, from one unpadded forward pass."""
+    """Return float64 logits ``[len(response), vocab]`` that predict the response's tokens, from one unpadded forward pass."""
     with torch.no_grad():
         logits = model(torch.tensor([[*prompt, *response]])).logits[0]
     return logits[len(prompt) - 1 : -1].double()
 
 
 def logprobs_of(model: Any, prompt: Sequence[int], response: Sequence[int], temperature: float = 1.0) -> Tensor:
-    """Float64 log-probs ``[len(response)]`` of the response's tokens at ``temperature``."""
+    """Return float64 log-probs ``[len(response)]`` of the response's tokens at ``temperature``."""
     logits = logits_of(model, prompt, response) / temperature
     return logits.log_softmax(-1).gather(-1, torch.tensor(response)[:, None])[:, 0]
 
 
 def greedy_of(model: Any, prompt: Sequence[int], max_tokens: int) -> list[int]:
-    """Greedy decoding without a KV cache and without ``generate``: an argmax of a full forward pass per token."""
+    """Decode greedily without a KV cache and without ``generate``: the argmax of a full forward pass per token."""
     tokens = list(prompt)
     with torch.no_grad():
         while len(tokens) < len(prompt) + max_tokens:

@@ -1,8 +1,7 @@
-"""Run a script in several processes under torchrun, bounded in time.
+"""Run a script in several processes under torchrun, with a timeout.
 
-``run_torchrun("tests/distributed/worker.py", 4, "argument")`` returns the finished process with its output; whether it
-must have exited with 0 is the test's to say. After ``timeout`` seconds the whole process group is killed and the test fails
-with the output up to there.
+``run_torchrun("tests/distributed/worker.py", 4, "argument")`` returns the finished process with its output; the test checks the exit code.
+After ``timeout`` seconds the whole process group is killed and the test fails with the output so far.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from tests.forks import ROOT, inherited
 
 
 def run_torchrun(script: str | Path, nproc: int, *args: str, timeout: float = 180) -> subprocess.CompletedProcess[str]:
-    """``script`` is relative to the repository or absolute; a free port is chosen; stdout and stderr are captured as text."""
+    """Run ``script`` (relative to the repository or absolute) under torchrun on a free port; captures stdout and stderr as text."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(nproc)]
     command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--local-addr", "127.0.0.1", str(ROOT / script), *args]
     return run_bounded(command, timeout=timeout)
@@ -26,7 +25,7 @@ def run_torchrun(script: str | Path, nproc: int, *args: str, timeout: float = 18
 def run_bounded(
     command: list[str], *, timeout: float, cwd: Path = ROOT, environment: dict[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Run ``command`` in a process group of its own, which is killed as a whole when the time is over. ``environment`` replaces ours."""
+    """Run ``command`` in a new process group, which is killed after ``timeout`` seconds. ``environment`` replaces the inherited one."""
     process = subprocess.Popen(
         command,
         cwd=cwd,

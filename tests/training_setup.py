@@ -1,4 +1,4 @@
-"""A model folder with tokenizer, prompt files and a configuration for whole training runs that take seconds."""
+"""Write a model folder with tokenizer, prompt files and a configuration for complete training runs that take seconds."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CHARACTERS = SPECIAL + [chr(ord("!") + i) for i in range(94)] + [chr(0xC0 + i) f
 
 
 def write_tokenizer(folder: Path) -> None:
-    """One token a character, one character a token: decoded text tells the ids."""
+    """Write a tokenizer that maps tokens to characters one to one, so that text determines the ids."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -31,7 +31,7 @@ def write_tokenizer(folder: Path) -> None:
 
 
 def write_setup(folder: Path, *, model: str = "qwen2") -> Path:
-    """``folder``/model, train.jsonl (40 prompts) and heldout.jsonl (7 prompts, which no layout divides) and base.yaml, a small VAPO run."""
+    """Write ``folder``/model, train.jsonl (40 prompts), heldout.jsonl (7, divisible by no layout) and base.yaml, a small VAPO run."""
     write_model(model, folder / "model")
     write_tokenizer(folder / "model")
     for name, first, count in (("train", 1, 40), ("heldout", 60, 7)):
@@ -63,7 +63,7 @@ def _settings(folder: Path) -> dict[str, Any]:
 
 
 def training_config(folder: Path, name: str, *overrides: str) -> Config:
-    """The run of ``folder``/base.yaml, into ``folder``/``name``, with ``key.path=value`` settings."""
+    """Load ``folder``/base.yaml with run directory ``folder``/``name`` and ``key.path=value`` settings."""
     return load_config(folder / "base.yaml", [f"run.dir={folder / name}", *overrides])
 
 
@@ -76,7 +76,7 @@ def read_samples(run: Path, name: str) -> list[dict[str, Any]]:
 
 
 def assert_same_means(found: list[float | None], expected: list[float | None], name: str, rel: float = 1e-4, abs: float = 1e-5) -> None:
-    """A metric that is a list: bins without a token are the same ones, the numbers of the others agree."""
+    """Compare a list-valued metric: the same bins are empty, and the other numbers agree."""
     assert [x is None for x in found] == [x is None for x in expected], name
     pairs = [(one, other) for one, other in zip(found, expected, strict=True) if one is not None]
     assert [one for one, _ in pairs] == pytest.approx([other for _, other in pairs], rel=rel, abs=abs), name

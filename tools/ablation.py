@@ -1,11 +1,11 @@
-"""VAPO and its seven ablations over seeds, beside Table 1 of the paper (arXiv 2504.05118), from the runs' own metrics.jsonl.
+"""Run VAPO and its seven ablations with several seeds and compare the results with Table 1 of the paper (arXiv:2504.05118).
 
     python tools/ablation.py --output runs/ablation --seeds 1 2
     python tools/ablation.py --output runs/ablation --seeds 1 2 --report-only
 
-One run at a time, seed after seed; a finished run is not repeated, so that the command can be given again after an interruption.
-Every variant is the recipe (the quickstart) with the settings of its preset on top: what the recipe adapts to its own size stays.
-``<output>/ablation.md`` and ``ablation.json`` are written after each run.
+Runs execute one at a time, seed after seed. Finished runs are not repeated, so an interrupted command can be started again. Every variant
+is the recipe (default: the quickstart) plus the settings of its preset; other settings of the recipe are kept. Results are read from the
+runs' metrics.jsonl, and ``<output>/ablation.md`` and ``ablation.json`` are written after each run.
 """
 
 from __future__ import annotations
@@ -47,16 +47,16 @@ PAPER_TABLE_1 = {
 }
 # 97.5 % quantiles of Student's t with 1, 2, ... degrees of freedom.
 T_QUANTILES = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
-# What an ablation does not look at.
+# Disable output that an ablation does not use.
 FIXED = ("run.samples_per_step=0", "run.tensorboard=false", "export.at_end=false", "eval.at_start=false", "eval.every_steps=0")
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What one finished run's metrics say.
+    """Results of one finished run.
 
-    ``accuracy``: of the last evaluation, over ``problems``; ``steps_to_threshold``: RL steps until the running mean of the training
-    accuracy over 5 steps reached the threshold, None if it never did; ``seconds``: of all steps, value pretraining included.
+    ``accuracy``: last evaluation, over ``problems``. ``steps_to_threshold``: RL steps until the 5-step running mean of the training
+    accuracy reached the threshold, or None. ``seconds``: time of all steps, including value pretraining.
     """
 
     seed: int
@@ -69,15 +69,15 @@ class Measured:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Run VAPO and its seven ablations and write the table.")
-    parser.add_argument("--output", type=Path, required=True, help="folder of the runs and of the table")
-    parser.add_argument("--recipe", type=Path, default=EXAMPLES / "quickstart.yaml", help="default: the quickstart")
+    parser.add_argument("--output", type=Path, required=True, help="folder for the runs and the table")
+    parser.add_argument("--recipe", type=Path, default=EXAMPLES / "quickstart.yaml", help="base recipe (default: the quickstart)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2], help="default: 1 2")
-    parser.add_argument("--steps", type=int, help="RL steps of each run; default: the recipe's")
-    parser.add_argument("--threshold", type=float, default=0.5, help="training accuracy whose first step is told; default 0.5")
-    parser.add_argument("--only", nargs="+", choices=list(PAPER_TABLE_1), default=list(PAPER_TABLE_1), help="some of the variants")
-    parser.add_argument("--report-only", action="store_true", help="start nothing, write the table of the runs that are finished")
-    parser.add_argument("--stop-after-minutes", type=float, default=math.inf, help="start no further run after so many minutes")
-    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="settings on top of every variant")
+    parser.add_argument("--steps", type=int, help="RL steps of each run (default: the recipe's)")
+    parser.add_argument("--threshold", type=float, default=0.5, help="report the first step with this training accuracy (default: 0.5)")
+    parser.add_argument("--only", nargs="+", choices=list(PAPER_TABLE_1), default=list(PAPER_TABLE_1), help="run only these variants")
+    parser.add_argument("--report-only", action="store_true", help="start no run; write the table of the finished runs")
+    parser.add_argument("--stop-after-minutes", type=float, default=math.inf, help="start no further run after this many minutes")
+    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="settings for every variant")
     args = parser.parse_args()
     if len(set(args.seeds)) != len(args.seeds) or len(args.seeds) > len(T_QUANTILES) + 1:
         raise ConfigError(f"--seeds: {args.seeds} must be different numbers, at most {len(T_QUANTILES) + 1}")
@@ -88,7 +88,7 @@ def main() -> None:
 
 
 class Ablation:
-    """The runs of all variants and seeds under one folder; every configuration is checked before the first run starts."""
+    """Runs all variants and seeds in one folder. Checks every configuration before the first run starts."""
 
     def __init__(self, recipe: Path, output: Path, names: Sequence[str], seeds: Sequence[int], steps: int | None, settings: list[str]):
         self.output, self.names, self.seeds = output, list(names), list(seeds)
@@ -106,23 +106,23 @@ class Ablation:
         return [*self.overrides, f"seed={seed}", f"run.dir={self.folder(name, seed)}"]
 
     def _check_saved(self, name: str, seed: int) -> None:
-        """A run that is there must be of these settings; keys that a newer version added are left out of the comparison."""
+        """Raise ConfigError if an existing run has other settings. Ignores keys that a newer version added."""
         saved = self.folder(name, seed) / "config.yaml"
         if saved.is_file():
             before, _ = parse_yaml(saved.read_text(encoding="utf-8"))
             now, _ = parse_yaml(dump_yaml(self.configs[name, seed]))
             changed = sorted(differences(before, now))
             if changed:
-                raise ConfigError(f"{saved.parent} holds a run with other settings ({', '.join(changed)}); give another --output")
+                raise ConfigError(f"{saved.parent} holds a run with other settings ({', '.join(changed)}); choose another --output")
 
     def run_all(self, deadline: float, threshold: float) -> None:
-        """Start what is not finished; a run that fails is told and left out of the table."""
+        """Run everything that is not finished. A failed run is reported and omitted from the table."""
         for seed in self.seeds:
             for name in self.names:
                 if self.measure(name, seed, threshold) is not None:
                     continue
                 if time.monotonic() > deadline:
-                    print(f"{name} seed {seed}: not started, the time is up", flush=True)
+                    print(f"{name} seed {seed}: not started, out of time", flush=True)
                     continue
                 log = self.folder(name, seed).with_suffix(".log")
                 log.parent.mkdir(parents=True, exist_ok=True)
@@ -137,17 +137,17 @@ class Ablation:
                 self.report(threshold)
 
     def measure(self, name: str, seed: int, threshold: float) -> Measured | None:
-        """The numbers of a finished run, None of one that is not there or did not come to its end."""
+        """Return the results of a finished run, or None if it is missing or unfinished."""
         path = self.folder(name, seed) / "metrics.jsonl"
         if not path.is_file():
             return None
         try:
             return measure(path, self.configs[name, seed], threshold)
-        except DataError:  # interrupted in its first steps
+        except DataError:  # interrupted before the first RL step
             return None
 
     def report(self, threshold: float) -> None:
-        """Write ablation.json and ablation.md from the runs that are finished."""
+        """Write ablation.json and ablation.md from the finished runs."""
         results = {}
         for name in self.names:
             found = [self.measure(name, seed, threshold) for seed in self.seeds]
@@ -161,12 +161,12 @@ class Ablation:
 
 
 def write_variant(name: str, recipe: Path, path: Path) -> Path:
-    """A configuration of the recipe with the preset's own settings on top (``vapo`` is what the recipe extends already)."""
+    """Write a configuration that extends the recipe with the preset's settings (none for ``vapo``, which the recipe extends already)."""
     preset, faults = parse_yaml((EXAMPLES / "presets" / f"{name}.yaml").read_text(encoding="utf-8"))
     assert not faults and isinstance(preset, dict)
     preset.pop("extends", None)
     settings: dict[str, Any] = {} if name == "vapo" else preset
-    if name == "vapo_wo_group_sampling":  # as many responses a step as the recipe has, each to a prompt of its own
+    if name == "vapo_wo_group_sampling":  # same number of responses per step, each to a different prompt
         settings = {"batch": {"prompts_per_step": load_config(recipe).batch.responses_per_step, "responses_per_prompt": 1}}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(format_yaml({"extends": str(recipe.resolve()), **settings}), encoding="utf-8")
@@ -174,14 +174,14 @@ def write_variant(name: str, recipe: Path, path: Path) -> Path:
 
 
 def differences(before: Any, now: Any, where: str = "") -> set[str]:
-    """Dotted keys of ``before`` whose value is another one in ``now``."""
+    """Return the dotted keys of ``before`` whose value differs in ``now``."""
     if isinstance(before, dict) and isinstance(now, dict):
         return {found for key in before for found in differences(before[key], now.get(key), f"{where}.{key}" if where else str(key))}
     return set() if before == now else {where}
 
 
 def measure(path: Path, config: Config, threshold: float) -> Measured | None:
-    """Read a metrics.jsonl; None if the run did not come to its last step."""
+    """Read the results from a metrics.jsonl; None if the run did not reach its last step."""
     rl_rows = read_rows(path)
     if rl_rows[-1]["step"] != config.run.steps:
         return None
@@ -202,7 +202,7 @@ def measure(path: Path, config: Config, threshold: float) -> Measured | None:
 
 
 def summarise(runs: Sequence[Measured]) -> dict[str, Any]:
-    """Mean over seeds with two intervals: Student's t over seeds, and Wilson over all graded problems of all seeds."""
+    """Compute the mean over seeds with two intervals: Student's t over seeds, and Wilson over all graded problems of all seeds."""
     if not runs:
         return {"runs": [], "mean": None, "seed_interval": None, "problem_interval": None}
     accuracies, problems = [r.accuracy for r in runs], sum(r.problems for r in runs)
@@ -219,7 +219,7 @@ def summarise(runs: Sequence[Measured]) -> dict[str, Any]:
 
 
 def render(table: dict[str, dict[str, Any]], threshold: float) -> str:
-    """The markdown table."""
+    """Format the results as a markdown table."""
     lines = [
         "| variant | paper, AIME24 avg@32 | held-out accuracy, mean (by seed) | 95 % over seeds (t) | 95 % over problems (Wilson) | "
         f"steps to {threshold:g} | seconds |",

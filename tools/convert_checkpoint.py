@@ -1,4 +1,4 @@
-"""Convert and compare checkpoints: the same as ``vapo-mcore convert``.
+"""Convert and compare checkpoints, like ``vapo-mcore convert``.
 
 python tools/convert_checkpoint.py hf-to-megatron models/smollm2-135m /tmp/smollm2-megatron
 """

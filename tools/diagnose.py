@@ -1,9 +1,9 @@
-"""What the rules of the diagnosis say about a run that is there, step by step, from its metrics.jsonl.
+"""Apply the diagnosis rules to the metrics.jsonl of an existing run, step by step.
 
     python tools/diagnose.py runs/quickstart
     python tools/diagnose.py runs/quickstart diagnosis.entropy_collapse.fraction=0.3
 
-The run's own configuration gives the thresholds; settings after the folder replace them.
+Thresholds come from the run's configuration; settings after the folder override them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from vapo_mcore.metrics_file import metric_rows
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Apply the rules of the diagnosis to a finished or running run.")
+    parser = argparse.ArgumentParser(description="Apply the diagnosis rules to a finished or running run.")
     parser.add_argument("run", type=Path, help="run directory")
     parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="other thresholds")
     args = parser.parse_args()
@@ -32,7 +32,7 @@ def main() -> None:
 
 
 def diagnose(config: Config, rows: Iterable[dict[str, Any]]) -> list[str]:
-    """One line when a rule begins to hold, and how many steps each held in all."""
+    """Return one line for each time a rule begins to hold, then the number of steps in which each rule held."""
     monitor = Monitor(config)
     lines: list[str] = []
     for row in rows:

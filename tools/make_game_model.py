@@ -1,11 +1,11 @@
-"""Make a tiny language model that plays "doors and dice" badly, with its prompts: what the critic_game recipes train further.
+"""Make the starting model and prompts of the critic_game recipes: a tiny language model that plays "doors and dice" badly.
 
     python tools/make_game_model.py --output models/tiny_game [--seed 0] [--steps 400]
 
-A Qwen2-architecture model of 20,000 parameters with a character tokenizer learns, supervised, to give the right answer to a door with
-probability 0.30 and one wrong answer with 0.40 (the rules: examples/extensions/doors_and_dice.py). The folder gets the model, the
-tokenizer, ``train.jsonl`` and ``heldout.jsonl`` (disjoint), and appears complete or not at all. Prints the cross-entropy of
-the model's answers, whose optimum is 1.297 nats.
+A Qwen2-architecture model of 20,000 parameters with a character tokenizer is trained, supervised, to answer a door correctly with
+probability 0.30 and with one fixed wrong answer with probability 0.40 (rules: examples/extensions/doors_and_dice.py). The folder contains
+the model, the tokenizer, and disjoint ``train.jsonl`` and ``heldout.jsonl``; it is written atomically. Prints the cross-entropy of the
+model's answers, whose optimum is 1.297 nats.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ GAME = Path(__file__).parent.parent / "examples" / "extensions" / "doors_and_dic
 TRAIN_PROBLEMS, HELDOUT_PROBLEMS = 8000, 200
 SEQUENCES, LEARNING_RATE = 32, 3e-3
 HELDOUT_FIRST_DOORS = "ADGJMPSV"
-"""Letters, in either case, of the doors that held-out games alone begin with: no training prompt equals a held-out one."""
+"""First doors, in either case, reserved for held-out games, so that no training prompt equals a held-out one."""
 RIGHT_PROBABILITY, FAVOURITE_PROBABILITY = 0.30, 0.40
 
 
@@ -37,7 +37,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=400, help="optimizer steps of the supervised run")
     arguments = parser.parse_args()
     if arguments.steps < 1:
-        parser.error("--steps is at least 1")
+        parser.error("--steps must be at least 1")
     require_own_folder(arguments.output)
     game = _game()
     with folder_written_atomically(arguments.output) as folder:
@@ -47,12 +47,12 @@ def main() -> None:
 
 
 def _game() -> Any:
-    """The module of the game, loaded as the recipes load it."""
+    """Load the game's module the way the recipes do."""
     return sys.modules[load_function(f"{GAME}:play").__module__]
 
 
 def tokenizer(game: Any) -> Any:
-    """One token a character."""
+    """Build a tokenizer with one token per character."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -64,7 +64,7 @@ def tokenizer(game: Any) -> Any:
 
 
 def answer_probabilities(game: Any, door: str) -> list[float]:
-    """Of the teacher's four answers to a door: the right one, a wrong favourite, and two rare ones."""
+    """Return the teacher's probabilities of the four answers to a door: the right one, a wrong favourite, and two rare ones."""
     right = int(game.RIGHT[door])
     favourite = (right + 1 + ord(door) % 3) % 4
     rest = (1 - RIGHT_PROBABILITY - FAVOURITE_PROBABILITY) / 2
@@ -72,7 +72,7 @@ def answer_probabilities(game: Any, door: str) -> list[float]:
 
 
 def played(game: Any, rng: random.Random) -> tuple[str, list[bool]]:
-    """A game of the teacher as the model reads it, and which characters are answers."""
+    """Sample a game played by the teacher. Returns its text and a mask of the characters that are answers."""
     text, mask = rng.choice(list(game.LEVELS)), [False]
     for turn in range(game.TURNS):
         door = rng.choice(game.DOORS)
@@ -84,7 +84,7 @@ def played(game: Any, rng: random.Random) -> tuple[str, list[bool]]:
 
 
 def train(folder: Path, game: Any, rng: random.Random, seed: int, steps: int) -> float:
-    """Train a model on the teacher's games and save it; returns the last 20 steps' mean loss."""
+    """Train a model on the teacher's games and save it. Returns the mean loss of the last 20 steps."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
     from transformers.utils.logging import disable_progress_bar
@@ -95,7 +95,7 @@ def train(folder: Path, game: Any, rng: random.Random, seed: int, steps: int) ->
     text = tokenizer(game)
     config = Qwen2Config(
         vocab_size=len(text),
-        hidden_size=32,  # one head of 32, the smallest that vLLM's attention takes on CPU
+        hidden_size=32,  # one head of 32, the minimum of vLLM's CPU attention
         intermediate_size=64,
         num_hidden_layers=2,
         num_attention_heads=1,
@@ -127,7 +127,7 @@ def train(folder: Path, game: Any, rng: random.Random, seed: int, steps: int) ->
 
 
 def write_problems(folder: Path, game: Any, rng: random.Random) -> None:
-    """``train.jsonl`` and ``heldout.jsonl``: games whose first doors, and so whose prompts, are in one of the two files only."""
+    """Write ``train.jsonl`` and ``heldout.jsonl`` with disjoint first doors, and thus disjoint prompts."""
     reserved = [door for door in game.DOORS if door.upper() in HELDOUT_FIRST_DOORS]
     others = [door for door in game.DOORS if door not in reserved]
     for name, count, first_doors in (("heldout", HELDOUT_PROBLEMS, reserved), ("train", TRAIN_PROBLEMS, others)):

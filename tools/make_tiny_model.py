@@ -1,12 +1,12 @@
-"""Make a tiny language model that works additions out, unreliably, with its prompts: what the quickstart trains further.
+"""Make the starting model and prompts of the quickstart: a tiny language model that solves additions unreliably.
 
     python tools/make_tiny_model.py --output models/tiny [--seed 0] [--steps 420] [--slips 0.12] [--processes 2]
 
-A Qwen2-architecture model of under half a million parameters with a character tokenizer learns worked solutions of repeated
-additions (see addition_task.py) in which each sum is wrong with probability ``--slips``: it learns the procedure, and to be as
-careless as its teacher. The supervised run goes through the same Megatron engine as everything else, with data parallelism over
-``--processes``. The folder gets the model, the tokenizer, ``train.jsonl`` and ``heldout.jsonl`` (disjoint), and appears complete
-or not at all. Printed at the end: the share of right answers on held-out problems, sampled at temperature 1.
+A Qwen2-architecture model of under half a million parameters with a character tokenizer is trained on worked solutions of repeated
+additions (addition_task.py) in which each sum is wrong with probability ``--slips``. It learns the procedure, including the slips. The
+supervised training uses the package's Megatron engine with data parallelism over ``--processes``. The folder contains the model, the
+tokenizer, and disjoint ``train.jsonl`` and ``heldout.jsonl``; it is written atomically. Prints the share of right answers on held-out
+problems, sampled at temperature 1.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from vapo_mcore.errors import DataError
 
 OWN_FILES = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
 OWN_FILES |= {"train.jsonl", "heldout.jsonl", ".made"}
-"""What ``--output`` may hold already, to be replaced; ``.made`` is make's mark."""
+"""Files that an existing ``--output`` may contain and that are replaced; ``.made`` is make's stamp file."""
 TRAIN_PROBLEMS, HELDOUT_PROBLEMS = 6000, 400
 PAD, EOS = "<pad>", "<eos>"
 SEQUENCES = 16
-"""Sequences a step and process."""
+"""Sequences per step and process."""
 LEARNING_RATE, WARMUP = 4e-3, 20
 SECONDS_BETWEEN_LINES = 10.0
 
@@ -52,7 +52,7 @@ def main() -> None:
         train(arguments)
         return
     if not 0 <= arguments.slips <= 1 or arguments.steps < 1 or arguments.processes < 1:
-        parser.error("--slips is a probability, --steps and --processes are at least 1")
+        parser.error("--slips must be a probability, --steps and --processes at least 1")
     require_own_folder(arguments.output)
     with folder_written_atomically(arguments.output) as folder:
         with saying(f"making {arguments.output}: random weights"):
@@ -71,15 +71,15 @@ def main() -> None:
 
 
 def require_own_folder(output: Path) -> None:
-    """Raise DataError where replacing ``output`` would delete what this script did not write."""
+    """Raise DataError if replacing ``output`` would delete files that this script did not write."""
     names = {path.name for path in output.iterdir()} if output.is_dir() else set()
     own = not names or ("heldout.jsonl" in names and "train.jsonl" in names and names <= OWN_FILES)
     if not own or (output.exists() and not output.is_dir()):
-        raise DataError(f"{output} exists and is not a folder that this script made; nothing was touched, give another --output")
+        raise DataError(f"{output} exists and is not a folder that this script made; nothing was changed, choose another --output")
 
 
 def tokenizer() -> Any:
-    """One token a character."""
+    """Build a tokenizer with one token per character."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -91,7 +91,7 @@ def tokenizer() -> Any:
 
 
 def write_untrained(folder: Path, seed: int) -> None:
-    """Random weights; heads of 32, the smallest that vLLM's attention takes on CPU."""
+    """Write a model with random weights and heads of 32, the minimum of vLLM's CPU attention."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
     from transformers.utils.logging import disable_progress_bar
@@ -129,14 +129,14 @@ def launch_workers(arguments: argparse.Namespace, folder: Path) -> None:
         try:
             launcher.wait()
         except BaseException:
-            launcher.terminate()  # it ends the workers, which write into a folder that is about to go
+            launcher.terminate()  # also terminates the workers, which write into a folder that is about to be deleted
             raise
     if launcher.returncode != 0:
         sys.exit(launcher.returncode)
 
 
 def train(arguments: argparse.Namespace) -> None:
-    """One process of the supervised run."""
+    """Run one process of the supervised training."""
     with saying("  loading the libraries and the model") if os.environ["RANK"] == "0" else contextlib.nullcontext():
         model, architecture, parallel = build(arguments)
     import torch.distributed as dist
@@ -160,7 +160,7 @@ def train(arguments: argparse.Namespace) -> None:
 
 
 def build(arguments: argparse.Namespace) -> tuple[Any, Any, Any]:
-    """Model with optimizer, its architecture and the process groups."""
+    """Build the model with optimizer. Returns model, architecture and process groups."""
     import torch
 
     from vapo_mcore.config.architecture import read_architecture
@@ -187,7 +187,7 @@ def build(arguments: argparse.Namespace) -> tuple[Any, Any, Any]:
 
 
 def supervised_batch(rng: random.Random, slips: float, text: Any) -> Any:
-    """A micro-batch of fresh problems; the loss is the mean over the response tokens of all processes."""
+    """Build a micro-batch of new problems. The loss weights average over the response tokens of all processes."""
     import torch
     import torch.distributed as dist
 
@@ -210,7 +210,7 @@ def supervised_batch(rng: random.Random, slips: float, text: Any) -> Any:
 
 
 def write_problems(folder: Path, seed: int) -> list[Problem]:
-    """``train.jsonl`` and ``heldout.jsonl``, disjoint; returns the held-out problems."""
+    """Write disjoint ``train.jsonl`` and ``heldout.jsonl``. Returns the held-out problems."""
     rng = random.Random(f"{seed}/problems")
     heldout = draw_distinct(HELDOUT_PROBLEMS, rng)
     training = draw_distinct(TRAIN_PROBLEMS, rng, exclude=set(heldout))
@@ -221,7 +221,7 @@ def write_problems(folder: Path, seed: int) -> list[Problem]:
 
 
 def sampled_accuracy(folder: Path, problems: list[Problem], seed: int) -> tuple[float, str]:
-    """Share of right answers sampled at temperature 1, and the span of response lengths."""
+    """Return the share of right answers sampled at temperature 1, and the range of response lengths."""
     import torch
     from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar

@@ -1,4 +1,4 @@
-"""Draw a run's reward, accuracy and held-out evaluation from its metrics.jsonl.
+"""Plot a run's reward, accuracy and held-out evaluation from its metrics.jsonl.
 
     python tools/plot_run.py runs/quickstart --output curve.png
 
@@ -25,7 +25,7 @@ RUNNING_MEAN_STEPS = 5
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Draw the curves of a run as a PNG.")
+    parser = argparse.ArgumentParser(description="Plot the curves of a run as a PNG.")
     parser.add_argument("run", type=Path, help="run directory, or its metrics.jsonl")
     parser.add_argument("--output", type=Path, required=True, help="PNG to write")
     parser.add_argument("--title", help="default: the name of the run directory")
@@ -37,7 +37,7 @@ def main() -> None:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The RL rows of a metrics.jsonl, in order. Raises DataError with the line of a damaged row, or if there is none."""
+    """Read the RL rows of a metrics.jsonl. Raises DataError for a damaged row, with its line, or if there is no RL row."""
     rows = [row for row in metric_rows(path) if row.get("stage", "rl") == "rl"]
     if not rows:
         raise DataError(f"{path} has no row of the rl stage; there is nothing to draw yet")
@@ -45,13 +45,13 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def series(rows: Sequence[dict[str, Any]], key: str) -> tuple[list[int], list[float]]:
-    """Steps and values of the rows in which ``key`` is there and not null."""
+    """Return steps and values of the rows in which ``key`` exists and is not null."""
     points = [(row["step"], row[key]) for row in rows if row.get(key) is not None]
     return [step for step, _ in points], [value for _, value in points]
 
 
 def running_mean(values: Sequence[float], width: int = RUNNING_MEAN_STEPS) -> list[float]:
-    """Mean of each value and the up to ``width - 1`` before it."""
+    """Return the mean of each value and up to ``width - 1`` values before it."""
     return [sum(values[max(0, end - width) : end]) / min(width, end) for end in range(1, len(values) + 1)]
 
 

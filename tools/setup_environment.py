@@ -1,11 +1,10 @@
-"""Make the environment of a CPU machine with the exact versions of requirements/: what `make setup` runs.
+"""Create the Python environment of a CPU machine with the pinned versions of requirements/. `make setup` runs this script.
 
     python3.12 tools/setup_environment.py [--venv .venv]
 
-Uses only the standard library. pip decides which build of torch is installed: the CPU build, if the indexes that pip is configured
-with offer it, else PyPI's CUDA build, which also runs on machines without a GPU but needs the CUDA libraries of
-requirements/torch_cuda.txt. Packages are installed in parts, so that a second call continues after a failure. Each failure is one
-line; pip's whole output is in VENV/setup.log. Exit code: 0, or 2 after an error.
+Uses only the standard library. pip chooses the build of torch: the CPU build if pip's configured indexes have it, else PyPI's CUDA build,
+which also runs without a GPU but needs the CUDA libraries of requirements/torch_cuda.txt. Packages are installed in parts, so that a second
+call continues after a failure. Each failure prints one line; pip's full output is in VENV/setup.log. Exit code: 0, or 2 after an error.
 """
 
 from __future__ import annotations
@@ -27,27 +26,27 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PINS, CUDA_PINS = ROOT / "requirements" / "cpu.txt", ROOT / "requirements" / "torch_cuda.txt"
 PIP = "pip==25.3"
-"""Resumes interrupted downloads; Python's own may be older."""
+"""A version that resumes interrupted downloads; the one bundled with Python may be older."""
 CPU_INDEX = "INDEX"
-"""Stands for the address of PyTorch's index of CPU wheels, which its installation page names."""
+"""Placeholder for the address of PyTorch's index of CPU wheels, given on its installation page."""
 DOWNLOAD_GB = {"cpu": 0.8, "cuda": 3.3}
 DISK_GB = {"cpu": 3.6, "cuda": 6.4}
-"""Of each build of torch with everything else: estimated downloads, measured environments."""
+"""Totals for each build of torch: downloads are estimated, environments measured."""
 PART = 30
-"""Packages that one call of pip installs: what is done when a download fails stays installed."""
+"""Packages per call of pip: if a download fails, completed parts remain installed."""
 SILENCE_SECONDS = 10.0
-"""A line on the console at least this often."""
+"""Maximum interval between progress lines."""
 IMPORTS = "import megatron.core, torch, transformers, vllm"
 _UNREACHABLE = re.compile(
     r"NewConnectionError|NameResolutionError|ConnectTimeoutError|ReadTimeoutError|ProxyError|ProtocolError|IncompleteRead|"
     r"Connection (reset|aborted|refused|broken)|Temporary failure in name resolution|Read timed out|RemoteDisconnected"
 )
-_NEEDS_CUDA = re.compile(r"'(nvidia|cuda)[-_]")  # in a printed list of requirements
-_DOING = re.compile("Downloading|Collecting|Installing|Building")  # how a line of pip begins that says what it does
+_NEEDS_CUDA = re.compile(r"'(nvidia|cuda)[-_]")  # matches in a printed list of requirements
+_DOING = re.compile("Downloading|Collecting|Installing|Building")  # start of pip's progress lines
 
 
 class SetupError(Exception):
-    """What the user has to change, in one line."""
+    """An error that the user can fix, described in one line."""
 
 
 def main() -> None:
@@ -68,7 +67,7 @@ def set_up(venv: Path) -> None:
     """Create or complete the environment.
 
     Raises:
-        SetupError: something is missing on this machine, or an installation failed.
+        SetupError: a requirement is missing on this machine, or an installation failed.
     """
     require_machine()
     python = make_venv(venv)
@@ -81,10 +80,10 @@ def set_up(venv: Path) -> None:
         pins = {**pins, **read_pins(CUDA_PINS)}
         here = f"Python {_version(sys.version_info)}"
         print(
-            f"torch {name}: the CUDA build, the only one that pip finds for {here}; it runs without a GPU too; "
+            f"torch {name}: the CUDA build, the only one that pip finds for {here}; it also runs without a GPU; "
             f"{DOWNLOAD_GB['cuda']} GB to download, {DISK_GB['cuda']} GB on disk.\n"
             f"  For the CPU build ({DISK_GB['cpu']} GB on disk): rm -r {_short(venv)}; PIP_EXTRA_INDEX_URL={CPU_INDEX} make setup\n"
-            f"  ({CPU_INDEX}: PyTorch's index of CPU wheels, which its installation page names for pip, Linux, CPU)",
+            f"  ({CPU_INDEX}: PyTorch's index of CPU wheels, see its installation page for pip, Linux, CPU)",
             flush=True,
         )
     else:
@@ -100,14 +99,14 @@ def set_up(venv: Path) -> None:
 
 
 def require_machine() -> None:
-    """Raise SetupError where Python's headers, its venv module or a C compiler is missing: all of them at once."""
+    """Raise one SetupError if Python's headers, its venv module or a C compiler are missing."""
     version, missing = _version(sys.version_info), []
     if os.environ.get("CC") and shutil.which(os.environ["CC"].split()[0]) is None:
         missing.append(f"the C compiler CC={os.environ['CC']} is not installed (unset CC or install it)")
     elif not any(shutil.which(name) for name in ("cc", "gcc", "clang")):
         missing.append("a C compiler is missing (Debian, Ubuntu: apt-get install build-essential)")
     if not (Path(sysconfig.get_paths()["include"]) / "Python.h").is_file():
-        missing.append(f"Python.h is missing, with which packages are compiled (Debian, Ubuntu: apt-get install python{version}-dev)")
+        missing.append(f"Python.h, needed to compile packages, is missing (Debian, Ubuntu: apt-get install python{version}-dev)")
     probe = subprocess.run([sys.executable, "-c", "import venv, ensurepip"], capture_output=True, check=False)
     if probe.returncode != 0:
         missing.append(f"Python's venv module is missing (Debian, Ubuntu: apt-get install python{version}-venv)")
@@ -116,19 +115,19 @@ def require_machine() -> None:
 
 
 def make_venv(venv: Path) -> Path:
-    """Create the environment, or complete one whose creation was interrupted; returns its interpreter.
+    """Create the environment, or complete one whose creation was interrupted. Returns its interpreter.
 
     Raises:
-        SetupError: ``venv`` is another kind of folder or has another Python.
+        SetupError: ``venv`` is not a virtual environment or has another Python.
     """
     python = venv / "bin" / "python"
     if venv.exists() and (not venv.is_dir() or (any(venv.iterdir()) and not (venv / "pyvenv.cfg").exists())):
-        raise SetupError(f"{venv} exists and is no virtual environment; move it away or name another (VENV=...)")
+        raise SetupError(f"{venv} exists and is not a virtual environment; move it away or choose another folder (VENV=...)")
     probe = "import sys; print('%d.%d' % sys.version_info[:2])"
-    there = _output([str(python), "-c", probe]) if python.exists() else None
-    if there is not None and there != _version(sys.version_info):
-        raise SetupError(f"{_short(venv)} has Python {there}, not {_version(sys.version_info)}; remove it or name another (--venv)")
-    if there is None or _output([str(python), "-m", "pip", "--version"]) is None:
+    present = _output([str(python), "-c", probe]) if python.exists() else None
+    if present is not None and present != _version(sys.version_info):
+        raise SetupError(f"{_short(venv)} has Python {present}, not {_version(sys.version_info)}; remove it or choose another (--venv)")
+    if present is None or _output([str(python), "-m", "pip", "--version"]) is None:
         create = [sys.executable, "-m", "venv", *(["--clear"] if venv.exists() else []), str(venv)]
         result = subprocess.run(create, capture_output=True, text=True, check=False)
         if result.returncode != 0:
@@ -137,13 +136,13 @@ def make_venv(venv: Path) -> Path:
 
 
 def read_pins(file: Path) -> dict[str, str]:
-    """Versions by package name of a requirements file that has only ``name==version`` and comments."""
+    """Read a requirements file of ``name==version`` lines and comments. Returns versions by package name."""
     lines = [line.partition("#")[0].strip() for line in file.read_text(encoding="utf-8").splitlines()]
     return dict(line.split("==") for line in lines if line)
 
 
 def torch_build(python: Path, version: str, log: Path) -> tuple[str, str]:
-    """Which torch is installed or, without a download, would be: "cpu" or "cuda", and the version with its local part."""
+    """Return ("cpu" or "cuda", full version) of the installed torch, or of the one that pip would install; downloads nothing."""
     installed = _output(
         [str(python), "-c", "from importlib.metadata import metadata as m; d = m('torch'); print(d['Version'], d.get_all('Requires-Dist'))"]
     )
@@ -168,7 +167,7 @@ def torch_build(python: Path, version: str, log: Path) -> tuple[str, str]:
 
 
 def in_parts(pins: dict[str, str], first: Sequence[str]) -> list[list[str]]:
-    """Requirements in parts: each of ``first`` and each library of torch alone, since they are large; the rest ``PART`` at a time."""
+    """Split requirements into parts: each of ``first`` and each CUDA library alone, since they are large; the rest ``PART`` at a time."""
     large = [*first, *(name for name in pins if name.startswith("nvidia-") or name == "triton")]
     alone = [[f"{name}=={pins[name]}"] for name in dict.fromkeys(large)]
     rest = [f"{name}=={version}" for name, version in pins.items() if name not in large]
@@ -176,20 +175,20 @@ def in_parts(pins: dict[str, str], first: Sequence[str]) -> list[list[str]]:
 
 
 def require_space(venv: Path, build: str) -> None:
-    """Raise SetupError where the file system of ``venv`` is too small for what is not yet installed."""
+    """Raise SetupError if the file system of ``venv`` has too little space for the packages still to install."""
     present = sum(file.lstat().st_size for file in venv.rglob("*") if not file.is_dir())
     needed, free = DISK_GB[build] - present / 1e9, shutil.disk_usage(venv).free / 1e9
     if needed > free:
         raise SetupError(
-            f"{_short(venv)} needs {needed:.1f} GB more and {free:.1f} GB are free there; free some, or name another place (VENV=...)"
+            f"{_short(venv)} needs {needed:.1f} GB more, but only {free:.1f} GB are free; free space, or choose another folder (VENV=...)"
         )
 
 
 def run_pip(python: Path, arguments: list[str], label: str, log: Path, venv: Path) -> None:
-    """Run pip with its output in ``log``; a line on the console while it takes long.
+    """Run pip with its output in ``log``, and print progress lines while it runs.
 
     Raises:
-        SetupError: pip failed; the reason in one line.
+        SetupError: pip failed; the message gives the reason in one line.
     """
     quiet = ["--disable-pip-version-check", "--no-input", "--progress-bar", "off"]
     command = [str(python), "-m", "pip", arguments[0], *quiet, *arguments[1:]]
@@ -221,26 +220,26 @@ def run_pip(python: Path, arguments: list[str], label: str, log: Path, venv: Pat
 
 
 def explain(output: str, what: str, venv: Path) -> str:
-    """One line for a failed installation, from its whole output."""
+    """Summarise the output of a failed installation in one line."""
     errors = [line for line in output.splitlines() if line.startswith("ERROR:") or "error:" in line.lower()]
     again = "`make setup` continues where it stopped"
     if "No space left on device" in output or "Disk quota exceeded" in output:
         return f"{what}: the disk is full ({venv} or the temporary folder {tempfile.gettempdir()}, see TMPDIR); free some space; {again}"
     unreachable = _UNREACHABLE.search(output)
     if unreachable:
-        return f"{what}: the package index cannot be reached ({unreachable.group()}); check network and proxy; {again}"
+        return f"{what}: cannot reach the package index ({unreachable.group()}); check network and proxy; {again}"
     unknown = re.search(r"requirement (\S+) \(from versions: none\)", output)
-    if unknown:  # with few retries pip does not say why
-        return f"{what}: the package index cannot be reached, or has no {unknown.group(1)}; check network and proxy; {again}"
+    if unknown:  # with few retries pip does not print the reason
+        return f"{what}: cannot reach the package index, or it has no {unknown.group(1)}; check network and proxy; {again}"
     missing = re.search(r"No matching distribution found for (\S+)", output)
     if missing:
         return f"{what}: pip finds no {missing.group(1)} for Python {_version(sys.version_info)} on this machine in its package indexes"
     last = errors[-1] if errors else (output.strip().splitlines() or ["no output"])[-1]
-    return f"{what} failed: {last[:300]} (all of pip's output: {venv / 'setup.log'}); {again}"
+    return f"{what} failed: {last[:300]} (full output of pip: {venv / 'setup.log'}); {again}"
 
 
 def check_imports(python: Path, log: Path) -> None:
-    """Import the stack, which also compiles its modules once and not in each process of the first run."""
+    """Import the stack. This also compiles its modules once, instead of in each process of the first run."""
     print("  importing the installed packages", flush=True)
     environment = {**os.environ, "VLLM_LOGGING_LEVEL": "ERROR"}
     result = subprocess.run([str(python), "-W", "ignore", "-c", IMPORTS], capture_output=True, text=True, env=environment, check=False)
@@ -248,11 +247,11 @@ def check_imports(python: Path, log: Path) -> None:
         with log.open("a", encoding="utf-8") as file:
             file.write(result.stdout + result.stderr)
         last = (result.stderr.strip().splitlines() or [f"exit code {result.returncode}"])[-1]
-        raise SetupError(f"everything is installed, but `{IMPORTS}` fails: {last} (whole output: {log})")
+        raise SetupError(f"everything is installed, but `{IMPORTS}` fails: {last} (full output: {log})")
 
 
 def _output(command: list[str]) -> str | None:
-    """What a command prints, or None where it fails."""
+    """Return the output of a command, or None if it fails."""
     try:
         result = subprocess.run(command, capture_output=True, text=True, check=False)
     except OSError:
@@ -265,7 +264,7 @@ def _version(info: tuple[int, ...] | sys._version_info) -> str:
 
 
 def _short(path: Path) -> str:
-    """A path relative to the working directory, if it is below it."""
+    """Return the path relative to the working directory if it is inside it."""
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 

@@ -1,4 +1,4 @@
-"""What the scripts in this folder share: errors printed without a traceback, folders that appear whole or not at all."""
+"""Helpers of the scripts in this folder: print errors without a traceback, write folders atomically, report progress."""
 
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ from vapo_mcore.errors import VapoError
 
 
 def run(main: Callable[[], None]) -> None:
-    """Call ``main``; a VapoError is printed alone and ends the process with its exit code.
+    """Call ``main``. Print a VapoError without traceback and exit with its exit code.
 
-    Any other exception is a bug and keeps its traceback. SIGTERM ends the process as an exception does, so that what is unfinished is
-    cleaned up.
+    Any other exception is a bug and keeps its traceback. SIGTERM raises SystemExit, so that unfinished output is cleaned up.
     """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
@@ -32,19 +31,19 @@ def run(main: Callable[[], None]) -> None:
 
 @contextmanager
 def folder_written_atomically(output: Path) -> Iterator[Path]:
-    """Yield an empty temporary folder beside ``output`` and rename it to ``output`` on success; on failure nothing is left.
+    """Yield an empty temporary folder beside ``output``. Rename it to ``output`` on success, delete it on failure.
 
-    A previous ``output`` is replaced only once the new content is complete. The caller decides whether replacing is allowed.
+    An existing ``output`` is replaced only when the new content is complete. The caller decides whether replacing is allowed.
     """
     output = output.absolute()
     output.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{output.name}.", suffix=".partial", dir=output.parent))
     try:
         yield temporary
-        temporary.chmod(0o777 & ~_umask())  # mkdtemp makes it private
+        temporary.chmod(0o777 & ~_umask())  # mkdtemp creates a private folder
         if output.exists():
             replaced = Path(tempfile.mkdtemp(prefix=f".{output.name}.", suffix=".replaced", dir=output.parent))
-            os.rename(output, replaced)  # onto an empty folder: allowed and atomic
+            os.rename(output, replaced)  # renaming onto an empty folder is allowed and atomic
             os.rename(temporary, output)
             shutil.rmtree(replaced)
         else:
@@ -56,7 +55,7 @@ def folder_written_atomically(output: Path) -> Iterator[Path]:
 
 @contextmanager
 def saying(activity: str, every: float = 10.0) -> Iterator[None]:
-    """Print ``activity`` at once, and again with its time so far ``every`` so many seconds until the block ends."""
+    """Print ``activity`` at once, and again with its elapsed time every ``every`` seconds until the block ends."""
     ended, begin = threading.Event(), time.monotonic()
     print(activity, flush=True)
 

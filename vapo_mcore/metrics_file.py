@@ -117,6 +117,6 @@ def _fault(name: str, value: object, row: Row) -> str | None:
 def _short(value: object) -> str:
     """Format a JSON value for a message."""
     if isinstance(value, int) and abs(value) >= _LARGEST:
-        return "an integer that is too large"
+        return "a number that is too large"
     text = json.dumps(value)
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."

@@ -1,9 +1,9 @@
-"""Everything that a user can add, in one file: a task, its reward, an advantage estimator and a loss term.
+"""Example of all extension points in one file: a task, its reward, an advantage estimator and a loss term.
 
     vapo-mcore train examples/configs/extensions.yaml
 
-Run from the repository's root. ``examples/configs/extensions.yaml`` names these functions; docs/extending.md says what each gets and
-must return. Verifiers run in processes without torch: a file that holds one imports torch for the type checker alone, or inside the
+Run from the root of the repository. ``examples/configs/extensions.yaml`` refers to these functions; docs/extending.md describes their
+inputs and results. Verifiers run in processes without torch, so a file with a verifier imports torch only for type checking or inside the
 functions that need it.
 """
 
@@ -23,9 +23,9 @@ LETTERS = "_abcdefghijklmn"
 
 
 def repeated_sums(*, count: int, seed: int = 0, longest: int = 14) -> Iterator[dict[str, Any]]:
-    """A task: one row a problem, here of the quickstart's kind, "start with 37 and add 58 three times", written ``_/c+58:730;``.
+    """Task: yield one row per problem of the quickstart's kind: "start with 37 and add 58 three times" is written ``_/c+58:730;``.
 
-    The same rows on every rank and at every start, so the randomness has a seed of its own.
+    The rows must be the same on every rank and at every start, so the generator is seeded.
     """
     generator = random.Random(seed)
     for _ in range(count):
@@ -35,9 +35,9 @@ def repeated_sums(*, count: int, seed: int = 0, longest: int = 14) -> Iterator[d
 
 
 def nearly_right(response: str, ground_truth: str, metadata: Mapping[str, Any]) -> float:
-    """A reward with partial credit: 1 for the right number, 0.2 for one with as many digits. (1 alone counts as correct.)
+    """Reward with partial credit: 1 for the right number, 0.2 for a number with as many digits. Only 1 counts as correct.
 
-    ``metadata`` holds the row's other columns, here ``times``.
+    ``metadata`` contains the other columns of the row, here ``times``.
     """
     boxes = re.findall(r"\\boxed\{(\d+)\}", response)
     if not boxes:
@@ -46,10 +46,9 @@ def nearly_right(response: str, ground_truth: str, metadata: Mapping[str, Any]) 
 
 
 def against_the_best_other(mask: Tensor, cu_seqlens: Tensor, rows: Rows, row_ids: Tensor, *, share: float = 1.0) -> Tensor:
-    """An advantage estimator: reward minus ``share`` times the best reward of the other responses to the same prompt.
+    """Advantage estimator: reward minus ``share`` times the best reward of the other responses to the same prompt.
 
-    ``rows`` is the whole rollout, the same on all ranks, so that groups are complete wherever their responses are trained;
-    ``row_ids`` says which rows the packed sequences of this rank are.
+    ``rows`` is the whole rollout, replicated on all ranks, so groups are complete. ``row_ids`` maps this rank's packed sequences to rows.
     """
     from vapo_mcore.algorithm.segments import broadcast_to_tokens
 
@@ -62,8 +61,9 @@ def against_the_best_other(mask: Tensor, cu_seqlens: Tensor, rows: Rows, row_ids
 
 
 def distance_to_the_sampler(logprobs: Tensor, old_logprobs: Tensor, *, power: float = 2.0) -> Tensor:
-    """A loss term: |log ratio| ** power of each response token, which holds the policy near the one that sampled.
+    """Loss term: |log ratio| ** power of each response token, which keeps the policy close to the sampling policy.
 
-    One number a token from that token's own inputs; weights and sums are the trainer's, so that the result does not depend on packing.
+    Return one value per token that depends only on this token's inputs. The trainer weights and sums the values, so the result does not
+    depend on packing.
     """
     return (logprobs - old_logprobs).abs().pow(power)

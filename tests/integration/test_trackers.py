@@ -187,7 +187,7 @@ def test_an_address_that_is_no_wandb_server_is_told(tmp_path: Path, monkeypatch:
         threading.Thread(target=greet, daemon=True).start()
         for address in (f"http://127.0.0.1:{other.getsockname()[1]}", "http://localhost:abc", "foo"):
             monkeypatch.setenv("WANDB_BASE_URL", address)
-            with pytest.raises(ConfigError, match=rf"run\.wandb: {address} cannot be reached from here \(.+\); use mode: offline"):
+            with pytest.raises(ConfigError, match=rf"run\.wandb: cannot reach {address} \(.+\); use mode: offline"):
                 check_trackers(run)
 
 

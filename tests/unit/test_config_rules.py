@@ -142,13 +142,13 @@ BROKEN = [
     ("eval_sources_have_distinct_names", ["data.eval.1={kind: reasoning_gym, task: chain_sum, size: 3}"], {}, "data.eval", "'chain_sum'"),
     ("train_weights_share_between_sources", ["data.train.0.weight=2.0"], {}, "data.train", "weight = 2.0 of 'train' has no effect"),
     ("eval_sources_have_no_weight", ["data.eval.0.weight=2.0"], {}, "data.eval", "weight of 'chain_sum' has no effect"),
-    ("training_samples_the_whole_distribution", ["rollout.top_p=0.9"], {}, "rollout.top_p", "0.9 cuts the distribution"),
+    ("training_samples_the_whole_distribution", ["rollout.top_p=0.9"], {}, "rollout.top_p", "0.9 truncates the distribution"),
     (
         "observation_format_has_one_place",
         ["rollout.environment={name: calculator, format: answer, max_observation_length: 10}"],
         {},
         "rollout.environment.format",
-        "'answer' must hold {observation} once",
+        "'answer' must contain {observation} exactly once",
     ),
     (
         "longest_sequence_fits_a_microbatch",
@@ -166,11 +166,11 @@ BROKEN = [
         "batch.responses_per_prompt = 1",
     ),
     (
-        "best_export_is_told_by_an_evaluation",
+        "best_export_has_an_evaluation_metric",
         ["export.best={metric: eval/chain_sum/pass@1}"],
         {},
         "export.best.metric",
-        "'eval/chain_sum/pass@1' is no score of the evaluations; they write eval/chain_sum/avg@1 (and ci_low, ci_high, length_mean,",
+        "'eval/chain_sum/pass@1' is not a metric of the evaluations; choose eval/chain_sum/avg@1 (or ci_low, ci_high, length_mean,",
     ),
     (
         "best_export_has_evaluations",
@@ -184,7 +184,7 @@ BROKEN = [
         ["run.dump_steps=[6, 7, 9]"],
         {},
         "run.dump_steps",
-        "7, 9 can have no effect: the run ends after run.steps = 6; leave out what is beyond",
+        "7, 9 can have no effect: the run ends after run.steps = 6; remove these steps",
     ),
     (
         "some_step_is_dumped",
@@ -193,13 +193,13 @@ BROKEN = [
         "run.dump_every_steps",
         "7 can have no effect: no step up to run.steps = 6 is a multiple of it",
     ),
-    ("best_is_told_by_a_metric", ["checkpoint.keep_best=2"], {}, "checkpoint.best_metric", "is required with checkpoint.keep_best = 2"),
+    ("best_checkpoint_has_a_metric", ["checkpoint.keep_best=2"], {}, "checkpoint.best_metric", "is required with checkpoint.keep_best = 2"),
     (
-        "best_is_told_by_a_metric",
+        "best_checkpoint_has_a_metric",
         ["checkpoint={keep_best: 1, best_metric: eval/math/avg@1}"],
         {},
         "checkpoint.best_metric",
-        "'eval/math/avg@1' is never measured; measured are reward/mean, eval/chain_sum/avg@1",
+        "'eval/math/avg@1' is never measured; choose one of reward/mean, eval/chain_sum/avg@1",
     ),
     ("reward_scale_has_a_source_interval", ["reward.scale.source=[1, 1]"], {}, "reward.scale.source", "low < high"),
     ("reward_scale_rewards_what_is_right", ["reward.scale.target=[1, -1]"], {}, "reward.scale.target", "[1.0, -1.0] must be"),
@@ -217,7 +217,7 @@ BROKEN = [
         "reward.overlong.cache",
         "below rollout.max_response_length = 160",
     ),
-    ("dropout_is_of_an_mlp_head", ["critic.head_dropout=0.1"], {}, "critic.head_dropout", "this critic's is linear"),
+    ("dropout_is_of_an_mlp_head", ["critic.head_dropout=0.1"], {}, "critic.head_dropout", "this critic's head is linear"),
     (
         "group_estimators_need_groups",
         ["algorithm.advantage.estimator=grpo", "batch.responses_per_prompt=1", "batch.mini_batch_size=16"],
@@ -230,7 +230,7 @@ BROKEN = [
         ["algorithm.advantage.lambda_policy.alpha=0.00625"],
         {},
         "algorithm.advantage.lambda_policy.alpha",
-        "0 up to l = 1/alpha = 160 tokens, and rollout.max_response_length = 160",
+        "0 up to l = 1/alpha = 160 tokens, but rollout.max_response_length = 160",
     ),
     (
         "varlen_attention_has_no_context_parallelism",
@@ -244,7 +244,7 @@ BROKEN = [
         ["model.attention=varlen", "model.dtype=float32"],
         {},
         "model.attention",
-        "takes bfloat16 alone, but model.dtype = float32; use sdpa, auto or dtype bfloat16",
+        "supports only bfloat16, but model.dtype = float32; use sdpa, auto or dtype bfloat16",
     ),
     (
         "greedy_evaluation_takes_one_sample",
@@ -283,7 +283,7 @@ BROKEN = [
         "algorithm.kl.place",
         "'reward' has no effect with algorithm.advantage.estimator = 'grpo'",
     ),
-    ("kl_has_a_coefficient", ["algorithm.kl={place: reward}"], {}, "algorithm.kl.coef", "reference model for nothing"),
+    ("kl_has_a_coefficient", ["algorithm.kl={place: reward}"], {}, "algorithm.kl.coef", "reference model without using it"),
     ("custom_loss_is_named", ["algorithm.policy_loss.kind=custom"], {}, "algorithm.policy_loss.custom", "is required with"),
     ("custom_estimator_is_named", ["algorithm.advantage.estimator=custom"], {}, "algorithm.advantage.custom", "is required with"),
     (
@@ -298,14 +298,14 @@ BROKEN = [
         ["diagnosis={clip_fraction: null, halt_on: [clip_fraction]}"],
         {},
         "diagnosis.halt_on",
-        "'clip_fraction' can never hold: diagnosis.clip_fraction is null; leave it out",
+        "'clip_fraction' can never hold: diagnosis.clip_fraction is null; remove it",
     ),
     (
         "halting_rules_are_watched",
         ["algorithm.advantage.estimator=grpo", "diagnosis.halt_on=[entropy_collapse, value_loss_rising]"],
         {},
         "diagnosis.halt_on",
-        "'value_loss_rising' can never hold: there is no critic; leave it out",
+        "'value_loss_rising' can never hold: there is no critic; remove it",
     ),
     ("critic_init_has_a_path", ["critic.init=reward_model"], {}, "critic.path", "is required with critic.init = 'reward_model'"),
     (
@@ -328,7 +328,7 @@ BROKEN = [
         [UNTIL + "{max_steps: 10, patience: 3}"],
         {},
         "critic.value_pretraining.until",
-        "patience read the explained variance of critic.probe, which is null; give critic.probe: {}",
+        "patience read the explained variance of critic.probe, which is null; set critic.probe: {}",
     ),
     (
         "probe_has_held_out_prompts",
@@ -342,7 +342,7 @@ BROKEN = [
         [UNTIL + "{max_steps: 4, value_loss_below: 0.1, window: 5}"],
         {},
         "critic.value_pretraining.until.window",
-        "never be seen within max_steps = 4",
+        "consecutive steps do not fit in max_steps = 4",
     ),
 ]
 
@@ -400,9 +400,9 @@ def test_models_of_a_checkpoint_of_a_run(tmp_path: Path) -> None:
     load(tmp_path, f"policy.path={checkpoint}", *critic)
     write_model(checkpoint / "policy" / "weights" / "hf", num_hidden_layers=2)
     (fault,) = faults_of(tmp_path, f"policy.path={checkpoint}")
-    assert fault.startswith("policy.path: ") and "holds another model than model.path" in fault
+    assert fault.startswith("policy.path: ") and "differs from that of model.path" in fault
     (fault,) = faults_of(tmp_path, f"policy.path={tmp_path}/model")
-    assert fault.startswith("policy.path: ") and "is no checkpoint of a run" in fault
+    assert fault.startswith("policy.path: ") and "is not a checkpoint of a run" in fault
     manifest = '{"stage": "rl", "step": 4, "optimizer_format": "", "updates": {"policy": 1}, "layout": {}, "metrics": {}, '
     (checkpoint / "manifest.json").write_text(manifest + '"package_version": "1", "files": {}, "format_version": 1}')
     shutil.rmtree(checkpoint / "critic")
@@ -434,8 +434,8 @@ def test_a_rule_is_not_applied_to_a_faulty_key(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ("algorithm.kl.place=[reward, loss]", "['reward', 'loss'] must be 'off', 'reward' or 'loss' (one place, since a penalty"),
-        ("algorithm.kl.place=both", "'both' must be 'off', 'reward' or 'loss' (one place, since a penalty"),
+        ("algorithm.kl.place=[reward, loss]", "['reward', 'loss'] must be 'off', 'reward' or 'loss' (only one place: a penalty"),
+        ("algorithm.kl.place=both", "'both' must be 'off', 'reward' or 'loss' (only one place: a penalty"),
         ("algorithm.advantage.lambda_policy.alpha=0", "0 must be > 0 (lambda is 1 - 1/(alpha l)"),
         ("algorithm.advantage.lambda_policy.alpha=-0.05", "-0.05 must be > 0 (lambda is 1 - 1/(alpha l)"),
         ("algorithm.policy_loss.clip_low=1.0", "1.0 must be < 1 (ratios are clipped at 1 - clip_low"),

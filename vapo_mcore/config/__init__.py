@@ -1,4 +1,4 @@
-"""Typed configuration: ``load_config(path, overrides) -> Config``. Imports pydantic and yaml only, and only when used."""
+"""Load and check the typed configuration: ``load_config(path, overrides) -> Config``. Imports pydantic and yaml only when used."""
 
 from __future__ import annotations
 

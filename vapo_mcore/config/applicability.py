@@ -1,8 +1,8 @@
-"""Which settings have no effect in which mode. Such a setting is refused when given, and left out of the resolved YAML.
+"""Declare which settings have no effect in which mode. Setting one is an error, and the resolved YAML omits them.
 
-A setting that an earlier layer gave (a file that is extended) gives way silently when a later layer switches the mode:
-``algorithm.advantage.estimator=grpo`` on the command line drops the recipe's critic settings, ``kind: fixed`` in an
-ablation drops the inherited ``alpha``. Given in the same layer as the switch, or in a later one, it is a contradiction.
+If a later layer switches the mode, inapplicable settings of earlier layers (extended files) are dropped silently:
+``algorithm.advantage.estimator=grpo`` on the command line drops the recipe's critic settings, ``kind: fixed`` in an ablation drops the
+inherited ``alpha``. A setting in the same layer as the switch, or in a later one, is a contradiction.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from vapo_mcore.config.yaml_text import shown
 
 @dataclass(frozen=True)
 class Inapplicable:
-    """``keys`` have no effect when ``when(config)``; ``switches`` are the keys that decide it."""
+    """``keys`` have no effect if ``when(config)``; ``switches`` are the keys that decide it."""
 
     keys: tuple[str, ...]
     switches: tuple[str, ...]
@@ -45,13 +45,13 @@ INAPPLICABLE: tuple[Inapplicable, ...] = (
         (_LAMBDA,),
         (_ESTIMATOR,),
         lambda c: c.algorithm.advantage.estimator == "custom" and c.uses_critic,
-        "an estimator of your own has options of its own",
+        "a custom estimator reads its own options instead",
     ),
     Inapplicable(
         ("algorithm.advantage.gamma",),
         (_ESTIMATOR,),
         lambda c: c.algorithm.advantage.estimator not in ("gae", "reinforce_pp", "custom"),
-        "this estimator discounts nothing (only 'gae', 'reinforce_pp' and 'custom' do)",
+        "this estimator does not discount (only 'gae', 'reinforce_pp' and 'custom' do)",
     ),
     Inapplicable(
         ("algorithm.advantage.whiten",),
@@ -63,7 +63,7 @@ INAPPLICABLE: tuple[Inapplicable, ...] = (
         ("algorithm.advantage.process",),
         (_ESTIMATOR,),
         lambda c: c.algorithm.advantage.estimator != "grpo_process",
-        "only 'grpo_process' reads the rewards of steps by themselves",
+        "only 'grpo_process' uses separate step rewards",
     ),
     Inapplicable(
         ("algorithm.advantage.truncation",),
@@ -75,7 +75,7 @@ INAPPLICABLE: tuple[Inapplicable, ...] = (
         ("reward.truncated_factor",),
         ("algorithm.advantage.truncation", _ESTIMATOR),
         lambda c: c.algorithm.advantage.truncation == "mask" and c.algorithm.advantage.estimator not in GROUP_ESTIMATORS,
-        "a cut response carries no loss, and this estimator reads no rewards of other responses",
+        "a truncated response carries no loss, and this estimator does not use rewards of other responses",
     ),
     Inapplicable(
         ("reward.thinking_tags",),
@@ -102,7 +102,7 @@ INAPPLICABLE: tuple[Inapplicable, ...] = (
         (f"{_CORRECTION}.cap",),
         (f"{_CORRECTION}.kind",),
         lambda c: c.algorithm.policy_loss.importance_correction.kind == "off",
-        "nothing is corrected",
+        "the correction is off",
     ),
     Inapplicable(
         (f"{_CORRECTION}.low",),
@@ -114,13 +114,13 @@ INAPPLICABLE: tuple[Inapplicable, ...] = (
         ("algorithm.policy_loss.clip_low", "algorithm.policy_loss.dual_clip"),
         ("algorithm.policy_loss.kind",),
         lambda c: c.algorithm.policy_loss.kind == "cispo",
-        "it bounds the weight from above alone",
+        "it bounds the weight only from above",
     ),
     Inapplicable(
         ("algorithm.policy_loss.clip_low", "algorithm.policy_loss.clip_high", "algorithm.policy_loss.dual_clip"),
         ("algorithm.policy_loss.kind",),
         lambda c: c.algorithm.policy_loss.kind == "custom",
-        "an objective of your own has options of its own",
+        "a custom objective reads its own options instead",
     ),
     Inapplicable(
         ("algorithm.policy_loss.custom",),
@@ -138,13 +138,13 @@ INAPPLICABLE: tuple[Inapplicable, ...] = (
         ("parallel.equal_microbatches",),
         ("parallel.pipeline_model_parallel_size",),
         lambda c: c.parallel.pipeline_model_parallel_size == 1,
-        "without pipeline stages no shapes are exchanged",
+        "without pipeline parallelism ranks exchange no shapes",
     ),
     Inapplicable(
         ("parallel.equal_microbatches",),
         ("parallel.virtual_pipeline_model_parallel_size",),
         lambda c: c.parallel.virtual_pipeline_model_parallel_size is not None,
-        "interleaved stages always take micro-batches of one size",
+        "interleaved stages always use micro-batches of equal size",
     ),
     Inapplicable(
         ("algorithm.kl.kind", "algorithm.kl.coef", "algorithm.kl.clamp"),
@@ -165,7 +165,7 @@ INAPPLICABLE: tuple[Inapplicable, ...] = (
         ("critic.epochs",),
         ("critic.updates_per_rollout",),
         lambda c: c.critic.updates_per_rollout is not None,
-        "the critic makes that many steps, whatever a pass takes",
+        "updates_per_rollout sets the number of critic updates",
     ),
     Inapplicable(
         ("algorithm.self_imitation.value_coef",),
@@ -178,13 +178,13 @@ INAPPLICABLE: tuple[Inapplicable, ...] = (
         ("critic.head", "critic.head_init", "critic.head_bias"),
         ("critic.init",),
         lambda c: c.critic.init != "policy",
-        "the loaded critic brings its head",
+        "the head is loaded with the critic",
     ),
     Inapplicable(
         ("critic.value_pretraining.steps",),
         ("critic.value_pretraining.until",),
         lambda c: c.critic.value_pretraining.until is not None,
-        "the number of steps is decided by until (max_steps bounds it)",
+        "until decides the number of steps (at most max_steps)",
     ),
     Inapplicable(
         ("critic.value_pretraining.lr", "critic.value_pretraining.head_only"),
@@ -202,13 +202,13 @@ INAPPLICABLE: tuple[Inapplicable, ...] = (
         ("critic.value_pretraining.until.window",),
         ("critic.value_pretraining.until",),
         lambda c: c.critic.value_pretraining.until is not None and not c.critic.value_pretraining.until.has_thresholds,
-        "no threshold is given that would have to hold",
+        "until has no threshold",
     ),
     Inapplicable(("export",), ("run.steps",), lambda c: c.run.steps == 0, "the policy is not trained; the critic is saved in any case"),
     Inapplicable(
         ("data.system_prompt",), ("data.chat_template",), lambda c: not c.data.chat_template, "a system prompt needs the chat template"
     ),
-    Inapplicable(("data.chat_template_kwargs",), ("data.chat_template",), lambda c: not c.data.chat_template, "no template reads them"),
+    Inapplicable(("data.chat_template_kwargs",), ("data.chat_template",), lambda c: not c.data.chat_template, "no template is used"),
     Inapplicable(("eval.top_p",), ("eval.temperature",), lambda c: bool(c.data.eval) and c.eval.temperature == 0, "decoding is greedy"),
     Inapplicable(
         ("diagnosis.explained_variance", "diagnosis.critic_stuck", "diagnosis.value_loss_rising"),
@@ -232,24 +232,26 @@ INAPPLICABLE: tuple[Inapplicable, ...] = (
         ("diagnosis.first_step_kl",),
         ("rollout.old_logprobs",),
         lambda c: c.rollout.old_logprobs == "rollout",
-        "the old log-probs are the rollout's, so that the first step's KL is the mismatch",
+        "the old log-probs are the rollout's, so the first step's KL is the mismatch",
     ),
     Inapplicable(
         ("run.wandb.api_key_variable",),
         ("run.wandb.mode",),
         lambda c: c.run.wandb is not None and c.run.wandb.mode == "offline",
-        "no server is asked",
+        "offline mode contacts no server",
     ),
-    Inapplicable(("checkpoint.best_metric",), ("checkpoint.keep_best",), lambda c: c.checkpoint.keep_best == 0, "none is kept for it"),
+    Inapplicable(
+        ("checkpoint.best_metric",), ("checkpoint.keep_best",), lambda c: c.checkpoint.keep_best == 0, "no best checkpoint is kept"
+    ),
     Inapplicable(("eval", "export.best"), ("data.eval",), lambda c: not c.data.eval, "there is no evaluation set"),
 )
 
 
 def resolve_inapplicable(config: Config, tree: Tree, resets: Tree, faulty: set[str]) -> tuple[set[Key], list[Fault]]:
-    """Keys of ``tree`` that give way to a later switch, and faults for those that contradict their mode.
+    """Return the keys of ``tree`` that a later switch drops, and faults for keys that contradict their mode.
 
-    ``resets``: keys set back to their defaults by ``null``, which is a switch too. A mode whose switch is among the ``faulty``
-    dotted keys is not known, and nothing is said about it.
+    ``resets``: keys reset to their defaults by ``null``, which can also switch a mode. Entries with a switch among the ``faulty`` dotted
+    keys are skipped: their mode is unknown.
     """
     given = {**tree, **resets}
     dropped: set[Key] = set()
@@ -262,7 +264,7 @@ def resolve_inapplicable(config: Config, tree: Tree, resets: Tree, faulty: set[s
         for name in entry.keys:
             for key in _below(tree, name):
                 if tree[key].value is None or tree[key].value == {}:
-                    continue  # says nothing
+                    continue  # null and {} set nothing
                 if tree[key].layer < switch_layer:
                     dropped.add(key)
                 elif key not in reported:
@@ -274,7 +276,7 @@ def resolve_inapplicable(config: Config, tree: Tree, resets: Tree, faulty: set[s
 
 
 def inapplicable_keys(config: Config) -> list[str]:
-    """Dotted keys (whole sections too) that have no effect in the mode of ``config``."""
+    """List the dotted keys and sections that have no effect in the mode of ``config``."""
     return [name for entry in INAPPLICABLE if entry.when(config) for name in entry.keys]
 
 
@@ -284,7 +286,7 @@ def _below(tree: Tree, name: str) -> list[Key]:
 
 
 def _value(config: Config, name: str) -> str | None:
-    """The value of a key in words; None inside a section that is null."""
+    """Format the value of a key for a message; None if a section above it is null."""
     value: object = config
     for part in name.split("."):
         if value is None:

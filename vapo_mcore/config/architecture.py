@@ -1,7 +1,6 @@
-"""What a Hugging Face model folder says about its architecture, read from ``config.json`` without importing torch.
+"""Read a model's architecture from the ``config.json`` of a Hugging Face folder, without importing torch.
 
-One reader for everybody: the config checks (heads divisible by TP), the Megatron model builder, the mapping rules,
-``plan`` and the rollout engines.
+The configuration checks, the Megatron model builder, the weight mapping, ``plan`` and the rollout engines all use this reader.
 """
 
 from __future__ import annotations
@@ -22,17 +21,17 @@ if TYPE_CHECKING:
 
 _FAMILY_BY_MODEL_TYPE = {"llama": "llama", "mistral": "mistral", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3_moe": "qwen3_moe"}
 _SIZES = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
-_MAX_PARTS = 10_000  # layers, experts: each has names of its own, and a file with a wrong number must not fill the memory with them
+_MAX_PARTS = 10_000  # layers or experts; bounds the memory for their tensor names if the file has a wrong number
 _KNOWN_ROPE_TYPES = ("default", "llama3")
 _LLAMA3_SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
 
 @dataclass(frozen=True)
 class ModelArchitecture:
-    """Architecture of a decoder-only model in the terms of its HF config; all sizes are whole-model, not per rank.
+    """Architecture of a decoder-only model, named as in its HF config. All sizes are for the whole model, not per rank.
 
-    ``head_dim`` is taken from the config where it is given and is not ``hidden_size // num_attention_heads`` then.
-    ``rope_scaling`` is None or the llama3 scaling mapping with its HF keys.
+    ``head_dim`` comes from the config if given, else it is ``hidden_size // num_attention_heads``. ``rope_scaling`` is None or the llama3
+    scaling with its HF keys.
     """
 
     family: str
@@ -55,7 +54,7 @@ class ModelArchitecture:
     num_experts_per_token: int | None = None
     moe_ffn_hidden_size: int | None = None
     norm_topk_prob: bool = False
-    mlp_value_head: bool = False  # of a critic: two layers with tanh between, not one linear layer
+    mlp_value_head: bool = False  # critic: two layers with tanh instead of one linear layer
 
     @property
     def is_moe(self) -> bool:
@@ -63,18 +62,18 @@ class ModelArchitecture:
 
 
 def new_critic(config: Config, policy: ModelArchitecture) -> ModelArchitecture:
-    """Of the critic that starts from the policy's weights (``critic.init: policy``): its trunk under a new head."""
+    """Return the architecture of a critic initialised from the policy (``critic.init: policy``): the policy's trunk with a value head."""
     return replace(policy, mlp_value_head=config.critic.head == "mlp")
 
 
 def padded_vocab_size(vocab_size: int, tensor_model_parallel_size: int) -> int:
-    """Rows of the vocabulary tables: ``vocab_size`` rounded up to a multiple of 8 x TP (aligned shards on every rank)."""
+    """Return ``vocab_size`` rounded up to a multiple of 8 x TP, so that every rank has an aligned shard."""
     multiple = 8 * tensor_model_parallel_size
     return -(-vocab_size // multiple) * multiple
 
 
 def read_architecture(folder: str | Path) -> ModelArchitecture:
-    """Read ``config.json`` of a HF model folder. Raises CheckpointError naming the folder, the keys and what is supported."""
+    """Read ``config.json`` of an HF model folder. Raises CheckpointError with the folder, the keys and the supported values."""
     if not os.path.isdir(folder):
         state = "is not a folder" if os.path.exists(folder) else "does not exist"
         raise CheckpointError(f"model folder {str(folder)!r} {state}; give a Hugging Face model folder with a config.json")
@@ -93,7 +92,7 @@ def read_architecture(folder: str | Path) -> ModelArchitecture:
 
 
 def architecture_from_config(raw: dict[str, Any], where: str = "config.json") -> ModelArchitecture:
-    """Translate a parsed HF ``config.json``; ``where`` names the file in messages. All faults are in one CheckpointError."""
+    """Translate a parsed HF ``config.json``. ``where`` names the file in messages. Raises one CheckpointError with all errors."""
     family = _family(raw, where)
     moe = family == "qwen3_moe"
     experts_key = "num_local_experts" if "num_local_experts" in raw else "num_experts"  # transformers 5 and 4
@@ -151,7 +150,7 @@ def _family(raw: dict[str, Any], where: str) -> str:
 
 
 class _Keys:
-    """Typed reading of a mapping of numbers: what is wrong goes to ``faults``, and a stand-in of 0 is returned."""
+    """Reads typed numbers from a mapping. Appends errors to ``faults`` and then returns 0."""
 
     def __init__(self, raw: dict[str, Any], prefix: str = "") -> None:
         self.raw, self.prefix = raw, prefix
@@ -172,35 +171,35 @@ class _Keys:
         return self._fault(name, "a positive number")
 
     def _fault(self, name: str, expected: str) -> float:
-        given = f"is {self.raw[name]!r}, it must be {expected}" if name in self.raw else "is missing"
+        given = f"is {self.raw[name]!r}, must be {expected}" if name in self.raw else "is missing"
         self.faults.append(f"{self.prefix}{name} {given}")
         return 0.0
 
 
 def _unsupported(raw: dict[str, Any], family: str, positions: int) -> Iterator[str]:
-    """What the models here cannot compute, or would compute differently without a word."""
+    """Yield errors for features that the models do not support or would silently compute differently."""
     if raw.get("hidden_act", "silu") != "silu":
         yield f"hidden_act {raw['hidden_act']!r} is not supported, only 'silu'"
     if raw.get("value_head") not in (None, "linear", "mlp"):
         yield f"value_head {raw['value_head']!r} is not supported, only 'linear' and 'mlp'"
     if raw.get("quantization_config"):
         yield "quantization_config: quantised weights are not supported; dequantise the model first"
-    # Ignoring an active window would change results silently. Qwen models name one that they do not use.
+    # Ignoring an active window would silently change results. Qwen configs name a window that is unused by default.
     active = raw.get("use_sliding_window", False) if family.startswith("qwen") else True
     window = raw.get("sliding_window")
     if active and window is not None and not (isinstance(window, int) and window >= positions):
-        yield f"sliding_window = {window!r} below max_position_embeddings = {positions} is not supported"
+        yield f"sliding_window = {window!r} smaller than max_position_embeddings = {positions} is not supported"
     if family == "qwen3_moe" and (raw.get("mlp_only_layers") or raw.get("decoder_sparse_step", 1) != 1):
         yield "mixtures of experts with some dense layers (mlp_only_layers, decoder_sparse_step) are not supported"
 
 
 def _rope(keys: _Keys) -> tuple[float, dict[str, Any] | None]:
-    """Both spellings: ``rope_parameters`` (transformers 5) and ``rope_theta`` + ``rope_scaling`` (4)."""
+    """Read RoPE settings in both formats: ``rope_parameters`` (transformers 5) and ``rope_theta`` + ``rope_scaling`` (4)."""
     raw = keys.raw
     name = "rope_parameters" if raw.get("rope_parameters") else "rope_scaling"
     params = raw.get(name) or {}
     if not isinstance(params, dict):
-        keys.faults.append(f"{name} is {params!r}, it must be a mapping")
+        keys.faults.append(f"{name} is {params!r}, must be a mapping")
         return 0.0, None
     inner = _Keys({**params, "rope_theta": params.get("rope_theta") or raw.get("rope_theta") or 10000.0}, f"{name}.")
     theta = inner.number("rope_theta")

@@ -1,4 +1,4 @@
-"""Names of environments: what the configuration can check of them without importing one (``vapo_mcore.environments`` holds them)."""
+"""Check names of environments without importing them; the environments are in ``vapo_mcore.environments``."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ BUILT_IN_ENVIRONMENTS = {"calculator": "vapo_mcore.environments.calculator:calcu
 
 
 def environment_name_fault(name: str) -> str | None:
-    """What is wrong with a name that is neither built-in nor a reference to a function; None if nothing is."""
+    """Return an error message for a name that is neither built-in nor a reference to a function, else None."""
     if name in BUILT_IN_ENVIRONMENTS or is_reference(name):
         return None
     near = get_close_matches(name, BUILT_IN_ENVIRONMENTS, n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
     built_in = ", ".join(BUILT_IN_ENVIRONMENTS)
-    return f"unknown environment {name!r}: {hint}built-in: {built_in}; your own is named by a reference: {FORM}"
+    return f"unknown environment {name!r}: {hint}built-in: {built_in}; name a custom one by a reference: {FORM}"
 
 
 def environment_reference(name: str) -> str:
-    """The reference of an environment's function."""
+    """Return the reference of an environment's function."""
     return BUILT_IN_ENVIRONMENTS.get(name, name)

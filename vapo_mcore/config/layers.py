@@ -1,8 +1,8 @@
-"""Settings as layers: the files of an ``extends:`` chain, then the overrides; later layers win leaf by leaf.
+"""Merge settings in layers: the files of an ``extends:`` chain, then the overrides. Later layers win for each leaf.
 
-A layered tree is flat: ``{("algorithm", "kl", "coef"): Setting(value, layer)}``. Mappings merge, everything else (lists too)
-is a leaf that replaces. The layer of each leaf is kept, so that a setting inherited from an earlier layer can give way
-when a later layer switches to a mode that has no use for it, while the same contradiction inside one layer is a fault.
+A tree is flat: ``{("algorithm", "kl", "coef"): Setting(value, layer)}``. Mappings merge; every other value, including a list, is a leaf
+that is replaced. Each leaf keeps its layer, so that ``applicability`` can drop an inherited setting when a later layer switches to a mode
+without it, but report the same contradiction within one layer.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Tree = dict[Key, Setting]
 
 @dataclass(frozen=True)
 class Fault:
-    """One thing wrong: dotted path of the key or name of the file, and the message."""
+    """One error in the configuration: dotted key or file name, and message."""
 
     where: str
     message: str
@@ -46,7 +46,7 @@ def dotted(key: Iterable[object]) -> str:
 
 
 def overlap(one: str, other: str) -> bool:
-    """Whether two dotted keys are the same, or one a section that holds the other."""
+    """Return whether two dotted keys are equal or one is a section that contains the other."""
     return one == other or one.startswith(other + ".") or other.startswith(one + ".")
 
 
@@ -57,14 +57,14 @@ def put(tree: Tree, key: Key, value: Any, layer: int) -> None:
             put(tree, (*key, name), item, layer)
         return
     if value == {} and any(len(other) > len(key) and other[: len(key)] == key for other in tree):
-        return  # an empty mapping adds nothing to the mapping that is there
+        return  # merging an empty mapping changes nothing
     for other in [other for other in tree if other[: len(key)] == key or key[: len(other)] == other]:
         del tree[other]
     tree[key] = Setting(value, layer)
 
 
 def nested(tree: Tree) -> dict[str, Any]:
-    """The tree as nested dictionaries; ``null`` leaves stay."""
+    """Convert a tree to nested dictionaries; keeps ``null`` leaves."""
     result: dict[str, Any] = {}
     for key, setting in tree.items():
         node = result
@@ -75,18 +75,18 @@ def nested(tree: Tree) -> dict[str, Any]:
 
 
 def read_layers(path: Path, faults: list[Fault]) -> tuple[Tree, int, bool]:
-    """Read a file and all that it extends. Returns the tree, the number of layers and whether every file could be read."""
+    """Read a file and all files it extends. Returns the tree, the number of layers, and whether all files could be read."""
     files: list[dict[str, Any]] = []
     complete = _collect(path, (), files, faults)
     tree: Tree = {}
     for layer, document in enumerate(files):
         put(tree, (), document, layer)
-    tree.pop((), None)  # what an empty file leaves
+    tree.pop((), None)  # left by an empty file
     return tree, len(files), complete
 
 
 def _collect(path: Path, chain: tuple[str, ...], files: list[dict[str, Any]], faults: list[Fault]) -> bool:
-    """Append the documents of ``path`` in merge order: what it extends first, itself last. Returns whether all could be read."""
+    """Append the documents of ``path`` in merge order: extended files first. Returns whether all could be read."""
     resolved = os.path.realpath(path)
     if resolved in chain:
         loop = " -> ".join(os.path.basename(p) for p in (*chain[chain.index(resolved) :], resolved))
@@ -125,25 +125,27 @@ def _read_document(path: Path, faults: list[Fault]) -> dict[str, Any] | None:
         return None if messages else {}
     if not isinstance(document, dict):
         kind = "a list" if isinstance(document, list) else f"the single value {shown(document)}"
-        faults.append(Fault(str(path), f"holds {kind}, expected a mapping of keys to values"))
+        faults.append(Fault(str(path), f"contains {kind}, expected a mapping of keys to values"))
         return None
     return document
 
 
 def apply_overrides(tree: Tree, overrides: Iterable[str], layer: int, faults: list[Fault]) -> None:
-    """Apply ``key.path=value`` settings with YAML values; a number in the path, ``train.0`` or ``train[0]``, indexes into a list (its
-    length appends)."""
+    """Apply ``key.path=value`` settings with YAML values.
+
+    A number in the path, ``train.0`` or ``train[0]``, indexes into a list; an index equal to the list's length appends.
+    """
     for override in overrides:
         name, equals, text = override.partition("=")
         key = tuple(_BRACKETED_INDEX.sub(r".\1", name.strip()).split("."))
         if any(character in part for part in key for character in "[]"):
-            faults.append(Fault(repr(override), "an index in brackets must be a whole number behind a key, as in data.train[0].path"))
+            faults.append(Fault(repr(override), "an index in brackets must be a whole number after a key, as in data.train[0].path"))
             continue
         if not equals or not all(key):
-            faults.append(Fault(repr(override), "an override must read key.path=value, for example batch.mini_batch_size=64"))
+            faults.append(Fault(repr(override), "an override must have the form key.path=value, for example batch.mini_batch_size=64"))
             continue
         if key == ("extends",):
-            faults.append(Fault("extends", "cannot be overridden; write a file that extends both"))
+            faults.append(Fault("extends", "cannot be overridden; write a file that extends both files"))
             continue
         value, messages = parse_yaml(text)
         if messages:
@@ -168,7 +170,7 @@ def _override(tree: Tree, key: Key, value: Any, layer: int) -> str | None:
 
 
 def _put_inside(node: Any, key: Key, value: Any) -> str | None:
-    """Set ``value`` below a list or a mapping inside a list; returns what is wrong, or None."""
+    """Set ``value`` below a list or a mapping inside a list. Returns an error message or None."""
     name = key[0]
     slot: Any = name
     if isinstance(node, list):

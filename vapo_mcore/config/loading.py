@@ -1,4 +1,4 @@
-"""From a YAML file and overrides to a checked ``Config``, or one ``ConfigError`` with every fault."""
+"""Load a YAML file and overrides into a checked ``Config``, or raise one ``ConfigError`` with all errors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from vapo_mcore.config.schema import Config, CustomSource, FileSource, LossTermC
 from vapo_mcore.config.yaml_text import format_yaml, parse_yaml, shown
 from vapo_mcore.errors import ConfigError
 
-# Stand-ins for required keys that are missing or faulty, so that the other rules can still be checked; never used in a run.
+# Placeholders for missing or faulty required keys, so that the other rules can still be checked; never used in a run.
 _STAND_INS: dict[Key, Any] = {
     ("run", "dir"): "run",
     ("run", "steps"): 1,
@@ -32,14 +32,14 @@ _STAND_INS: dict[Key, Any] = {
 
 _REQUIRED = "is required"
 _SOURCES: dict[str, type[BaseModel]] = {"file": FileSource, "reasoning_gym": ReasoningGymSource, "custom": CustomSource}
-_ENTRIES = (*_SOURCES.values(), LossTermConfig)  # models of the entries of lists
+_ENTRIES = (*_SOURCES.values(), LossTermConfig)  # models of list entries
 
 
 def load_config(path: str | Path, overrides: Iterable[str] = (), *, check_paths: bool = True) -> Config:
-    """Read ``path`` and what it extends, apply ``key.path=value`` overrides, check everything.
+    """Read ``path`` and the files it extends, apply ``key.path=value`` overrides, and check everything.
 
-    ``check_paths=False`` leaves out what depends on the file system (the model folder and the rules about its
-    architecture, data files). Raises ConfigError listing all faults, each with the dotted path of its key.
+    ``check_paths=False`` skips the checks that need the file system: model folder, rules about the architecture, data files. Raises one
+    ConfigError with all errors, each with its dotted key.
     """
     faults: list[Fault] = []
     tree, layers, complete = read_layers(Path(path), faults)
@@ -48,14 +48,14 @@ def load_config(path: str | Path, overrides: Iterable[str] = (), *, check_paths:
 
 
 def config_from_dict(settings: dict[str, Any], *, check_paths: bool = True) -> Config:
-    """A checked Config from nested settings, as if they stood in a file."""
+    """Check nested settings like the contents of a file and return the Config. Raises ConfigError."""
     tree: Tree = {}
     put(tree, (), settings, 0)
     return _build(tree, [], "configuration", check_paths)
 
 
 def _build(tree: Tree, faults: list[Fault], what: str, check_paths: bool, complete: bool = True) -> Config:
-    """The Config of a tree. ``complete``: no file is missing; else absent keys are not faults, nor is what depends on them."""
+    """Build the Config of a tree. With ``complete=False`` a file is missing, so absent keys, and rules that need them, are not errors."""
     resets = _drop_resetting_nulls(tree)
     config, field_faults = _validate(tree)
     faults += field_faults if complete else [fault for fault in field_faults if fault.message != _REQUIRED]
@@ -82,7 +82,7 @@ def _build(tree: Tree, faults: list[Fault], what: str, check_paths: bool, comple
 
 
 def _read_models(config: Config, faulty: set[str], faults: list[Fault]) -> tuple[ModelArchitecture | None, ModelArchitecture | None]:
-    """Architectures of the model and of a critic that is loaded from a folder of its own."""
+    """Read the architectures of the model and of a critic loaded from ``critic.path``."""
     model = critic = None
     if not faulty & {"model", "model.path"}:
         model = read_model("model.path", config.model.path, faults)
@@ -91,7 +91,8 @@ def _read_models(config: Config, faulty: set[str], faults: list[Fault]) -> tuple
     if config.policy.path is not None and not faulty & {"policy", "policy.path"}:
         policy = read_model("policy.path", config.policy.path, faults)
         if model is not None and policy is not None and policy != model:
-            faults.append(Fault("policy.path", f"{config.policy.path!r} holds another model than model.path = {config.model.path!r}"))
+            message = f"the model in {config.policy.path!r} differs from that of model.path = {config.model.path!r}"
+            faults.append(Fault("policy.path", message))
     return model, critic
 
 
@@ -105,7 +106,7 @@ def _error(what: str, faults: list[Fault]) -> ConfigError:
 
 
 def _validate(tree: Tree) -> tuple[Config | None, list[Fault]]:
-    """The Config and the faults of single keys; faulty keys are then replaced by defaults or stand-ins (None if that fails)."""
+    """Validate single keys. Returns the faults and a Config in which faulty keys have defaults or placeholders (None if that fails)."""
     try:
         return Config.model_validate(nested(tree)), []
     except ValidationError as error:
@@ -124,14 +125,14 @@ def _validate(tree: Tree) -> tuple[Config | None, list[Fault]]:
 
 
 def translate(error: ValidationError, root: type[BaseModel] = Config) -> tuple[list[Fault], list[Key]]:
-    """Pydantic's errors about a ``root`` in our words, and the keys of the tree to leave out in a second try."""
+    """Convert pydantic's errors about a ``root`` model to faults. Also returns the keys to drop in a second attempt."""
     faults: list[Fault] = []
     keys: list[Key] = []
     for item in error.errors(include_url=False):
         if item["type"] == "default_factory_not_called":
-            continue  # a derived default whose inputs are faulty: reported there
+            continue  # a derived default with faulty inputs, which are reported
         if item["type"] == "too_short" and item["input"]:
-            continue  # the list is not empty: its items are faulty and reported themselves
+            continue  # the list is not empty; its faulty items are reported
         location = _without_union_tags(item["loc"])
         where = dotted(location)
         reason = f" ({_REASONS[where]})" if where in _REASONS else ""
@@ -142,7 +143,7 @@ def translate(error: ValidationError, root: type[BaseModel] = Config) -> tuple[l
 
 
 def _without_union_tags(location: tuple[int | str, ...]) -> tuple[int | str, ...]:
-    """Pydantic puts the tag of a source's kind after its index; the file has no such key."""
+    """Remove the tag of a source's kind, which pydantic inserts after its index."""
     return tuple(part for i, part in enumerate(location) if not (i and isinstance(location[i - 1], int) and part in _SOURCES))
 
 
@@ -163,18 +164,18 @@ _BOUNDS = {"greater_than": ("gt", ">"), "greater_than_equal": ("ge", ">="), "les
 
 _REASONS = {
     "algorithm.advantage.lambda_policy.alpha": "lambda is 1 - 1/(alpha l): the advantage reaches over alpha l tokens",
-    "algorithm.kl.place": "one place, since a penalty in the reward and in the loss would count twice",
+    "algorithm.kl.place": "only one place: a penalty in both reward and loss would count twice",
     "algorithm.policy_loss.clip_low": "ratios are clipped at 1 - clip_low, which must be a ratio (above 0) that is below 1",
     "algorithm.policy_loss.clip_high": "ratios are clipped at 1 + clip_high, which must be above 1",
     "algorithm.policy_loss.dual_clip": "it bounds ratios above 1 where the advantage is negative",
 }
-"""Why a value of these settings is impossible, where the bound alone does not say it."""
+"""Reasons for bounds that are not self-explanatory."""
 
 
 def _message(item: Any, root: type[BaseModel]) -> str:
     kind, value, context = item["type"], item.get("input"), item.get("ctx", {})
     if kind == "missing":
-        # The entries of a list of fixed length are required too; what is missing there has a number for a name.
+        # A missing entry of a fixed-length list has its index as name.
         return _REQUIRED if isinstance(item["loc"][-1], str) else "is missing in the list"
     if kind == "extra_forbidden":
         return _unknown_key(item["loc"], root)
@@ -183,7 +184,7 @@ def _message(item: Any, root: type[BaseModel]) -> str:
             str(value), context["expected"].replace("'", "").replace(" or ", ", ").split(", ")
         )
     if kind in ("union_tag_invalid", "union_tag_not_found"):
-        given = f"kind {shown(value.get('kind'))}" if "tag" in context else "a source without kind"
+        given = f"unknown kind {shown(value.get('kind'))}" if "tag" in context else "the source has no kind"
         return f"{given}; kind must be {' or '.join(map(repr, _SOURCES))}"
     if kind in _EXPECTED:
         return f"{shown(value)} must be {_EXPECTED[kind]}{_meant_number(kind, value)}"
@@ -196,29 +197,29 @@ def _message(item: Any, root: type[BaseModel]) -> str:
         number = f"at least {limit}" if kind == "too_short" else f"at most {limit}"
         return f"{shown(value)} must be a list with {number} {'entry' if limit == 1 else 'entries'}"
     if kind == "string_pattern_mismatch":
-        return f"{shown(value)} must be a name: letters, digits, '_', '-' and '.', with a letter or digit first"
-    if kind == "value_error":  # of our own validators, whose messages name the value
+        return f"{shown(value)} must be a name: letters, digits, '_', '-' and '.', starting with a letter or digit"
+    if kind == "value_error":  # from this package's validators, whose messages name the value
         return str(context["error"])
     return f"{shown(value)}: {item['msg'][0].lower()}{item['msg'][1:]}"
 
 
 def _meant_number(kind: str, value: Any) -> str:
-    """A hint where the text would be a number without its underscores or quotes."""
+    """Return a hint if the text would be a number without underscores or quotes."""
     if kind not in ("int_type", "int_from_float", "float_type") or not isinstance(value, str):
         return ""
     number, faults = parse_yaml(value.replace("_", ""))
     if faults or isinstance(number, bool) or not isinstance(number, int | float):
         return ""
-    why = "YAML 1.2 has no '_' in numbers" if "_" in value else "text in quotes is no number"
+    why = "YAML 1.2 numbers have no '_'" if "_" in value else "quotes make it text"
     return f"; {why}: write {value.replace('_', '')}"
 
 
 _SHARED_BACKBONE = (
-    "policy and critic are two models here that take turns on the device: with a backbone of both, value pretraining could not leave the "
-    "policy as it is, the value loss would change it in every update, and neither could have rates or updates of its own; remove the key"
+    "policy and critic are separate models that take turns on the device: with a shared backbone, value pretraining and every value loss "
+    "would change the policy, and the two could not have separate learning rates and updates; remove the key"
 )
 _REFUSED = dict.fromkeys(("shared_backbone", "share_backbone", "shared_trunk", "share_trunk"), _SHARED_BACKBONE)
-"""Names of settings that other systems have and that are left out here for a reason."""
+"""Settings of other systems that are deliberately not supported, with the reason."""
 
 
 def _unknown_key(location: tuple[int | str, ...], root: type[BaseModel]) -> str:
@@ -242,14 +243,14 @@ def _did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def models_in(annotation: Any) -> list[type[BaseModel]]:
-    """The model classes inside ``X``, ``X | None``, ``tuple[X | Y, ...]``, ``Annotated[X | Y, ...]``."""
+    """List the model classes inside ``X``, ``X | None``, ``tuple[X | Y, ...]``, ``Annotated[X | Y, ...]``."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
     return [model for argument in get_args(annotation) for model in models_in(argument)]
 
 
 def _fields_at(parents: tuple[int | str, ...], root: type[BaseModel]) -> list[str]:
-    """Names of the fields of the model at a location of pydantic's, union tags included."""
+    """List the fields of the model at a pydantic location, which includes union tags."""
     models: list[type[BaseModel]] = [root]
     for previous, part in zip((None, *parents), parents, strict=False):
         if isinstance(previous, int) and part in _SOURCES:
@@ -260,7 +261,7 @@ def _fields_at(parents: tuple[int | str, ...], root: type[BaseModel]) -> list[st
 
 
 def all_keys(model: type[BaseModel] = Config, prefix: str = "") -> list[str]:
-    """Dotted names of all sections and settings, those of data sources left out."""
+    """List the dotted names of all sections and settings, except those of list entries such as data sources."""
     keys = []
     for name, field in model.model_fields.items():
         keys.append(prefix + name)
@@ -271,7 +272,7 @@ def all_keys(model: type[BaseModel] = Config, prefix: str = "") -> list[str]:
 
 
 def _drop_resetting_nulls(tree: Tree) -> Tree:
-    """``null`` for a key that cannot be null means "not given". Returns what was dropped."""
+    """Drop ``null`` for keys that cannot be null, where it means "not given". Returns the dropped part."""
     dropped: Tree = {}
     for key in [key for key, setting in tree.items() if setting.value is None]:
         model: type[BaseModel] | None = Config
@@ -279,7 +280,7 @@ def _drop_resetting_nulls(tree: Tree) -> Tree:
         for name in key:
             field = model.model_fields.get(name) if model is not None else None
             if field is None:
-                nullable = True  # unknown: left for the validation to report
+                nullable = True  # unknown key: the validation reports it
                 break
             nullable = NoneType in get_args(field.annotation)
             model = next(iter(models_in(field.annotation)), None)
@@ -292,7 +293,7 @@ def _drop_resetting_nulls(tree: Tree) -> Tree:
 
 
 def dump_yaml(config: Config) -> str:
-    """The resolved configuration: every key that has an effect, defaults included; loads back to the same Config."""
+    """Return the resolved configuration as YAML: all keys that have an effect, including defaults. Loading it gives the same Config."""
     document = config.model_dump(mode="json")
     for name in inapplicable_keys(config):
         *parents, last = name.split(".")

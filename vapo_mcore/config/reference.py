@@ -1,9 +1,9 @@
-"""The table of all settings; ``docs/configuration.md`` is written from it:
+"""Generate ``docs/configuration.md``, the table of all settings:
 
 python -m vapo_mcore.config.reference > docs/configuration.md
 
-Types, bounds and defaults come from the models of ``schema/``, meanings from the comments beside their fields, and what has
-no effect when from ``applicability.py``.
+Types, bounds and defaults come from the models in ``schema/``, meanings from the comments at their fields, and modes in which a key has no
+effect from ``applicability.py``.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from vapo_mcore.config import schema
 from vapo_mcore.config.applicability import INAPPLICABLE
 from vapo_mcore.config.loading import models_in
 
-_UNBOUNDED = 2**31  # bounds from here on keep numbers inside machine types; they are no news to a reader
-_HTML = re.compile(r"<\w[\w.]*>[\w/]*")  # a placeholder such as <run.dir>/export, which Markdown would take for a tag
+_UNBOUNDED = 2**31  # larger bounds only keep numbers inside machine types and are not shown
+_HTML = re.compile(r"<\w[\w.]*>[\w/]*")  # a placeholder such as <run.dir>/export, which Markdown would parse as a tag
 _BOUNDS = {"exclusiveMinimum": ">", "minimum": ">=", "exclusiveMaximum": "<", "maximum": "<="}
 
 _INTRODUCTION = """# Settings
@@ -44,12 +44,12 @@ extended gave it and the other key was set later: then it gives way. What must f
 
 
 def render_markdown() -> str:
-    """The text of ``docs/configuration.md``."""
+    """Return the text of ``docs/configuration.md``."""
     return "\n".join([_INTRODUCTION, *_section(schema.Config, "", "The top level", None)]) + "\n"
 
 
 def _section(model: type[BaseModel], prefix: str, title: str, default: str | None) -> Iterator[str]:
-    """Heading, remarks and table of a model, then the sections inside it. ``default``: of the section as a whole."""
+    """Yield heading, remarks and table of a model, then the sections inside it. ``default``: default of the whole section."""
     schema_of_model = model.model_json_schema()
     properties, required = schema_of_model["properties"], schema_of_model.get("required", [])
     inner = {name: models_in(field.annotation) for name, field in model.model_fields.items()}
@@ -68,7 +68,7 @@ def _section(model: type[BaseModel], prefix: str, title: str, default: str | Non
         yield "| " + " | ".join(cell.replace("|", "\\|") for cell in plain) + " |"
     for name, models in inner.items():
         if name in leaves:
-            if prefix + name == "data.train":  # the kinds of sources are the same for both lists
+            if prefix + name == "data.train":  # data.eval has the same kinds of sources
                 for source in models:
                     (kind,) = get_args(source.model_fields["kind"].annotation)
                     yield from _section(source, "data.train.N.", f"Entries of data.train and data.eval, kind: {kind}", None)
@@ -84,12 +84,12 @@ def _is_list(node: dict[str, Any]) -> bool:
 
 
 def _no_effect(key: str) -> list[str]:
-    """`switch`: reason, for each entry of ``applicability.py`` that names ``key`` itself."""
+    """Return "`switch`: reason" for each entry of ``applicability.py`` that names ``key``."""
     return [f"{' and '.join(f'`{switch}`' for switch in e.switches)}: {e.reason}" for e in INAPPLICABLE if key in e.keys]
 
 
 def _type(node: dict[str, Any]) -> str:
-    """A JSON schema in words."""
+    """Describe the type in a JSON schema."""
     if "anyOf" in node:
         return " or ".join(_type(option) for option in node["anyOf"])
     if "enum" in node:
@@ -108,7 +108,7 @@ def _type(node: dict[str, Any]) -> str:
 
 
 def _default(node: dict[str, Any]) -> str:
-    """What is taken when the key is not given; "derived" where other keys decide."""
+    """Return the default of a key, or "derived" if it depends on other keys."""
     if "default" not in node:
         return "derived"
     value = node["default"]
@@ -116,7 +116,7 @@ def _default(node: dict[str, Any]) -> str:
 
 
 def _meaning(model: type[BaseModel], name: str) -> str:
-    """The comment of a field, its own or that of the class it is inherited from."""
+    """Return the comment of a field, also if a base class declares it."""
     for parent in model.__mro__:
         if text := _comments().get((parent.__name__, name)):
             return text
@@ -124,7 +124,7 @@ def _meaning(model: type[BaseModel], name: str) -> str:
 
 
 def _summary(model: type[BaseModel]) -> str | None:
-    """Docstring of a section, its own or inherited, as one line; the base class's speaks of all sections."""
+    """Return the docstring of a section, own or inherited, as one line; None if only the base class Section has one."""
     for parent in model.__mro__[: model.__mro__.index(schema.Section)]:
         if text := vars(parent).get("__doc__"):
             return " ".join(str(text).replace("``", "`").split())
@@ -133,7 +133,7 @@ def _summary(model: type[BaseModel]) -> str | None:
 
 @cache
 def _comments() -> dict[tuple[str, str], str]:
-    """(class, field) -> the comment on the lines of the field and directly above it, over the files of the schema."""
+    """Map (class, field) to the comment on the field's lines and directly above it, for all schema files."""
     modules = {model.__module__ for model in vars(schema).values() if isinstance(model, type) and issubclass(model, schema.Section)}
     return {key: text for name in sorted(modules) for key, text in _comments_in(inspect.getsource(sys.modules[name])).items()}
 

@@ -1,4 +1,4 @@
-"""References to a user's own code: their form, which can be checked without importing anything (``vapo_mcore.extensions`` imports)."""
+"""Check the form of references to custom code, without importing it; ``vapo_mcore.extensions`` imports it."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ _REFERENCE = re.compile(r"(?:[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*|[^:\0]*[^:\0/]\.py)
 
 
 def is_reference(text: str) -> bool:
-    """Whether ``text`` names an object of a module or of a Python file."""
+    """Return whether ``text`` names an object in a module or in a Python file."""
     return _REFERENCE.fullmatch(text) is not None
 
 
 def is_file_reference(text: str) -> bool:
-    """Whether a reference names a file rather than a module that Python finds on its path."""
+    """Return whether a reference names a file rather than a module on Python's path."""
     return text.rpartition(":")[0].endswith(".py")
 
 
 def reference_fault(text: str) -> str | None:
-    """What is wrong with the form of a reference; None if nothing is."""
-    return None if is_reference(text) else f"{text!r} must be a reference to your own code: {FORM}"
+    """Return an error message if ``text`` does not have the form of a reference, else None."""
+    return None if is_reference(text) else f"{text!r} must be a reference to custom code: {FORM}"

@@ -1,4 +1,4 @@
-"""Names of verifiers: what the configuration can check of them without importing one (``vapo_mcore.rewards`` holds the verifiers)."""
+"""Check names of verifiers without importing them; the verifiers are in ``vapo_mcore.rewards``."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ _ENDPOINT = re.compile(r"https?://[^\s/?#@]+(?:[/?]\S*)?")
 
 
 def is_endpoint(name: str) -> bool:
-    """Whether a verifier is an HTTP endpoint, named by its URL."""
+    """Return whether a verifier is an HTTP endpoint, named by its URL."""
     return _ENDPOINT.fullmatch(name) is not None
 
 
 def verifier_name_fault(name: str) -> str | None:
-    """What is wrong with a name that is neither built-in nor a URL nor a reference to a function; None if nothing is."""
+    """Return an error message for a name that is neither built-in nor a URL nor a reference to a function, else None."""
     if name in BUILT_IN_VERIFIERS or is_endpoint(name) or is_reference(name):
         return None
     near = get_close_matches(name, BUILT_IN_VERIFIERS, n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
     return (
-        f"unknown verifier {name!r}: {hint}built-in are {', '.join(BUILT_IN_VERIFIERS)}; your own is named by a reference: {FORM}, "
+        f"unknown verifier {name!r}: {hint}built-in: {', '.join(BUILT_IN_VERIFIERS)}; name a custom one by a reference: {FORM}, "
         "or by the URL of its endpoint: 'http://host:port/path'"
     )

@@ -1,8 +1,7 @@
-"""YAML in and out with the scalars of YAML 1.2's core schema: ``off``, ``no``, dates and ``1_000`` are text, ``1e-6``, ``012`` (twelve)
-and ``0x1f`` are numbers.
+"""Read and write YAML with the scalars of YAML 1.2's core schema.
 
-Reading refuses duplicate keys and keys that are not strings, all of them at once, each with its line. Of explicit tags
-(``!!int``) only those of the scalars above, lists and mappings are known.
+``off``, ``no``, dates and ``1_000`` are text; ``1e-6``, ``012`` (twelve) and ``0x1f`` are numbers. Reading reports all duplicate keys and
+keys that are not strings at once, each with its line. Explicit tags (``!!int``) are supported only for these scalars, lists and mappings.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ def _resolvers() -> dict[str, list[tuple[str, re.Pattern[str]]]]:
 
 
 def _construct_number(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int | float:
-    """An integer or a float by its tag; PyYAML's own constructors read YAML 1.1. Raises ValueError for other text (after ``!!int``)."""
+    """Parse an integer or float by its tag; PyYAML's constructors parse YAML 1.1. Raises ValueError for other text (after ``!!int``)."""
     text = str(loader.construct_scalar(node))
     is_float = node.tag.endswith(":float")
     if not any(re.fullmatch(pattern, text) for tag, pattern, _ in _SCALARS if tag.endswith((":int", ":float") if is_float else ":int")):
@@ -72,7 +71,7 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes what either YAML version would take for something else than text."""
+    """Quotes strings that YAML 1.1 or 1.2 would not parse as text."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012 (an instance variable to the type stubs)
         key: _resolvers().get(key, []) + yaml.SafeDumper.yaml_implicit_resolvers.get(key, [])
@@ -88,7 +87,7 @@ def _text(node: yaml.Node) -> str:
 
 
 def parse_yaml(text: str) -> tuple[Any, list[str]]:
-    """The document and the faults found in it (the document is None when it cannot be parsed at all)."""
+    """Parse a document. Returns it with all faults; it is None if it cannot be parsed at all."""
     try:
         loader = _Loader(text)
         try:
@@ -99,10 +98,10 @@ def parse_yaml(text: str) -> tuple[Any, list[str]]:
         return None, [f"not valid YAML: {_one_line(error)}"]
     except RecursionError:
         return None, ["not valid YAML: nested too deeply"]
-    except (ValueError, LookupError) as error:  # an explicit tag that its text contradicts, a number of thousands of digits
-        return None, [f"not valid YAML: a value does not have the type it claims: {error}"]
+    except (ValueError, LookupError) as error:  # a value that contradicts its explicit tag, or a number with thousands of digits
+        return None, [f"not valid YAML: a value does not match its tag: {error}"]
     if _contains_itself(document, set(), set()):
-        return None, ["not valid YAML: an alias (*) stands inside the value it names"]
+        return None, ["not valid YAML: an alias (*) refers to a value that contains it"]
     return document, loader.faults
 
 
@@ -131,7 +130,7 @@ def format_yaml(document: Any) -> str:
 
 
 def shown(value: Any, limit: int = 200) -> str:
-    """A value as a message shows it: on one line, null and true as in YAML, text in quotes, cut after ``limit`` characters."""
+    """Format a value for a message: on one line, null and true as in YAML, text in quotes, truncated to ``limit`` characters."""
     text = _flow(value)
     return text if len(text) <= limit else text[: limit - 3] + "..."
 

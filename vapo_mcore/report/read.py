@@ -129,7 +129,7 @@ def sample_faults(sample: Sample) -> list[str]:
     faults = [f"{name!r} is not text" for name in _TEXTS if not isinstance(sample.get(name, ""), str)]
     faults += [f"{name!r} is neither text nor null" for name in _TEXTS_OR_NULL if not isinstance(sample.get(name), str | None)]
     faults += [f"{name!r} is neither a number nor null" for name in _NUMBERS_OR_NULL if not _is_number_or_null(sample.get(name))]
-    faults += [f"{name!r} is not an integer from 0 to 2**31 - 1" for name in _COUNTS if not _is_count(sample.get(name, 0))]
+    faults += [f"{name!r} is not a whole number from 0 to 2**31 - 1" for name in _COUNTS if not _is_count(sample.get(name, 0))]
     if not isinstance(sample["correct"], bool):
         faults.append("'correct' is neither true nor false")
     return faults + _token_faults(sample.get("tokens"))

@@ -142,7 +142,7 @@ def test_a_verifier_that_cannot_be_called_is_refused_before_a_model_loads(mine, 
         ("algorithm.advantage={estimator: custom, lambda_critic: 0.9, custom: {function: a:f}}", "lambda_critic: 0.9 has no effect with"),
         (
             "algorithm.advantage={estimator: custom, lambda_policy: {alpha: 0.9}, custom: {function: a:f, critic: true}}",
-            "options of its own",
+            "reads its own options instead",
         ),
     ],
 )

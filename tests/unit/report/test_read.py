@@ -113,7 +113,7 @@ def test_without_settings_there_is_a_page_that_says_so(tmp_path: Path, content: 
     [
         ({"reward": "1"}, "'reward' is neither a number nor null"),
         ({"score": 10**400}, "'score' is neither a number nor null"),
-        ({"response_length": None}, "'response_length' is not an integer from 0 to 2**31 - 1"),
+        ({"response_length": None}, "'response_length' is not a whole number from 0 to 2**31 - 1"),
         ({"prompt_id": ["p"]}, "'prompt_id' is not text"),
         ({"correct": "yes"}, "'correct' is neither true nor false"),
         ({"error": 3, "answer": [1]}, "'error' is neither text nor null; 'answer' is neither text nor null"),

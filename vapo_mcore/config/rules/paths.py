@@ -1,4 +1,4 @@
-"""Folders and files that a configuration names."""
+"""Check the folders and files named in a configuration."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
 def read_model(key: str, folder: str, faults: list[Fault]) -> ModelArchitecture | None:
-    """The architecture of a model folder; what is wrong with the folder is among the faults, at ``key``."""
+    """Read the architecture of a model folder. Appends errors of the folder to ``faults``, at ``key``."""
     try:
         described = model_folder(folder, "critic" if key == "critic.path" else "policy") if key != "model.path" else Path(folder)
         architecture = read_architecture(described)
@@ -26,12 +26,12 @@ def read_model(key: str, folder: str, faults: list[Fault]) -> ModelArchitecture 
         faults.append(Fault(key, str(error)))
         return None
     if described != Path(folder):
-        return architecture  # a checkpoint of a run: its files are compared with its manifest when it is loaded
+        return architecture  # a checkpoint of a run: loading compares its files with its manifest
     if key == "policy.path":
-        faults.append(Fault(key, f"{folder!r} is no checkpoint of a run; a Hugging Face folder belongs in model.path"))
+        faults.append(Fault(key, f"{folder!r} is not a checkpoint of a run; use model.path for a Hugging Face folder"))
     if not any(Path(folder, name).is_file() for name in _WEIGHTS):
         pickled = sorted(file.name for suffix in ("bin", "pt", "pth", "ckpt") for file in Path(folder).glob(f"*.{suffix}"))
-        hint = f"; {pickled[0]} is a pickle, which can run code and is refused: convert it to safetensors" if pickled else ""
+        hint = f"; {pickled[0]} is a pickle, which could run code and is not loaded: convert it to safetensors" if pickled else ""
         faults.append(Fault(key, f"{folder!r} has no weights: neither {' nor '.join(_WEIGHTS)}{hint}"))
     if key == "model.path" and not any(Path(folder, name).is_file() for name in _TOKENIZERS):
         faults.append(Fault(key, f"{folder!r} has no tokenizer ({', '.join(_TOKENIZERS[:-1])} or {_TOKENIZERS[-1]})"))
@@ -39,7 +39,7 @@ def read_model(key: str, folder: str, faults: list[Fault]) -> ModelArchitecture 
 
 
 def references(config: Config) -> Iterator[tuple[str, str]]:
-    """Dotted key and reference of every piece of the user's own code that the run imports."""
+    """Yield dotted key and reference of all custom code that the run imports."""
     if config.rollout.environment is not None and is_reference(config.rollout.environment.name):
         yield "rollout.environment.name", config.rollout.environment.name
     advantage = config.algorithm.advantage
@@ -59,7 +59,7 @@ def references(config: Config) -> Iterator[tuple[str, str]]:
 
 
 def missing_paths(config: Config) -> Iterator[Fault]:
-    """Data files and files of the user's code that the run reads and that do not exist."""
+    """Yield a fault for every missing data file and file with custom code."""
     here = f"(relative to {str(Path.cwd())!r})"
     for key, reference in references(config):
         file = reference.rpartition(":")[0]
@@ -67,7 +67,7 @@ def missing_paths(config: Config) -> Iterator[Fault]:
             yield Fault(key, f"no such file: {file!r} {here}")
     template = config.data.chat_template
     if isinstance(template, str) and not os.path.isfile(template):
-        yield Fault("data.chat_template", f"no such file: {template!r} {here}; give true, false or the file of a Jinja template")
+        yield Fault("data.chat_template", f"no such file: {template!r} {here}; set true, false or the path of a Jinja template")
     for split in ("train", "eval"):
         for index, source in enumerate(getattr(config.data, split)):
             if isinstance(source, FileSource) and not os.path.exists(source.path):

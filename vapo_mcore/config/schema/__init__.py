@@ -1,11 +1,11 @@
-"""The configuration as frozen pydantic models: every key, its type, its default and its own range.
+"""Define the configuration as frozen pydantic models: every key with its type, default and range.
 
-Rules over several keys are in ``rules/``, which keys have no effect in which mode in ``applicability.py``, YAML files,
-``extends:`` and overrides in ``loading.py``. Load with ``vapo_mcore.config.load_config``; a ``Config`` built directly has
-passed the field checks only. ``null`` for a key that cannot be null means "not given": its default applies.
+``rules/`` checks rules over several keys, ``applicability.py`` declares keys without effect, and ``loading.py`` reads YAML files,
+``extends:`` and overrides. Load a configuration with ``vapo_mcore.config.load_config``: constructing a ``Config`` directly runs only the
+field checks. ``null`` for a key that cannot be null means "not given": its default applies.
 
-Defaults are the recipe of the VAPO paper (arXiv 2504.05118, section 5.1); those the paper does not state are ours: weight
-decay 0.1, betas 0.9/0.999, eps 1e-8, clip_grad 1.0, 10 warm-up rollouts, whitening over the batch.
+Defaults follow the VAPO paper (arXiv:2504.05118, section 5.1). The paper does not state weight decay (here 0.1), betas (0.9, 0.999), eps
+(1e-8), clip_grad (1.0), warm-up (10 rollouts) and whitening (over the batch).
 """
 
 from __future__ import annotations

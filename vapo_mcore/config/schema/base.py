@@ -1,4 +1,4 @@
-"""What all sections of the configuration are made of: bounded numbers, names, paths, and the base class."""
+"""Define the building blocks of all sections: bounded numbers, names, paths, and the base class."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from vapo_mcore.config.references import reference_fault
 from vapo_mcore.config.verifiers import verifier_name_fault
 
-# Sizes are bounded where the libraries below stop: 32 bits, seeds 63.
+# Upper bounds are those of the libraries: 32 bits for sizes, 63 for seeds.
 PositiveInt = Annotated[int, Field(gt=0, lt=2**31)]
 NonNegativeInt = Annotated[int, Field(ge=0, lt=2**31)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
@@ -56,6 +56,6 @@ GROUP_ESTIMATORS = ("grpo", "grpo_process", "dr_grpo", "rloo")
 
 
 class Section(BaseModel):
-    """Base of all sections: immutable, no unknown keys, no silent conversion (a number in quotes is a fault), no NaN."""
+    """Base of all sections: immutable, without unknown keys, implicit conversions (a number in quotes is an error) or NaN."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
