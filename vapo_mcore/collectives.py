@@ -1,7 +1,7 @@
-"""Small collectives of Python objects over the world, and the rule that an error of one rank is an error of all.
+"""Gather and broadcast Python objects over all ranks, and raise an error of any rank on all ranks.
 
-Rank 0 takes decisions (stop, dynamic sampling, evaluation) and broadcasts them; no rank decides for itself.
-All functions also work without a process group, as a world of one.
+Rank 0 makes decisions (stop, dynamic sampling, evaluation) and broadcasts them; other ranks never decide alone. Without a process group
+all functions act as with a world size of 1.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ T = TypeVar("T")
 
 
 def world() -> tuple[int, int]:
-    """(rank, world size)."""
+    """Return (rank, world size)."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     return 0, 1
 
 
 def all_gather_objects(value: T) -> list[T]:
-    """Every rank's value, by rank."""
+    """Return the values of all ranks, indexed by rank."""
     _, size = world()
     if size == 1:
         return [value]
@@ -36,7 +36,7 @@ def all_gather_objects(value: T) -> list[T]:
 
 
 def gather_objects(value: T) -> list[T] | None:
-    """Every rank's value, by rank, on the first one; None on the others."""
+    """Return the values of all ranks, indexed by rank, on rank 0; None on other ranks."""
     rank, size = world()
     if size == 1:
         return [value]
@@ -46,7 +46,7 @@ def gather_objects(value: T) -> list[T] | None:
 
 
 def broadcast_object(value: T, source: int = 0) -> T:
-    """The value of rank ``source`` on every rank."""
+    """Broadcast the value of rank ``source`` and return it on every rank."""
     _, size = world()
     if size == 1:
         return value
@@ -57,9 +57,9 @@ def broadcast_object(value: T, source: int = 0) -> T:
 
 @contextmanager
 def fail_together() -> Iterator[None]:
-    """Run local work; a VapoError in it on any rank is raised on all ranks with the same message.
+    """Run a block of local work. A VapoError on any rank is raised on all ranks with the same message.
 
-    The block must not contain collectives: a failed rank would leave the others waiting in them.
+    The block must not contain collectives: after a failure on one rank the others would block in them.
     """
     failure: tuple[str, str] | None = None
     try:
@@ -76,6 +76,6 @@ def fail_together() -> Iterator[None]:
 
 
 def lost_a_peer(error: BaseException) -> bool:
-    """Returns whether a collective failed because another rank is gone (recognised by gloo's text, by NCCL's type)."""
+    """Return whether a collective failed because another rank exited (recognised by gloo's message or NCCL's exception type)."""
     closed = ("Connection closed by peer", "Connection reset by peer")
     return isinstance(error, dist.DistError) or any(text in str(error) for text in closed)

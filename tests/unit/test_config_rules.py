@@ -157,7 +157,7 @@ BROKEN = [
         "batch.max_tokens_per_microbatch",
         "64 + 160 + 2 x 10 = 244",
     ),
-    ("training_samples_all_tokens", ["rollout.top_k=50"], {}, "rollout.top_k", "50 cuts the distribution"),
+    ("training_samples_all_tokens", ["rollout.top_k=50"], {}, "rollout.top_k", "50 truncates the distribution"),
     (
         "dynamic_sampling_needs_groups",
         ["rollout.dynamic_sampling.enabled=true", "batch.responses_per_prompt=1", "batch.mini_batch_size=16"],
@@ -251,7 +251,7 @@ BROKEN = [
         ["eval.temperature=0", "eval.samples_per_prompt=4"],
         {},
         "eval.samples_per_prompt",
-        "all the same",
+        "are identical",
     ),
     (
         "sigmoid_lambda_has_a_range",

@@ -47,7 +47,7 @@ def test_a_live_run_keeps_its_directory_and_a_killed_one_loses_it(tmp_path: Path
     holder.wait()
     with RunLock(tmp_path, said.append):
         pass
-    assert len(said) == 1 and f"process {holder.pid}" in said[0] and "taken over" in said[0]
+    assert len(said) == 1 and f"process {holder.pid}" in said[0] and "taking it over" in said[0]
     with RunLock(tmp_path, said.append):
         pass
     assert len(said) == 1  # given up in good order: nothing to say
@@ -76,4 +76,4 @@ def test_another_host_s_run_is_alive_while_its_counter_grows(tmp_path: Path) -> 
     with RunLock(tmp_path, said.append, watch_seconds=0.2):
         assert json.loads(lock.read_text() or "{}").get("pid", os.getpid()) in (os.getpid(), 77)
     assert said[-1].startswith("run.dir: process 77 on elsewhere died without releasing its lock")
-    assert "watching" in said[0]
+    assert "checking for" in said[0]

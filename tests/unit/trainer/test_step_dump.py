@@ -157,7 +157,7 @@ def test_a_replay_starts_from_the_newest_checkpoint_before_its_step(tmp_path: Pa
         before(9, name="step_000005")
     with pytest.raises(CheckpointError, match=r"step_000007 is not before step 7 \(rl\)"):
         before(7, name="step_000007")
-    with pytest.raises(CheckpointError, match="is no dump of a step"):
+    with pytest.raises(CheckpointError, match="is not the dump of a step"):
         check_replay(make_config(), ReplayOptions(3))
 
 
