@@ -2,7 +2,7 @@
 
 Sources: GAE, Schulman et al. 2015 (arXiv:1506.02438); decoupled GAE, VC-PPO (arXiv:2503.01491); length-adaptive GAE, VAPO
 (arXiv:2504.05118); GRPO with outcome and process supervision, DeepSeekMath (arXiv:2402.03300); Dr. GRPO (arXiv:2503.20783); RLOO
-(arXiv:2402.14740); REINFORCE++ (arXiv:2501.03262). Nothing here is differentiated: results carry no gradient.
+(arXiv:2402.14740); REINFORCE++ (arXiv:2501.03262). Results carry no gradient.
 """
 
 from typing import Literal
@@ -44,7 +44,7 @@ def packed_gae(
     gamma: float = 1.0,
     bootstrap: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """``(advantages, returns)`` of GAE with one lambda: ``packed_gae_decoupled`` with lam_policy = lam_critic, returns = A + V."""
+    """Compute ``(advantages, returns)`` of GAE with one lambda (lam_policy = lam_critic = ``lam``), so returns = A + V."""
     return packed_gae_decoupled(rewards, values, mask, cu_seqlens, lam, lam, gamma, bootstrap)
 
 
@@ -59,18 +59,19 @@ def packed_gae_decoupled(
     gamma: float = 1.0,
     bootstrap: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Advantages with lambda_policy and returns with lambda_critic, in one pass (VC-PPO's decoupled GAE).
+    """Compute advantages with lambda_policy and returns with lambda_critic in one pass (VC-PPO's decoupled GAE).
 
     delta_t = r_t + gamma V(s_{t+1}) - V(s_t);  A_t = delta_t + gamma lambda A_{t+1};  R_t = A_t(lambda_critic) + V(s_t).
-    Masked tokens in between (tool output) are skipped: no decay and no TD error; the next unmasked token's value is the successor.
+    Masked tokens inside a response (tool output) are skipped: they add no decay and no TD error, and V(s_{t+1}) is the value of the
+    next unmasked token.
 
     rewards, values: float [total]; mask: bool [total]; cu_seqlens: int [n + 1]; lam_policy, lam_critic: float or float [n], in
     [0, 1]; gamma in [0, 1]; bootstrap: float [n], V of the state after the last response token (0 where the response finished), or
     None for 0 everywhere. Returns two tensors [total] in the dtype of ``values`` (float32 for 16-bit ones), 0 at masked positions.
 
-    The recurrence runs in float64 on the CPU. Tensors on another device are copied there and the results back, which
-    synchronises; a rank's 17 bytes a token are a few milliseconds of transfer for a million tokens. ``ValueError`` for shapes,
-    lambda or gamma out of range. NaN at an unmasked token gives NaN: ``checks.check_finite`` is the place that reports it.
+    The recurrence runs in float64 on the CPU. Tensors on another device are copied to the host and the results back, which
+    synchronises; at 17 bytes per token, a million tokens take a few milliseconds. Raises ``ValueError`` for wrong shapes and for
+    lambda or gamma out of range. NaN at an unmasked token propagates; ``checks.check_finite`` reports it.
     """
     check_packed(cu_seqlens, mask, rewards=rewards, values=values)
     if not 0.0 <= gamma <= 1.0:
@@ -92,22 +93,23 @@ def packed_gae_decoupled(
 
 
 def reward_to_go(rewards: Tensor, mask: Tensor, cu_seqlens: Tensor, gamma: float = 1.0, bootstrap: Tensor | None = None) -> Tensor:
-    """sum_k gamma^k r_{t+k} over the response's own unmasked tokens [+ gamma^K bootstrap]; [total], 0 at masked positions.
+    """Compute the Monte-Carlo return of each token: sum_k gamma^k r_{t+k} [+ gamma^K bootstrap]; [total], 0 at masked positions.
 
-    The Monte-Carlo return (GAE's return at lambda = 1, which needs no values). Also REINFORCE's advantage: with one terminal reward and
-    gamma = 1 every token gets that raw reward. Whitened over the batch, and with the KL penalty in the rewards, it is REINFORCE++'s.
+    The sum runs over the unmasked tokens of the response. It equals GAE's return at lambda = 1 and needs no values. It is REINFORCE's
+    advantage: with one terminal reward and gamma = 1 every token gets that reward. Whitened over the batch, with the KL penalty in the
+    rewards, it is the advantage of REINFORCE++.
     """
     return packed_gae(rewards, torch.zeros_like(rewards), mask, cu_seqlens, 1.0, gamma, bootstrap)[0]
 
 
 def group_advantages(scores: Tensor, groups: Tensor, kind: Literal["grpo", "dr_grpo", "rloo"], valid: Tensor | None = None) -> Tensor:
-    """Group-relative advantage of each response: [n], in the dtype of ``scores`` (float32 for integers).
+    """Compute the group-relative advantage of each response: [n], in the dtype of ``scores`` (float32 for integers).
 
-    ``grpo``: (r - mean) / (population std + 1e-6) in the group (DeepSeekMath, section 4.1.2); ``dr_grpo``: r - mean; ``rloo``: r
+    ``grpo``: (r - mean) / (population std + 1e-6) within the group (DeepSeekMath, section 4.1.2); ``dr_grpo``: r - mean; ``rloo``: r
     minus the mean of the others. A group of one gives 0 for every kind.
 
-    scores: [n]; groups: int [n], any labels, in any order; valid: bool [n] or None. Responses that are not valid (grading failed)
-    are in no statistics and get 0; their score may be NaN.
+    scores: [n]; groups: int [n], any labels, in any order; valid: bool [n] or None. Invalid responses (grading failed) are excluded
+    from the statistics and get 0; their score may be NaN.
     """
     scores = scores if scores.is_floating_point() else scores.float()
     valid = torch.ones_like(scores, dtype=torch.bool) if valid is None else valid.bool()
@@ -126,10 +128,10 @@ def group_advantages(scores: Tensor, groups: Tensor, kind: Literal["grpo", "dr_g
 
 
 def normalised_step_rewards(rewards: Tensor, labels: Tensor) -> Tensor:
-    """(reward - mean) / (population std + 1e-6) over all step rewards with the same label; float64 [k], 0 for one step alone.
+    """Normalise step rewards: (reward - mean) / (population std + 1e-6) per label; float64 [k], 0 for a label with one step.
 
-    rewards: float [k], of the steps of many responses; labels: int [k], the group of each step's response (DeepSeekMath, section
-    4.1.3), or one label for a whole batch.
+    rewards: float [k], the steps of many responses; labels: int [k], the group of each step's response (DeepSeekMath, section
+    4.1.3), or one label for the whole batch.
     """
     centred, std, _ = _centre_in_groups(rewards, labels, torch.ones_like(rewards, dtype=torch.bool))
     return centred / (std + GRPO_STD_EPS)
@@ -145,13 +147,14 @@ def process_advantages(
     normalise: Literal["group", "batch"] = "group",
     valid: Tensor | None = None,
 ) -> Tensor:
-    """GRPO with process supervision: a token gets the sum of the normalised rewards of its own and later steps; [total].
+    """Compute GRPO's advantages with process supervision: each token gets the normalised rewards of its step and all later ones; [total].
 
     Step rewards are normalised with the mean and population std over all step rewards of the response's group (DeepSeekMath,
-    section 4.1.3) or of the batch (``normalise="batch"``); std + 1e-6 as in outcome supervision, one step alone gives 0.
+    section 4.1.3) or of the tensors of this call (``normalise="batch"``). As in outcome supervision the divisor is std + 1e-6, and a
+    single step gives 0.
 
     step_rewards: float [total], read only where step_mask (bool [total], True at the last token of each step) is True; groups: int
-    [n]; valid: bool [n], responses left out of the statistics (their advantages are 0). The batch is what is given in this call.
+    [n]; valid: bool [n]; responses where it is False are excluded from the statistics and get advantage 0.
     """
     check_packed(cu_seqlens, mask, step_rewards=step_rewards, step_mask=step_mask)
     if normalise not in ("group", "batch"):
@@ -165,20 +168,20 @@ def process_advantages(
 
 
 def rewards_of_own_and_later_steps(normalised: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Sum of the response's normalised step rewards at each unmasked token and after it; [total], 0 at masked tokens.
+    """Sum the response's normalised step rewards from each unmasked token on; [total], 0 at masked tokens.
 
-    Over all positions, not over the mask: a step may end on a token that is not trained on, its reward still counts before it.
+    The sum includes masked positions: a step may end on a masked token, and its reward still counts for the tokens before it.
     """
     advantages = reward_to_go(normalised, torch.ones_like(mask, dtype=torch.bool), cu_seqlens)
     return torch.where(mask.bool(), advantages, torch.zeros_like(advantages))
 
 
 def whiten(x: Tensor, mask: Tensor, group: "dist.ProcessGroup | None" = None) -> Tensor:
-    """(x - mean) / sqrt(var + 1e-8) over the unmasked tokens; 0 at masked positions; [total] in the dtype of ``x``.
+    """Whiten ``x`` over the unmasked tokens: (x - mean) / sqrt(var + 1e-8), 0 at masked positions; [total] in the dtype of ``x``.
 
-    Population variance, two passes in float64. With ``group`` the statistics are over all its ranks: a collective, every rank
-    calls it, also one with no tokens; pass the group over which tokens are distinct (data parallel), not one that holds copies.
-    None means this process alone. One unmasked token in all gives 0: it is its own mean, exactly.
+    Uses the population variance, in two float64 passes. With ``group`` the statistics cover all its ranks, and every rank must call it,
+    including ranks without tokens. Pass the group over which tokens are distinct (data parallel), not one that holds copies; None
+    means this process alone. A single unmasked token gives exactly 0.
     """
     _, mean, variance = masked_moments(x, mask, group)
     deviation = (variance + WHITEN_EPS).sqrt()
@@ -190,7 +193,7 @@ def whiten(x: Tensor, mask: Tensor, group: "dist.ProcessGroup | None" = None) ->
 
 
 def _centre_in_groups(scores: Tensor, groups: Tensor, valid: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """``(score - group mean, group's population std, group's size)`` for each entry, float64, statistics over valid entries only."""
+    """Return ``(score - group mean, group's population std, group size)`` of each entry, float64; only valid entries are counted."""
     labels, index = torch.unique(groups, return_inverse=True)
     weight = valid.double()
     clean = torch.where(valid, scores.detach().double(), torch.zeros_like(weight))
@@ -206,10 +209,10 @@ def _to_numpy(x: Tensor) -> NDArray:  # type: ignore[type-arg]
 
 
 def _lambda_array(name: str, lam: float | Tensor, num_sequences: int) -> NDArray[np.float64]:
-    """float64 [n]; ``ValueError`` unless scalar or [n], all in [0, 1]."""
+    """Broadcast lambda to float64 [n]. Raises ``ValueError`` unless it is a scalar or [n], all in [0, 1]."""
     array = _to_numpy(torch.as_tensor(lam, dtype=torch.float64))
     if array.shape not in ((), (num_sequences,)):
-        raise ValueError(f"{name} must be a number or [{num_sequences}], one a sequence; got shape {array.shape}")
+        raise ValueError(f"{name} must be a number or [{num_sequences}], one per sequence; got shape {array.shape}")
     if not bool(np.all((array >= 0) & (array <= 1))):
         raise ValueError(f"{name} must lie in [0, 1]; got {array.min()} to {array.max()}")
     return np.ascontiguousarray(np.broadcast_to(array, (num_sequences,)))
@@ -219,5 +222,5 @@ def _bootstrap_array(bootstrap: Tensor | None, num_sequences: int) -> NDArray[np
     if bootstrap is None:
         return np.zeros(num_sequences)
     if tuple(bootstrap.shape) != (num_sequences,):
-        raise ValueError(f"bootstrap must be [{num_sequences}], one a sequence; got {tuple(bootstrap.shape)}")
+        raise ValueError(f"bootstrap must be [{num_sequences}], one per sequence; got {tuple(bootstrap.shape)}")
     return _to_numpy(bootstrap.double())

@@ -1,4 +1,4 @@
-"""Stop on NaN or infinity where it counts: at tokens that are trained on."""
+"""Reject NaN and infinity at trained tokens."""
 
 from collections.abc import Mapping, Sequence
 
@@ -12,8 +12,8 @@ from vapo_mcore.errors import TrainingError
 def check_finite(tensors: Mapping[str, Tensor], mask: Tensor, cu_seqlens: Tensor, response_ids: Sequence[str] | None = None) -> None:
     """Raise ``TrainingError`` naming every tensor and response with a NaN or infinity at an unmasked token.
 
-    tensors: name -> float [total]; mask: bool [total]; response_ids: [n] names for the message (their indices in the pack if
-    None). Masked positions may hold anything. One synchronisation a tensor: call it once on a whole batch, not per micro-batch.
+    tensors: name -> float [total]; mask: bool [total]; response_ids: [n] names for the message (None: the indices in the pack).
+    Masked positions may hold anything. Synchronises once per tensor: call it once on a whole batch, not per micro-batch.
     """
     faults = []
     for name, tensor in tensors.items():
@@ -25,4 +25,4 @@ def check_finite(tensors: Mapping[str, Tensor], mask: Tensor, cu_seqlens: Tensor
         first = int((mask.bool() & ~torch.isfinite(tensor)).nonzero()[0])
         faults.append(f"{name}: response {', '.join(shown)}{more} (first at packed token {first}: {float(tensor[first])})")
     if faults:
-        raise TrainingError("NaN or infinity at response tokens, where a finite number is needed:\n  " + "\n  ".join(faults))
+        raise TrainingError("NaN or infinity at response tokens, expected finite numbers:\n  " + "\n  ".join(faults))

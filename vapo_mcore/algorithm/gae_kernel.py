@@ -1,12 +1,12 @@
 """The backward recurrence of GAE over packed sequences, compiled by numba.
 
-One pass over the tokens yields the advantages of lambda_policy and the returns of lambda_critic. The recurrence is carried in
-float64 whatever the tensors are, so a float32 result is the float64 result rounded once, at any length and any lambda.
+One pass over the tokens computes the advantages with lambda_policy and the returns with lambda_critic. The recurrence always runs in
+float64, so a float32 result is the float64 result rounded once, at any length and any lambda.
 
-Sequences are independent, so contiguous runs of them with about equal token counts go to ``torch.get_num_threads()`` threads;
-the compiled code releases the GIL. Threads live for one call: nothing is left behind that a fork or a second caller could
-trip over, and a process limited to one thread (``OMP_NUM_THREADS=1``) stays on one. Compilation takes about half a second,
-once per process and dtype, at the first call; nothing is written to disk.
+Sequences are independent: contiguous ranges with about equal token counts are distributed over ``torch.get_num_threads()`` threads;
+the compiled code releases the GIL. The threads end with the call, so a later fork or a concurrent caller is safe, and a process
+limited to one thread (``OMP_NUM_THREADS=1``) starts none. numba compiles on the first call, for about half a second per process
+and dtype, and caches nothing on disk.
 """
 
 from concurrent.futures import ThreadPoolExecutor
@@ -15,18 +15,18 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-# Below this many tokens the work (some 2 ns a token) is cheaper than starting threads.
+# Below this many tokens the work (about 2 ns per token) is cheaper than starting threads.
 _MIN_TOKENS_PER_THREAD = 1 << 16
 
-# Indices are unsigned (np.uint64) so that numba leaves out its wrap-around of negative ones: half of the time otherwise.
-# "contract" permits fused multiply-add; nothing is reassociated and NaN keeps its meaning.
+# Unsigned indices (np.uint64) avoid numba's wrap-around of negative indices, which would double the time.
+# "contract" permits fused multiply-add; it does not reassociate, and NaN still propagates.
 
 
 @njit(nogil=True, fastmath={"contract"})
 def _gae_range(  # type: ignore[no-untyped-def]
     rewards, values, mask, cu_seqlens, lam_policy, lam_critic, gamma, bootstrap, advantages, returns, first, last
 ):  # pragma: no cover - runs as machine code
-    """Sequences ``first`` to ``last`` (exclusive); writes every position of theirs in ``advantages`` and ``returns``."""
+    """Processes sequences ``first`` to ``last`` (exclusive); writes all their positions of ``advantages`` and ``returns``."""
     for i in range(first, last):
         decay_policy = gamma * lam_policy[i]
         decay_critic = gamma * lam_critic[i]
@@ -44,7 +44,7 @@ def _gae_range(  # type: ignore[no-untyped-def]
                 next_value = value
                 advantages[t] = advantage_policy
                 returns[t] = advantage_critic + value
-            else:  # a gap: nothing is read, nothing decays; the state waits for the next sampled token
+            else:  # masked: keep the state, without decay, for the previous sampled token
                 advantages[t] = 0.0
                 returns[t] = 0.0
 
@@ -60,8 +60,8 @@ def gae(
     bootstrap: NDArray[np.float64],
     num_threads: int,
 ) -> tuple[NDArray[np.floating], NDArray[np.floating]]:
-    """``(advantages, returns)`` in the dtype of ``values``; arguments as in ``advantages.packed_gae_decoupled``, all checked there."""
-    # numpy asks for huge pages for its large arrays: the page faults of fresh outputs cost more than the recurrence otherwise.
+    """Return ``(advantages, returns)`` in the dtype of ``values``; ``advantages.packed_gae_decoupled`` has checked the arguments."""
+    # np.empty requests huge pages for large arrays; with small pages the page faults cost more than the recurrence.
     advantages = np.empty(values.shape, values.dtype)
     returns = np.empty(values.shape, values.dtype)
     num_sequences = len(cu_seqlens) - 1

@@ -1,7 +1,7 @@
-"""The gap between the sampler's and the trainer's log-probs: measured always, corrected if asked for.
+"""Importance weights and statistics for the mismatch between the rollout engine's and the trainer's log-probs.
 
-w_t = exp(logp_trainer_old - logp_rollout) is the ratio of the policy that is trained to the policy that sampled. Same weights, other
-kernels: it is close to 1 and still biases the gradient. These run on whole sequences outside the training engine.
+w_t = exp(logp_trainer_old - logp_rollout). Both engines hold the same weights but use different kernels, so w_t is close to 1 and
+still biases the gradient. The mismatch is always measured, and corrected where configured. The functions take whole sequences.
 """
 
 from typing import Literal, get_args
@@ -27,22 +27,22 @@ def importance_weights(
     cap: float = 2.0,
     low: float = 0.5,
 ) -> Tensor:
-    """Weights that multiply the policy loss terms; float ``[total]``, no gradient, 0 at masked tokens.
+    """Compute the weights that multiply the policy loss terms; float ``[total]``, no gradient, 0 at masked tokens.
 
     With w_t = exp(old_logprobs - rollout_logprobs), log-ratio clamped to +-20:
 
     - ``off``: 1;
     - ``token_truncate``: min(w_t, cap) (truncated importance sampling; ``low`` is not used);
     - ``token_mask``: w_t where low <= w_t <= cap, 0 elsewhere (icepop);
-    - ``sequence_mask``: w_t for all tokens of a response whose geometric mean of w lies in [low, cap], 0 for all tokens of the
-      others. The geometric mean does not grow with the length, so one band suits short and long responses;
-    - ``sequence_product_mask``: for all tokens of a response the product of its w, which is the ratio of the whole response, where it lies
-      in [low, cap], 0 for the others (masked importance sampling by sequence, MIS). The sum of log-ratios is clamped to +-20.
+    - ``sequence_mask``: w_t at all tokens of a response whose geometric mean of w lies in [low, cap], 0 for the other responses. The
+      geometric mean does not grow with the length, so one range suits short and long responses;
+    - ``sequence_product_mask``: the product of w over the response, at all its tokens, where it lies in [low, cap], 0 for the other
+      responses (sequence-level masked importance sampling, MIS). The sum of log-ratios is clamped to +-20.
     """
     if kind not in get_args(ImportanceKind):
         raise ValueError(f"kind must be one of {', '.join(get_args(ImportanceKind))}, got {kind!r}")
     if not cap > 0.0 or (kind.endswith("_mask") and not 0.0 <= low < cap):
-        raise ValueError(f"cap > 0 is required, and 0 <= low < cap by the masks, got low {low} and cap {cap}")
+        raise ValueError(f"cap must be above 0, and the masks require 0 <= low < cap; got low {low} and cap {cap}")
     mask = mask.bool()
     if kind == "off":
         return mask.float()
@@ -66,11 +66,11 @@ def importance_rejections(
     cap: float,
     low: float,
 ) -> dict[str, int]:
-    """What a mask of ``importance_weights`` rejects in these sequences, as counts.
+    """Count the tokens and responses that a mask of ``importance_weights`` rejects.
 
-    ``tokens``, ``tokens_low``, ``tokens_high``: unmasked tokens, and those rejected because the ratio that is judged (the token's, or the
-    geometric mean or the product of its response's) is below ``low`` or above ``cap``; ``responses``, ``responses_rejected``: responses
-    with an unmasked token, and those that lose at least one; ``responses_lost``: those that lose all.
+    ``tokens``: unmasked tokens; ``tokens_low``, ``tokens_high``: those rejected because the compared ratio (of the token, or the geometric
+    mean or product of its response) is below ``low`` or above ``cap``; ``responses``: responses with an unmasked token;
+    ``responses_rejected``: those that lose at least one token; ``responses_lost``: those that lose all.
     """
     mask = mask.bool()
     _, judged = _ratios(old_logprobs, rollout_logprobs, mask, cu_seqlens, kind)
@@ -90,7 +90,7 @@ def importance_rejections(
 def _ratios(
     old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, cu_seqlens: Tensor, kind: ImportanceKind
 ) -> tuple[Tensor, Tensor]:
-    """``(w_t, what a mask of this kind judges)``: [total] each; the second is w_t, or the geometric mean or product over the response."""
+    """Return ``(w_t, compared ratio)``, [total] each; the compared ratio is w_t, or its geometric mean or product over the response."""
     check_packed(cu_seqlens, mask, old_logprobs=old_logprobs, rollout_logprobs=rollout_logprobs)
     log_ratio = masked_difference(old_logprobs, rollout_logprobs, mask).clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
     ratio = log_ratio.exp()
@@ -113,12 +113,12 @@ def mismatch_statistics(
     low: float = 0.5,
     group: "dist.ProcessGroup | None" = None,
 ) -> dict[str, float]:
-    """How far sampler and trainer are apart, over unmasked tokens of all ranks of ``group`` (a collective; None: this process).
+    """Measure the log-prob mismatch of rollout engine and trainer over the unmasked tokens of all ranks of ``group`` (None: this process).
 
     ``logprob_abs_mean``, ``logprob_abs_max``: |old_logprobs - rollout_logprobs|; ``kl``: k3 estimate of KL(rollout || trainer);
-    ``ratio_mean``, ``ratio_max``: of w = exp(difference); ``ess``: effective sample size (sum w)^2 / (N sum w^2), in (0, 1], 1 when
-    equal; ``beyond_cap_frac``: share with w > cap; ``below_low_frac``: share with w < low. Without tokens the differences are 0,
-    ratios and ess 1.
+    ``ratio_mean``, ``ratio_max``: of w = exp(difference); ``ess``: effective sample size (sum w)^2 / (N sum w^2), in (0, 1], 1 when all w
+    are equal; ``beyond_cap_frac``: fraction with w > cap; ``below_low_frac``: fraction with w < low. Without tokens the differences are
+    0, ratios and ess 1. A collective: every rank of ``group`` must call it.
     """
     mask = mask.bool()
     difference = masked_difference(old_logprobs, rollout_logprobs, mask).double()

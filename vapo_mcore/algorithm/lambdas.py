@@ -1,15 +1,15 @@
-"""GAE's lambda for each response: length-adaptive (VAPO), sigmoid of the length (a review's variant), and their statistics."""
+"""GAE's lambda per response: length-adaptive (VAPO), sigmoid of the length (from a review of VAPO), and their statistics."""
 
 import torch
 from torch import Tensor
 
 
 def length_adaptive_lambda(lengths: Tensor, alpha: float) -> Tensor:
-    """lambda_i = 1 - 1/(alpha l_i), so that the weights of the TD errors sum to 1/(1 - lambda) = alpha l (VAPO, Eqs. 4 and 5).
+    """Compute lambda_i = 1 - 1/(alpha l_i), so that the weights of the TD errors sum to 1/(1 - lambda) = alpha l (VAPO, Eqs. 4 and 5).
 
-    lengths: [n], response tokens. Returns float64 [n], clamped to [0, 1]: responses of up to 1/alpha tokens, empty ones too, get
-    0 and never a negative number. float64 because near 1 the rounding of a float32 lambda is visible after thousands of tokens.
-    ``ValueError`` for alpha <= 0 and for negative lengths.
+    lengths: [n], response tokens. Returns float64 [n], clamped to [0, 1]: responses of up to 1/alpha tokens, including empty ones,
+    get 0. float64, because rounding a lambda near 1 to float32 is visible after thousands of tokens. Raises ``ValueError`` for
+    alpha <= 0 and for negative lengths.
     """
     if not alpha > 0:
         raise ValueError(f"alpha must be above 0, got {alpha}")
@@ -22,10 +22,10 @@ def length_adaptive_lambda(lengths: Tensor, alpha: float) -> Tensor:
 def sigmoid_lambda(
     lengths: Tensor, lam_min: float = 0.3, lam_max: float = 0.95, mean: float | None = None, std: float | None = None
 ) -> Tensor:
-    """lambda_i = lam_min + (lam_max - lam_min) sigmoid((l_i - mean) / max(std, 1)); float64 [n].
+    """Compute lambda_i = lam_min + (lam_max - lam_min) sigmoid((l_i - mean) / max(std, 1)); float64 [n].
 
-    The variant of a published review of VAPO, not of the paper. ``mean`` and ``std`` (population) are those of the whole rollout
-    batch over all ranks; None takes them from ``lengths``, which is then that whole batch.
+    From a published review of VAPO, not from the paper. ``mean`` and ``std`` (population) are those of the whole rollout batch over all
+    ranks; with None they are computed from ``lengths``, which must then hold the whole batch.
     """
     if not 0.0 <= lam_min <= lam_max <= 1.0:
         raise ValueError(f"0 <= lam_min <= lam_max <= 1 is required, got {lam_min} and {lam_max}")
@@ -38,9 +38,9 @@ def sigmoid_lambda(
 
 
 def lambda_statistics(lam: Tensor, bins: int = 20) -> dict[str, float | list[int]]:
-    """``mean``, ``min``, ``max``, ``zero_frac`` (share at exactly 0) and ``histogram`` (counts in ``bins`` equal bins of [0, 1]).
+    """Compute ``mean``, ``min``, ``max``, ``zero_frac`` (fraction at exactly 0) and ``histogram`` (``bins`` equal bins of [0, 1]).
 
-    Over all responses given; rows are known on every rank, so no reduction is needed. Without responses the numbers are 0.
+    Needs no reduction over ranks: rows are replicated. Without responses all numbers are 0.
     """
     lam = torch.as_tensor(lam).double().cpu()
     histogram = [int(count) for count in torch.histc(lam, bins=bins, min=0.0, max=1.0)]

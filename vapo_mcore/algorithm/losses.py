@@ -1,9 +1,8 @@
 """The losses of policy and critic: clipped surrogate, value regression, positive-example NLL; explained variance.
 
-Each comes twice. The ``_terms`` function works token by token on flat tensors in any order or layout and returns per-token terms:
-this is what the training engine calls, with weights from ``weights.py`` prepared for the whole mini-batch. The function without the
-suffix composes terms and weights into a scalar for tensors that are whole sequences. All inputs that no gradient is wanted for
-(old log-probs, advantages, returns, ...) are detached here.
+Each loss has two functions. ``*_terms`` returns per-token terms of flat tensors in any order or layout; the training engine calls it
+and multiplies with weights from ``weights.py`` computed for the whole mini-batch. The function without the suffix combines terms and
+weights into a scalar, for whole sequences. Inputs that take no gradient (old log-probs, advantages, returns, ...) are detached here.
 """
 
 from typing import Literal, TypedDict
@@ -16,7 +15,7 @@ from vapo_mcore.algorithm.kl import LOG_RATIO_CLAMP, k3, masked_difference
 from vapo_mcore.algorithm.segments import check_packed, masked_moments
 from vapo_mcore.algorithm.weights import Aggregation, Denominators, positive_token_weights, token_weights
 
-# How each entry of ``policy_loss``'s stats combines over the calls (micro-batches, ranks) of one mini-batch.
+# How to reduce each entry of ``policy_loss``'s stats over the calls (micro-batches, ranks) of one mini-batch.
 POLICY_STAT_REDUCTIONS: dict[str, Literal["sum", "max", "min"]] = {
     "clip_frac_high": "sum",
     "clip_frac_low": "sum",
@@ -47,14 +46,14 @@ def policy_loss_terms(
     dual_clip: float | None = None,
     importance_weights: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Per-token clipped surrogate loss, and per-token quantities whose token mean is a statistic.
+    """Compute the per-token clipped surrogate loss, and per-token indicators whose token means are logged.
 
     r = exp(logp - logp_old), log-ratio clamped to +-20; term = -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) (PPO,
-    arXiv:1707.06347, Eq. 7, with DAPO's two ranges, Eq. 10). With ``dual_clip`` c (arXiv:1912.09729, Eq. 5): where A < 0 the
-    objective is not below c A. ``importance_weights`` (float [T], e.g. truncated importance sampling) multiply the term.
+    arXiv:1707.06347, Eq. 7, with DAPO's two ranges, Eq. 10). With ``dual_clip`` c (arXiv:1912.09729, Eq. 5) the objective is bounded
+    below by c A where A < 0. ``importance_weights`` (float [T], e.g. truncated importance sampling) multiply the term.
 
-    All tensors float [T], mask bool [T]; differentiable in ``logprobs`` alone. Masked tokens have term 0 and gradient 0 whatever
-    they hold. The dict has float [T] tensors, 0 at masked tokens: ``clip_frac_high`` (A > 0 and r above the range),
+    All tensors float [T], mask bool [T]; differentiable only in ``logprobs``. Masked tokens have term 0 and gradient 0. The dict
+    holds float [T] tensors, 0 at masked tokens: ``clip_frac_high`` (A > 0 and r above the range),
     ``clip_frac_low`` (A < 0 and r below it), ``clip_frac_dual``, ``approx_kl`` (k3: r - 1 - log r), ``ratio``.
     """
     mask = mask.bool()
@@ -74,7 +73,7 @@ def clipped_terms(
     dual_clip: float | None,
     importance_weights: Tensor | None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """``policy_loss_terms`` of ratios that are given: float [T], finite everywhere, with the gradient; ``approx_kl`` is passed on."""
+    """Compute ``policy_loss_terms`` from ratios (float [T], finite everywhere, with gradient); returns ``approx_kl`` unchanged."""
     _check_clip(clip_low, clip_high, dual_clip)
     advantages = _masked(advantages.detach(), mask)
     objective = torch.minimum(ratio * advantages, ratio.clamp(1.0 - clip_low, 1.0 + clip_high) * advantages)
@@ -111,14 +110,14 @@ def policy_loss(
     denominators: Denominators | None = None,
     importance_weights: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """``(loss, stats)``: the terms of ``policy_loss_terms`` under the weights of ``token_weights``.
+    """Return ``(loss, stats)``: ``policy_loss_terms`` summed with the weights of ``token_weights``.
 
     Tensors float [total], mask bool [total], cu_seqlens int [n + 1]. ``denominators`` are those of the whole mini-batch, of which
     this call may be a part: losses and gradients of the parts add up to the whole. None: this call is the mini-batch.
 
-    stats: detached scalars, token means over the mini-batch (parts add up): ``clip_frac_high``, ``clip_frac_low``,
+    stats: detached scalars. Token means over the mini-batch (parts add up): ``clip_frac_high``, ``clip_frac_low``,
     ``clip_frac_dual``, ``approx_kl``, ``ratio_mean``; over this call: ``ratio_max``, ``ratio_min`` (0 and inf without tokens).
-    ``POLICY_STAT_REDUCTIONS`` says how each combines.
+    ``POLICY_STAT_REDUCTIONS`` holds the reduction of each.
     """
     check_packed(cu_seqlens, mask, logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages)
     mask = mask.bool()
@@ -146,10 +145,11 @@ def policy_loss(
 def value_loss_terms(
     values: Tensor, old_values: Tensor | None, returns: Tensor, mask: Tensor, *, clip: float | None = None
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Per-token value loss 1/2 (V - R)^2, with ``clip`` eps 1/2 max((V - R)^2, (clip(V, V_old +- eps) - R)^2) (PPO implementations).
+    """Compute the per-token value loss 1/2 (V - R)^2; with ``clip`` eps, 1/2 max((V - R)^2, (clip(V, V_old +- eps) - R)^2).
 
-    values, old_values, returns: float [T]; mask: bool [T]; ``old_values`` may be None without ``clip``. Differentiable in
-    ``values`` alone; 0 and gradient 0 at masked tokens. The dict: ``clip_frac``, 1.0 where the clipped branch is the larger.
+    The clipped form is that of common PPO implementations. values, old_values, returns: float [T]; mask: bool [T]; ``old_values`` may be
+    None without ``clip``. Differentiable only in ``values``; masked tokens have term 0 and gradient 0. The dict holds ``clip_frac``,
+    1.0 where the clipped branch is the larger.
     """
     mask = mask.bool()
     values, returns = _masked(values, mask), _masked(returns.detach(), mask)
@@ -159,7 +159,7 @@ def value_loss_terms(
     if not clip > 0:
         raise ValueError(f"the value clip range must be above 0, got {clip}")
     if old_values is None:
-        raise ValueError("the value clip needs old_values, the values predicted before the update")
+        raise ValueError("clip requires old_values, the values predicted before the update")
     old_values = _masked(old_values.detach(), mask)
     clipped = torch.maximum(torch.minimum(values, old_values + clip), old_values - clip)
     clipped_squared = (clipped - returns).square()
@@ -175,9 +175,9 @@ def value_loss(
     clip: float | None = None,
     denominators: Denominators | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """``(loss, stats)``: the token mean of ``value_loss_terms``; stats: ``clip_frac``, a token mean too.
+    """Return ``(loss, stats)``: the token means of ``value_loss_terms`` and of ``clip_frac``.
 
-    ``denominators`` as in ``policy_loss`` (``tokens`` is used): parts of a mini-batch add up. No token: 0.
+    ``denominators`` as in ``policy_loss`` (``tokens`` is used): parts of a mini-batch add up. Without tokens the loss is 0.
     """
     mask = mask.bool()
     terms, indicators = value_loss_terms(values, old_values, returns, mask, clip=clip)
@@ -186,25 +186,25 @@ def value_loss(
 
 
 def positive_nll_terms(logprobs: Tensor, mask: Tensor, positive_mask: Tensor) -> Tensor:
-    """-log pi at the unmasked tokens of correct responses, 0 elsewhere; float [T], differentiable."""
+    """Return -log pi at the unmasked tokens of correct responses, 0 elsewhere; float [T], differentiable."""
     return -_masked(logprobs, mask.bool() & positive_mask.bool())
 
 
 def positive_nll(logprobs: Tensor, mask: Tensor, positive_mask: Tensor, denominators: Denominators | None = None) -> Tensor:
-    """VAPO's positive-example LM loss (Eq. 9): the mean of -log pi over the tokens of correct responses of the mini-batch.
+    """Compute VAPO's positive-example LM loss (Eq. 9): the mean of -log pi over the tokens of correct responses of the mini-batch.
 
-    positive_mask: bool [total], True at tokens of responses that the verifier called correct (raw verdict). ``denominators``: those
-    of the whole mini-batch (``positive_tokens`` is used). Without correct responses exactly 0, and so is its gradient.
+    positive_mask: bool [total], True at tokens of responses that the verifier graded correct (raw verdict). ``denominators``: those
+    of the whole mini-batch (``positive_tokens`` is used). Without correct responses loss and gradient are exactly 0.
     """
     weights = positive_token_weights(mask, positive_mask, denominators)
     return (positive_nll_terms(logprobs, mask, positive_mask) * weights).sum()
 
 
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor, group: "dist.ProcessGroup | None" = None) -> float | None:
-    """1 - Var(R - V) / Var(R) over unmasked tokens; pass the values predicted *before* the critic's update.
+    """Compute 1 - Var(R - V) / Var(R) over unmasked tokens; pass the values predicted *before* the critic's update.
 
-    1 is perfect, 0 no better than a constant, negative worse than that. None ("undefined") if the returns are constant up to the
-    rounding of their dtype, or there are none. With ``group`` over all its ranks: a collective, every rank calls it.
+    1 is perfect, 0 no better than a constant, negative worse than a constant. Returns None (undefined) if there are no returns or they
+    are constant up to the rounding of their dtype. With ``group`` it covers all ranks of the group, and every rank must call it.
     """
     mask = mask.bool()
     residual = _masked(returns, mask).double() - _masked(values, mask).double()
@@ -218,7 +218,7 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor, group: "di
 
 
 def _masked(x: Tensor, mask: Tensor) -> Tensor:
-    """``x`` where ``mask``, 0 elsewhere, in float32 or wider; ``where`` lets no NaN of a masked position into the backward pass."""
+    """Return ``x`` where ``mask``, 0 elsewhere, in float32 or wider; ``where`` keeps NaN at masked positions out of the backward pass."""
     return torch.where(mask, x, torch.zeros((), dtype=torch.float32, device=x.device))
 
 

@@ -1,7 +1,7 @@
-"""Masked sums and whitening of packed tokens on the host, compiled by numba: one read of the tokens a pass, no temporaries.
+"""Masked sums and whitening of packed tokens on the host, compiled by numba: each pass reads the tokens once, without temporaries.
 
-Sums are carried in float64 within blocks of a fixed number of tokens, and the blocks are added in order. The result does not depend on the
-number of threads. Threads and compilation are those of ``gae_kernel``.
+Each block of a fixed number of tokens is summed in float64, and the block sums are added in order, so the result does not depend on the
+number of threads. Threads and compilation work as in ``gae_kernel``.
 """
 
 import math
@@ -13,12 +13,12 @@ from numba import njit
 from numpy.typing import NDArray
 
 _BLOCK = 1 << 14
-# Below this many tokens the work (about 1 ns a token) is cheaper than starting threads.
+# Below this many tokens the work (about 1 ns per token) is cheaper than starting threads.
 _MIN_TOKENS_PER_THREAD = 1 << 18
 
 
-# Four sums are carried side by side, so that an addition need not wait for the one before. Each is compensated (Kahan): the mean of equal
-# numbers is that number to one rounding, which is how constant returns are recognised.
+# Four independent accumulators hide the latency of the addition. Each is compensated (Kahan): the mean of equal numbers is that number to
+# within one rounding, which is how constant returns are recognised.
 
 
 @njit(nogil=True)
@@ -85,7 +85,7 @@ def _whiten_range(x, mask, out, mean, deviation, block, first, last):  # type: i
 
 
 def _over_blocks(run: Callable[[int, int], None], tokens: int, num_threads: int) -> None:
-    """``run(first, last)`` over ranges of blocks that cover ``tokens``, one range a thread."""
+    """Call ``run(first, last)`` on ranges of blocks that cover ``tokens``, one range per thread."""
     blocks = -(-tokens // _BLOCK)
     num_chunks = max(1, min(num_threads, tokens // _MIN_TOKENS_PER_THREAD))
     cuts = np.linspace(0, blocks, num_chunks + 1).astype(np.int64)
@@ -97,26 +97,26 @@ def _over_blocks(run: Callable[[int, int], None], tokens: int, num_threads: int)
 
 
 def _exact_sum(sums: NDArray[np.float64]) -> float:
-    """The sum, rounded once; NaN or infinity where the blocks have one (``math.fsum`` would raise for opposite infinities)."""
+    """Return the sum, rounded once; NaN or infinity if a block has one (``math.fsum`` would raise for opposite infinities)."""
     return math.fsum(sums) if bool(np.isfinite(sums).all()) else float(sums.sum())
 
 
 def masked_sum(x: NDArray[np.floating], mask: NDArray[np.bool_], num_threads: int) -> tuple[int, float]:
-    """Count of unmasked tokens, and their sum in float64. Masked tokens are not read."""
+    """Return the count of unmasked tokens and their float64 sum. Masked tokens are not read."""
     sums, counts = np.zeros(-(-len(x) // _BLOCK)), np.zeros(-(-len(x) // _BLOCK), np.int64)
     _over_blocks(lambda first, last: _sum_range(x, mask, sums, counts, _BLOCK, first, last), len(x), num_threads)
     return int(counts.sum()), _exact_sum(sums)
 
 
 def masked_square_sum(x: NDArray[np.floating], mask: NDArray[np.bool_], mean: float, num_threads: int) -> float:
-    """Sum of squared deviations from ``mean`` over the unmasked tokens, in float64."""
+    """Return the float64 sum of squared deviations from ``mean`` over the unmasked tokens."""
     sums = np.zeros(-(-len(x) // _BLOCK))
     _over_blocks(lambda first, last: _square_range(x, mask, sums, mean, _BLOCK, first, last), len(x), num_threads)
     return _exact_sum(sums)
 
 
 def whitened(x: NDArray[np.floating], mask: NDArray[np.bool_], mean: float, deviation: float, num_threads: int) -> NDArray[np.floating]:
-    """(x - mean) / deviation at unmasked tokens, 0 at masked ones, in the dtype of ``x``; computed in float64."""
+    """Return (x - mean) / deviation at unmasked tokens, 0 at masked ones, in the dtype of ``x``; computed in float64."""
     out = np.empty(x.shape, x.dtype)
     _over_blocks(lambda first, last: _whiten_range(x, mask, out, mean, deviation, _BLOCK, first, last), len(x), num_threads)
     return out

@@ -1,7 +1,7 @@
-"""Objectives of the policy besides PPO's clipped surrogate: GSPO (a ratio per sequence) and CISPO (a clipped weight, no clipped gradient).
+"""Alternatives to PPO's clipped surrogate: GSPO (one ratio per sequence) and CISPO (clips the weight, not the gradient).
 
-Per-token terms like ``losses.policy_loss_terms``, for any split of a mini-batch. What a sequence-level objective needs of the other tokens
-of a response, which may lie on several context-parallel ranks, comes from ``Sequences`` and carries no gradient.
+Like ``losses.policy_loss_terms`` they return per-token terms, for any split of a mini-batch. A sequence-level objective reads sums and
+means over whole responses, which may lie on several context-parallel ranks, from ``Sequences``; these carry no gradient.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Sequences:
     """The sequences of a micro-batch as one context-parallel rank holds them.
 
     cu_seqlens: int [n + 1], bounds of this rank's part of each sequence (padding included) among its T tokens; ``n`` and the order are
-    the same on all ranks. group: over which a sequence is split; None: whole sequences.
+    the same on all ranks. group: the context-parallel group that splits each sequence; None: sequences are whole.
     """
 
     cu_seqlens: Tensor
@@ -30,7 +30,7 @@ class Sequences:
 
     @torch.no_grad()
     def sum(self, x: Tensor, mask: Tensor) -> Tensor:
-        """float64 [n]: sums of ``x`` [T] over the unmasked tokens of each whole sequence. A collective over ``group``; no gradient."""
+        """Sum ``x`` [T] over the unmasked tokens of each whole sequence: float64 [n], no gradient. A collective over ``group``."""
         clean = torch.where(mask, x.detach().double(), torch.zeros((), dtype=torch.float64, device=x.device))
         count = self.cu_seqlens.numel() - 1
         sums = torch.zeros(count, dtype=torch.float64, device=x.device).index_add(0, sequence_ids(self.cu_seqlens), clean)
@@ -40,11 +40,11 @@ class Sequences:
 
     @torch.no_grad()
     def mean(self, x: Tensor, mask: Tensor) -> Tensor:
-        """float64 [n]: means over the unmasked tokens of each whole sequence, 0 where there are none; a collective, no gradient."""
+        """Average ``x`` like ``sum``: float64 [n], 0 for sequences without unmasked tokens. A collective over ``group``."""
         return self.sum(x, mask) / self.sum(torch.ones_like(x), mask).clamp(min=1.0)
 
     def spread(self, per_sequence: Tensor) -> Tensor:
-        """[T]: each sequence's number at its tokens."""
+        """Expand one number per sequence to its tokens: [n] -> [T]."""
         return per_sequence[sequence_ids(self.cu_seqlens)]
 
 
@@ -60,12 +60,12 @@ def gspo_terms(
     dual_clip: float | None = None,
     importance_weights: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """GSPO (arXiv:2507.18071, Eqs. 5 to 7), as per-token terms (its GSPO-token form, Eqs. 13 and 14).
+    """Compute the per-token terms of GSPO (arXiv:2507.18071, Eqs. 5 to 7; the GSPO-token form of Eqs. 13 and 14).
 
     s_i = exp(mean over the response of logp - logp_old), the mean clamped to +-20; term_t = -min(s A, clip(s, 1 - clip_low,
-    1 + clip_high) A) with s = sg(s_i) exp(logp_t - sg(logp_t)): its value is s_i and its gradient s_i grad logp_t. Under the weights of
-    aggregation ``sequence`` and with one advantage a response the loss and its gradient are those of Eq. 5. Arguments and indicators as of
-    ``policy_loss_terms``, the ratio and the clips being those of s_i. A collective over context parallelism.
+    1 + clip_high) A) with s = sg(s_i) exp(logp_t - sg(logp_t)), which has value s_i and gradient s_i grad logp_t. With aggregation
+    ``sequence`` and one advantage per response, loss and gradient are those of Eq. 5. Arguments and indicators are those of
+    ``policy_loss_terms``, with ratio and clips of s_i. A collective over the context-parallel group.
     """
     mask = mask.bool()
     log_ratio = masked_difference(logprobs.detach(), old_logprobs.detach(), mask)
@@ -85,10 +85,10 @@ def cispo_terms(
     clip_high: float,
     importance_weights: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """CISPO (MiniMax-M1, arXiv:2506.13585, Eqs. 4 and 5): term_t = -sg(min(r_t, 1 + clip_high)) A_t logp_t, without a lower bound.
+    """Compute CISPO's terms (MiniMax-M1, arXiv:2506.13585, Eqs. 4 and 5): -sg(min(r_t, 1 + clip_high)) A_t logp_t, no lower bound.
 
-    Every token keeps its gradient; the clip bounds its weight alone. The value of the loss is no estimate of anything. Arguments and
-    indicators as of ``policy_loss_terms``; ``clip_frac_high`` counts tokens whose weight is bounded, whatever their advantage.
+    Every token keeps its gradient; only its weight is clipped. The value of the loss has no meaning. Arguments and indicators are those
+    of ``policy_loss_terms``; ``clip_frac_high`` counts the tokens whose weight is clipped, for either sign of the advantage.
     """
     mask = mask.bool()
     zero = torch.zeros((), dtype=torch.float32, device=logprobs.device)
@@ -103,7 +103,7 @@ def cispo_terms(
 
 @torch.no_grad()
 def ratio_indicators(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> dict[str, Tensor]:
-    """The indicators of ``policy_loss_terms`` for an objective that clips nothing: ratios and k3 of tokens, no clips."""
+    """Compute the indicators of ``policy_loss_terms`` for an objective without clipping: token ratios and k3; clip fractions are 0."""
     mask = mask.bool()
     log_ratio = masked_difference(logprobs, old_logprobs, mask).clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
     nothing = torch.zeros_like(log_ratio)

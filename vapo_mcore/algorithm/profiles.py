@@ -1,4 +1,4 @@
-"""Values and returns by position in the response, by its length and by the predicted value: where the critic is wrong."""
+"""Profiles of the critic: mean values and returns by position in the response, by response length and by predicted value."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from torch import Tensor
 from vapo_mcore.algorithm.segments import all_reduce_sum, response_lengths
 
 POSITION_BINS = 20
-"""Equal parts of a response, whatever its length."""
+"""Number of equal parts a response is divided into, at any length."""
 LENGTH_BINS = 16
-"""Equal bins of 1 to the longest length that a response may have."""
+"""Number of equal bins from 1 to the maximum response length."""
 
 
 PREDICTION_BINS = 10
-"""Equal parts of the range of rewards."""
+"""Number of equal bins of the reward range."""
 
 
 def length_bins(lengths: Tensor, max_length: int) -> Tensor:
-    """int64 [n]: the bin of each length (int64 [n]): bin k has those above k max_length / 16 and up to (k + 1) max_length / 16.
+    """Return the bin of each length, int64 [n]: bin k holds lengths above k max_length / 16 and up to (k + 1) max_length / 16.
 
-    0 is in the first bin, a length above ``max_length`` in the last.
+    Length 0 falls in the first bin, a length above ``max_length`` in the last.
     """
     return ((lengths * LENGTH_BINS - 1) // max_length).clamp(0, LENGTH_BINS - 1)
 
@@ -36,19 +36,19 @@ def value_profiles(
     outcomes: Tensor | None = None,
     reward_range: tuple[float, float] = (0.0, 1.0),
 ) -> dict[str, list[float | None]]:
-    """Means over the unmasked tokens of each bin, and their number, over all ranks of ``group``: one reduction, a collective.
+    """Compute means and counts of the unmasked tokens per bin, over all ranks of ``group``. A collective with one reduction.
 
     Args:
-        values, returns: float [total]; masked entries are never read.
+        values, returns: float [total]; masked entries are not read.
         mask: bool [total]; cu_seqlens: int [n + 1].
-        max_length: where the bins of lengths end.
-        outcomes: float [total], Monte-Carlo returns, by which explained variance and calibration are judged; None: ``returns`` are those.
-        reward_range: where the bins of predictions begin and end; values beyond are in the end bins.
+        max_length: upper end of the length bins.
+        outcomes: float [total], Monte-Carlo returns that explained variance and calibration compare with; None: ``returns``.
+        reward_range: ends of the prediction bins; values outside fall in the first or last bin.
 
-    Returns: ``values_by_position``, ``returns_by_position``, ``tokens_by_position`` and ``explained_variance_by_position`` of
-        ``POSITION_BINS`` entries, the same ``_by_length`` of ``LENGTH_BINS``, and, without explained variance, ``_by_prediction`` of
-        ``PREDICTION_BINS``: the calibration. A mean over no token is None, so is the explained variance of constant returns. Token k
-        (from 0) of a response of l is in part floor(20 k / l).
+    Returns: ``values_by_position``, ``returns_by_position``, ``tokens_by_position`` and ``explained_variance_by_position`` with
+        ``POSITION_BINS`` entries each, the same ``*_by_length`` with ``LENGTH_BINS``, and, without explained variance,
+        ``*_by_prediction`` with ``PREDICTION_BINS`` (calibration). The mean of an empty bin and the explained variance of constant
+        returns are None. Token k (from 0) of a response of length l is in position bin floor(20 k / l).
     """
     lengths = response_lengths(mask, cu_seqlens)
     of_token = torch.repeat_interleave(lengths, lengths)
@@ -81,7 +81,7 @@ def value_profiles(
 
 
 def _explained(count: float, values: float, returns: float, squares: float, errors: float, rounding: float) -> float | None:
-    """1 - Var(R - V) / Var(R) of a bin from its sums; None where the returns are constant up to their rounding, or there are none."""
+    """Compute 1 - Var(R - V) / Var(R) of a bin from its sums; None if it has no returns or they are constant up to rounding."""
     if count == 0:
         return None
     mean, bias = returns / count, (returns - values) / count

@@ -1,7 +1,7 @@
-"""Self-imitation: a bounded buffer of the run's own correct responses, replayed as an NLL loss (Oh et al. 2018, arXiv:1806.05635).
+"""Replay buffer of self-imitation: the run's own correct responses, replayed with an NLL loss (Oh et al. 2018, arXiv:1806.05635).
 
-A data structure and nothing else: no model, no files, no random state of its own. Kept in insertion order; the same additions give
-the same contents on every rank.
+A pure data structure: it holds no model, no files and no random state. Entries are kept in insertion order, and the same additions
+give the same contents on every rank.
 """
 
 from collections.abc import Sequence
@@ -40,17 +40,17 @@ class _Entry:
 
 
 class ReplayBuffer:
-    """At most ``capacity`` responses, at most ``top_k`` a prompt.
+    """Holds at most ``capacity`` responses, at most ``top_k`` per prompt.
 
-    From each batch the ``top_k`` eligible responses of highest reward of every prompt are candidates. They join what is there, and
-    the buffer keeps, up to both limits, the first in the order that ``eviction`` names:
+    The candidates of each batch are the ``top_k`` eligible responses of highest reward of every prompt. The buffer ranks its entries and
+    the candidates by ``eviction`` and keeps the first ones up to both limits:
 
     - ``fifo``: newest first;
-    - ``top_reward``: highest reward first, the newer among equals;
-    - ``frozen``: oldest first; once it is full, or ``freeze`` was called, nothing is admitted any more.
+    - ``top_reward``: highest reward first, ties newest first;
+    - ``frozen``: oldest first; once it is full, or after ``freeze``, it admits nothing more.
 
-    A response that is in the buffer already (same prompt, same tokens) is not stored twice: it counts as newly sampled
-    (in a frozen buffer nothing changes).
+    A response that is already in the buffer (same prompt, same tokens) is not stored twice: its step is updated
+    (a frozen buffer ignores it).
     """
 
     def __init__(self, capacity: int, *, eviction: Eviction = "top_reward", top_k: int = 1) -> None:
@@ -68,7 +68,7 @@ class ReplayBuffer:
         return len(self._entries)
 
     def freeze(self) -> None:
-        """Admit nothing from now on (``frozen`` only: the end of the phase that fills the buffer)."""
+        """End the phase that fills the buffer: admit nothing more. ``eviction: frozen`` only."""
         if self.eviction != "frozen":
             raise ValueError(f"only a frozen buffer can be frozen; this one evicts by {self.eviction}")
         self.is_frozen = True
@@ -84,10 +84,10 @@ class ReplayBuffer:
         prompt_ids: Sequence[str],
         step: int,
     ) -> int:
-        """Offer a rollout; returns how many of its responses are in the buffer afterwards.
+        """Add the candidates of a rollout; returns how many of its responses are in the buffer afterwards.
 
         tokens int64 [total]; response_mask bool [total]; returns float [total]; cu_seqlens int [n + 1]; rewards float [n];
-        eligible bool [n]: responses the verifier called correct, others are never imitated; prompt_ids: n strings; step: the
+        eligible bool [n]: responses the verifier graded correct, others are never imitated; prompt_ids: n strings; step: the
         rollout's number. Tensors are copied to the CPU. A response without unmasked tokens is never a candidate.
         """
         if self.is_frozen:
@@ -116,16 +116,16 @@ class ReplayBuffer:
         return sum(id(entry) in present for entry in offered)
 
     def sample(self, count: int, generator: torch.Generator) -> ReplaySample:
-        """``count`` different responses drawn uniformly (all of them, shuffled, if there are fewer)."""
+        """Draw ``count`` distinct responses uniformly (all of them, shuffled, if there are fewer)."""
         order = torch.randperm(len(self._entries), generator=generator)[:count].tolist()
         return _pack([self._entries[i] for i in order])
 
     def ages(self, step: int) -> Tensor:
-        """int64 [n]: rollouts since each response was last sampled."""
+        """Return the number of rollouts since each response was last sampled, int64 [n]."""
         return step - torch.tensor([entry.step for entry in self._entries], dtype=torch.int64)
 
     def state_dict(self) -> dict[str, Any]:
-        """Tensors, strings and numbers only: loads with ``weights_only=True``."""
+        """Return the state as tensors, strings and numbers, loadable with ``weights_only=True``."""
         packed = _pack(self._entries)
         return {
             "capacity": self.capacity,
@@ -142,9 +142,9 @@ class ReplayBuffer:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Replace the contents; of those of a buffer with other settings, by what this one's limits and order keep.
+        """Replace the contents; if the settings differ, trim the loaded entries to this buffer's limits and eviction order.
 
-        A buffer that was frozen stays so where this one is ``frozen`` too.
+        A loaded frozen buffer stays frozen if this one has ``eviction: frozen``.
         """
         bounds = state["cu_seqlens"].tolist()
         columns = zip(bounds, bounds[1:], state["rewards"].tolist(), state["steps"].tolist(), state["prompt_ids"], strict=False)
@@ -163,7 +163,7 @@ class ReplayBuffer:
         self.is_frozen = self.eviction == "frozen" and (state["is_frozen"] or len(self._entries) == self.capacity)
 
     def _merge(self, offered: list[_Entry]) -> list[_Entry]:
-        """The entries with the offered ones after them, without repetitions: the newer stays (the older in a frozen buffer)."""
+        """Return the entries followed by the offered ones; of duplicates the newer stays (in a frozen buffer the older)."""
         merged: dict[tuple[str, bytes], _Entry] = {}
         for entry in [*self._entries, *offered]:
             key = (entry.prompt_id, entry.tokens.numpy().tobytes())
@@ -174,7 +174,7 @@ class ReplayBuffer:
         return list(merged.values())
 
     def _trim(self, entries: list[_Entry]) -> list[_Entry]:
-        """Apply both limits, keeping the first in the order of ``eviction``; the result is in order of arrival again."""
+        """Rank by ``eviction``, keep the first entries up to both limits, and return them in insertion order."""
         order = list(range(len(entries)))
         if self.eviction != "frozen":
             order.reverse()

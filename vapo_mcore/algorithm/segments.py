@@ -19,7 +19,7 @@ def check_packed(cu_seqlens: Tensor, mask: Tensor, **tensors: Tensor | None) -> 
     total = mask.numel()
     for name, tensor in {"mask": mask, **tensors}.items():
         if tensor is not None and tuple(tensor.shape) != (total,):
-            raise ValueError(f"{name} has shape {tuple(tensor.shape)}; one entry a token, [{total}] like the mask, was expected")
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}; expected one entry per token, [{total}] like the mask")
     if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 1 or cu_seqlens.is_floating_point():
         raise ValueError(f"cu_seqlens must be a 1-D integer tensor [n + 1], got {cu_seqlens.dtype} {tuple(cu_seqlens.shape)}")
     if int(cu_seqlens[0]) != 0 or int(cu_seqlens[-1]) != total or bool((cu_seqlens.diff() < 0).any()):
@@ -28,43 +28,43 @@ def check_packed(cu_seqlens: Tensor, mask: Tensor, **tensors: Tensor | None) -> 
 
 
 def sequence_ids(cu_seqlens: Tensor) -> Tensor:
-    """int64 ``[total]``: the index of the sequence each token belongs to."""
+    """Return the index of the sequence each token belongs to, int64 ``[total]``."""
     lengths = cu_seqlens.diff().long()
     return torch.repeat_interleave(torch.arange(lengths.numel(), device=lengths.device), lengths)
 
 
 def response_lengths(mask: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """int64 ``[n]``: unmasked tokens of each response (exact: integers throughout)."""
+    """Count the unmasked tokens of each response in integer arithmetic, int64 ``[n]``."""
     counts = torch.zeros(mask.numel() + 1, dtype=torch.int64, device=mask.device)
     torch.cumsum(mask.bool(), 0, out=counts[1:])
     return counts[cu_seqlens.long()].diff()
 
 
 def broadcast_to_tokens(per_response: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """``[total]``: each response's number at each of its unmasked tokens, 0 at masked ones."""
+    """Expand one number per response to its unmasked tokens, 0 at masked ones: ``[n]`` -> ``[total]``."""
     spread = torch.repeat_interleave(per_response, cu_seqlens.diff().long())
     return torch.where(mask.bool(), spread, torch.zeros_like(spread))
 
 
 def keep_responses(mask: Tensor, cu_seqlens: Tensor, keep: Tensor) -> Tensor:
-    """The mask with every token of the responses where ``keep`` (bool ``[n]``) is False switched off.
+    """Mask every token of the responses where ``keep`` (bool ``[n]``) is False.
 
-    This is how a response leaves the losses: overlong filtering (DAPO section 3.4), a failed grading.
+    Used to exclude responses from the losses: overlong filtering (DAPO section 3.4), failed grading.
     """
     return mask.bool() & torch.repeat_interleave(keep.bool(), cu_seqlens.diff().long())
 
 
 def last_unmasked(mask: Tensor) -> Tensor:
-    """int64 ``[total]``: index of the last unmasked token at or before each position of the whole pack, -1 if there is none."""
+    """Return the index of the last unmasked token of the pack at or before each position, -1 if there is none; int64 ``[total]``."""
     positions = torch.arange(mask.numel(), device=mask.device)
     return torch.where(mask.bool(), positions, torch.full_like(positions, -1)).cummax(0).values if mask.numel() else positions
 
 
 def place_terminal_rewards(per_response: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """``[total]``: each response's reward on its last unmasked token, 0 elsewhere.
+    """Place each response's reward on its last unmasked token, 0 elsewhere: ``[n]`` -> ``[total]``.
 
-    If the very last token is masked (a filtered or rejected one, a trailing tool output) the reward stands on the unmasked token
-    before it and is not lost. A response without unmasked tokens gets none, whatever its reward is.
+    If the last token is masked (filtered, rejected, trailing tool output), the reward goes to the last unmasked token before it. The
+    reward of a response without unmasked tokens is dropped.
     """
     rewards = torch.zeros(mask.numel(), dtype=per_response.dtype, device=per_response.device)
     filled = response_lengths(mask, cu_seqlens) > 0
@@ -74,10 +74,10 @@ def place_terminal_rewards(per_response: Tensor, mask: Tensor, cu_seqlens: Tenso
 
 
 def place_rewards(amounts: Tensor, positions: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """``[total]``: rewards earned at given tokens (turns or steps), each on the last unmasked token at or before its position.
+    """Place rewards of turns or steps, each on the last unmasked token at or before its position; ``[total]``.
 
-    amounts: float [k]; positions: int64 [k], indices into the pack. Amounts that meet on one token are added. ``ValueError``
-    if a response has no unmasked token at or before a position: that reward could teach nothing, and dropping it would hide it.
+    amounts: float [k]; positions: int64 [k], indices into the pack. Amounts on the same token are added. Raises ``ValueError`` if
+    a response has no unmasked token at or before a position, rather than dropping that reward silently.
     """
     rewards = torch.zeros(mask.numel(), dtype=amounts.dtype, device=amounts.device)
     targets = last_unmasked(mask)[positions]
@@ -89,24 +89,23 @@ def place_rewards(amounts: Tensor, positions: Tensor, mask: Tensor, cu_seqlens: 
 
 
 def nonfinite_responses(x: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """int64 ``[k]``: the responses with a NaN or infinity at an unmasked token of ``x``, in order."""
+    """Return the indices of the responses with NaN or infinity at an unmasked token of ``x``, ascending; int64 ``[k]``."""
     bad = mask.bool() & ~torch.isfinite(x)
     return (response_lengths(bad, cu_seqlens) > 0).nonzero().flatten()
 
 
 def all_reduce_sum(x: Tensor, group: "dist.ProcessGroup | None") -> Tensor:
-    """Sum over ``group`` in place; None means this process alone. Collective: every rank of the group calls it."""
+    """All-reduce ``x`` in place with a sum over ``group``; None means this process alone. Every rank of the group must call it."""
     if group is not None:
         dist.all_reduce(x, op=dist.ReduceOp.SUM, group=group)
     return x
 
 
 def masked_moments(x: Tensor, mask: Tensor, group: "dist.ProcessGroup | None" = None) -> tuple[Tensor, Tensor, Tensor]:
-    """``(count, mean, population variance)`` of ``x`` where ``mask``, over all ranks of ``group``; float64 scalars, 0 where empty.
+    """Compute ``(count, mean, population variance)`` of ``x`` where ``mask``, over all ranks of ``group``; float64 scalars, 0 if empty.
 
-    Two passes in float64 (mean first, then squared deviations): no cancellation. The count is exact below 2**53. Two reductions;
-    a rank without tokens takes part with zeros. Host tensors go through compiled loops (``moments_kernel``), device tensors through
-    torch.
+    Two float64 passes (mean, then squared deviations) avoid cancellation. The count is exact below 2**53. Takes two reductions; a rank
+    without tokens contributes zeros. Host tensors use the compiled loops of ``moments_kernel``, device tensors torch.
     """
     mask = mask.bool()
     local, deviations = _host_sums(x, mask) if x.device.type == "cpu" else _device_sums(x, mask)
@@ -117,19 +116,19 @@ def masked_moments(x: Tensor, mask: Tensor, group: "dist.ProcessGroup | None" = 
 
 
 def _host_sums(x: Tensor, mask: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """float64 ``[count, sum]`` of the unmasked tokens of this rank, and their squared deviations from a given mean."""
+    """Return float64 ``[count, sum]`` of this rank's unmasked tokens, and a function: mean -> their sum of squared deviations."""
     tokens, unmasked, threads = as_floats(x), mask.contiguous().numpy(), torch.get_num_threads()
     local = torch.tensor(masked_sum(tokens, unmasked, threads), dtype=torch.float64)
     return local, lambda mean: torch.tensor(masked_square_sum(tokens, unmasked, float(mean), threads), dtype=torch.float64)
 
 
 def _device_sums(x: Tensor, mask: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """As ``_host_sums``, without leaving the device."""
+    """Compute the same as ``_host_sums`` on the device."""
     zero = torch.zeros((), dtype=torch.float64, device=x.device)
     clean = torch.where(mask, x.detach().double(), zero)
     return torch.stack([mask.sum().double(), clean.sum()]), lambda mean: torch.where(mask, (clean - mean).square(), zero).sum()
 
 
 def as_floats(x: Tensor) -> "NDArray[np.floating]":
-    """A host tensor as a numpy array without a copy; types that numpy or the kernels do not have become float64."""
+    """View a host tensor as a numpy array without a copy; dtypes that numpy or the kernels lack are converted to float64."""
     return (x.detach() if x.dtype in (torch.float32, torch.float64) else x.detach().double()).contiguous().numpy()

@@ -1,7 +1,7 @@
-"""Per-token loss weights and the denominators of a whole mini-batch, fixed before packing.
+"""Per-token loss weights and the mini-batch denominators, computed before packing.
 
-A loss is sum_t w_t term_t with w_t from here. The denominators count the whole mini-batch (all micro-batches, all ranks), so the
-sum over every micro-batch and rank is the mini-batch's loss, however it was split, and its gradient too.
+A loss is sum_t w_t term_t with the w_t of this module. The denominators count the whole mini-batch (all micro-batches, all ranks), so
+summing losses and gradients over micro-batches and ranks gives those of the mini-batch for any split.
 """
 
 from dataclasses import dataclass
@@ -32,14 +32,14 @@ class Denominators:
 
     @classmethod
     def from_lengths(cls, lengths: Tensor, positive: Tensor | None = None) -> "Denominators":
-        """From one row a response: lengths int [n], its unmasked tokens (0 where it is filtered); positive bool [n], the raw verdict."""
+        """Build from per-response data: lengths int [n], unmasked tokens (0 if filtered out); positive bool [n], the raw verdicts."""
         lengths = lengths.long()
         positive_tokens = 0 if positive is None else int(lengths[positive.bool()].sum())
         return cls(tokens=int(lengths.sum()), sequences=int((lengths > 0).sum()), positive_tokens=positive_tokens)
 
     @classmethod
     def from_mask(cls, mask: Tensor, cu_seqlens: Tensor, positive: Tensor | None = None) -> "Denominators":
-        """From the tokens themselves: mask bool [total], cu_seqlens [n + 1], positive bool [n]."""
+        """Build from token masks: mask bool [total], cu_seqlens [n + 1], positive bool [n]."""
         return cls.from_lengths(response_lengths(mask, cu_seqlens), positive)
 
 
@@ -50,13 +50,13 @@ def token_weights(
     max_length: int | None = None,
     denominators: Denominators | None = None,
 ) -> Tensor:
-    """float32 ``[total]`` weights w_t, 0 at masked tokens.
+    """Compute the loss weights w_t, 0 at masked tokens; float32 ``[total]``.
 
     ``token``: 1 / N (DAPO Eq. 12, VAPO Eq. 7); ``sequence``: 1 / (n l_i), the mean over responses of their token means (VAPO Eq. 6);
     ``sequence_sum``: 1 / n, the mean over responses of their token sums (RLOO: the whole response is the action, and its log-probability
-    the sum); ``fixed_length``: 1 / (n L_max), Dr. GRPO, needs ``max_length`` = L_max. N counts unmasked tokens, n responses that have any,
-    both of ``denominators`` (None: of this call, which then is the whole mini-batch); l_i counts response i's own, so a response
-    must not be split between calls. Without unmasked tokens all weights are 0.
+    the sum); ``fixed_length``: 1 / (n L_max), Dr. GRPO, requires ``max_length`` = L_max. N counts unmasked tokens, n responses with at
+    least one; both come from ``denominators`` (None: from this call, which is then the whole mini-batch). l_i counts the unmasked
+    tokens of response i, so a response must not be split between calls. Without unmasked tokens all weights are 0.
     """
     if aggregation not in get_args(Aggregation):
         raise ValueError(f"aggregation must be one of {', '.join(get_args(Aggregation))}, got {aggregation!r}")
@@ -69,7 +69,7 @@ def token_weights(
         return mask.float() / max(denominators.sequences, 1)
     if aggregation == "fixed_length":
         if max_length is None or max_length <= 0:
-            raise ValueError(f"aggregation fixed_length divides by max_length, which must be a positive integer, got {max_length}")
+            raise ValueError(f"aggregation fixed_length requires a positive max_length, got {max_length}")
         return mask.float() / (max(denominators.sequences, 1) * max_length)
     per_response = 1.0 / (max(denominators.sequences, 1) * response_lengths(mask, cu_seqlens).clamp(min=1).double())
     spread = torch.repeat_interleave(per_response.float(), cu_seqlens.diff().long())
@@ -77,10 +77,10 @@ def token_weights(
 
 
 def positive_token_weights(mask: Tensor, positive_mask: Tensor, denominators: Denominators | None = None) -> Tensor:
-    """float32 ``[total]``: 1 / (unmasked tokens of correct responses in the mini-batch) at those tokens, 0 elsewhere (VAPO Eq. 9).
+    """Compute the weights of the positive-example loss, float32 ``[total]``: 1 / count at the counted tokens, 0 elsewhere (VAPO Eq. 9).
 
-    positive_mask: bool [total], True at the tokens of correct responses. Its own denominator: a mini-batch without correct
-    responses has weights of exactly 0.
+    The count covers the unmasked tokens of correct responses in the mini-batch. positive_mask: bool [total], True at the tokens of
+    correct responses. Without correct responses all weights are exactly 0.
     """
     chosen = mask.bool() & positive_mask.bool()
     count = int(chosen.sum()) if denominators is None else denominators.positive_tokens

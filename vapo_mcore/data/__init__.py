@@ -1,1 +1,1 @@
-"""Prompts, ragged rollout batches, packing under a token cap, and the THD layout that Megatron sees."""
+"""Data: reading prompts, ragged rollout batches, packing into micro-batches under a token cap, and Megatron's THD layout."""

@@ -1,9 +1,9 @@
-"""Spreading the rows of one mini-batch over data-parallel ranks, equal in tokens and in attention-aware cost at once.
+"""Balance the rows of a mini-batch over data-parallel ranks, in tokens and in attention-aware cost at the same time.
 
-A sequence brings tokens L and cost ``L + a L**2``, so balancing tokens and squares balances both. Rows go longest first to the
-rank with the least load. What a rank lacks in tokens the rows still to come will fill, and bring squares with them, so squares
-are compared after subtracting that forecast. How much the forecast and the squares should weigh depends on the lengths: a few
-combinations are tried and the best kept, then single exchanges off the most loaded rank polish it.
+A sequence of L tokens costs ``L + a L**2``, so balancing tokens and squares balances both. Rows are assigned longest first to the least
+loaded rank. The remaining rows will fill a rank's missing tokens and add squares, so squares are compared after subtracting that
+forecast. The best weights of forecast and squares depend on the lengths: a few combinations are tried and the best is kept. Exchanges of
+single rows with the most loaded rank then refine it.
 """
 
 from __future__ import annotations
@@ -12,31 +12,31 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-_GOOD = 0.002  # excess of the peak over the least possible one, in mean loads, at which no further combination is tried
-_POLISHED = 0.004  # the same, at which exchanges stop
-# (squares that a missing token stands for, over the mean of the rows still to come; weight of squares against tokens)
+_GOOD = 0.002  # stop trying combinations at this excess of the peak over the lower bound, in mean loads
+_POLISHED = 0.004  # stop exchanging rows at this excess
+# (forecast: squares expected per missing token, relative to the mean of the remaining rows; weight of squares relative to tokens)
 _COMBINATIONS = np.array([(f, w) for f in (1.0, 1.1, 1.2) for w in (16.0, 32.0, 64.0)] + [(0.0, 0.0)])
-_TOKEN_BAND = 0.01  # excess of a rank's tokens over the mean up to which they weigh as much as cost
-_PAIRS_PER_ROW = 1000  # bound on polishing, in pairs looked at for each row of the mini-batch
+_TOKEN_BAND = 0.01  # up to this excess over the mean, a rank's tokens weigh as much as its cost
+_PAIRS_PER_ROW = 1000  # bound on the exchange search, in pairs per row of the mini-batch
 
 Loads = NDArray[np.float64]
 
 
 def balance(tokens: NDArray[np.int64], cost: Loads, token_limits: Loads) -> NDArray[np.int64]:
-    """Rank of each row.
+    """Assign each row to a rank; returns int64 ``[n]``.
 
     Args:
-        tokens: int64 ``[n]``, what each row counts under a rank's limit (padded tokens).
+        tokens: int64 ``[n]``, padded tokens of each row.
         cost: float64 ``[n]``, cost of each row.
-        token_limits: float64 ``[ranks]``, tokens that a rank should not exceed (inf: no limit). A wish, not a guarantee: rows
-            that fit nowhere go to the rank with the fewest tokens.
+        token_limits: float64 ``[ranks]``, tokens that a rank should not exceed (inf: no limit). Best-effort: rows that fit on no
+            rank go to the rank with the fewest tokens.
     """
     ranks = token_limits.size
     if ranks == 1 or tokens.size == 0:
         return np.zeros(tokens.size, dtype=np.int64)
     order = np.argsort(-tokens, kind="stable")
     squares = tokens.astype(np.float64) ** 2
-    # All loads in units of the mean rank.
+    # All loads are in units of the mean over ranks.
     share = np.stack([tokens / tokens.sum(), squares / squares.sum()], axis=1) * ranks
     measured = np.stack([share[:, 0], cost / cost.sum() * ranks], axis=1)
     limits = token_limits / tokens.sum() * ranks
@@ -49,7 +49,7 @@ def balance(tokens: NDArray[np.int64], cost: Loads, token_limits: Loads) -> NDAr
 
 @njit(cache=True)
 def _best_of(combinations, order, share, measured, limits, goal):  # type: ignore[no-untyped-def]
-    """The best assignment of all (forecast, weight) combinations, or the first that reaches ``goal``, and its loads."""
+    """Return the best assignment of all (forecast, weight) combinations, or the first that reaches ``goal``, and its loads."""
     best, best_load, best_peak = np.empty(0, dtype=np.int64), np.empty((0, 2)), np.inf
     for k in range(combinations.shape[0]):
         owner = _assign(order, share, limits, combinations[k, 0], combinations[k, 1])
@@ -67,7 +67,7 @@ def _best_of(combinations, order, share, measured, limits, goal):  # type: ignor
 
 @njit(cache=True)
 def _assign(order, share, limits, forecast, weight):  # type: ignore[no-untyped-def]
-    """Greedy: each row to the rank where (tokens, forecast-corrected squares) of row and load have the least inner product."""
+    """Greedily assign each row to the rank whose (tokens, forecast-corrected squares) have the smallest inner product with the row's."""
     ranks = limits.size
     owner = np.empty(order.size, dtype=np.int64)
     load = np.zeros((ranks, 2))
@@ -95,16 +95,16 @@ def _assign(order, share, limits, forecast, weight):  # type: ignore[no-untyped-
 
 @njit(cache=True)
 def _peak(tokens, cost):  # type: ignore[no-untyped-def]
-    """What a rank's load counts as: its cost, and its tokens, beyond ``_TOKEN_BAND`` over the mean only by a tenth.
+    """Return the load that is minimised: the larger of cost and tokens, tokens beyond ``_TOKEN_BAND`` over the mean weighing a tenth.
 
-    Cost is time. Tokens are to be equal too where that is possible; where the lengths forbid both, cost comes first.
+    Cost determines the time. Tokens are balanced too where the lengths allow both; otherwise cost takes precedence.
     """
     return max(cost, min(tokens, 1 + _TOKEN_BAND + 0.1 * (tokens - 1 - _TOKEN_BAND)))
 
 
 @njit(cache=True)
 def _highest(load):  # type: ignore[no-untyped-def]
-    """The most loaded rank and its peak."""
+    """Return the most loaded rank and its peak."""
     worst, highest = 0, -np.inf
     for rank in range(load.shape[0]):
         peak = _peak(load[rank, 0], load[rank, 1])
@@ -115,9 +115,9 @@ def _highest(load):  # type: ignore[no-untyped-def]
 
 @njit(cache=True)
 def _best_exchange(measured, limits, owner, load, worst):  # type: ignore[no-untyped-def]
-    """Row to move off ``worst``, and the row (or, from ``rows`` on, the rank that gives none) to exchange it with.
+    """Return the row to move away from ``worst`` and the row to take in exchange; an index from ``rows`` on is a rank that gives none.
 
-    Chosen so that the higher peak of the two ranks becomes least; -1 when nothing gets below the present peak.
+    The pair minimises the higher peak of the two ranks; -1 if no exchange lowers the current peak.
     """
     rows, ranks = owner.size, limits.size
     best, best_out, best_in = _peak(load[worst, 0], load[worst, 1]) - 1e-9, -1, -1
@@ -143,7 +143,7 @@ def _best_exchange(measured, limits, owner, load, worst):  # type: ignore[no-unt
 
 @njit(cache=True)
 def _polish(measured, limits, owner, load, goal, budget):  # type: ignore[no-untyped-def]
-    """Best exchange of the most loaded rank, again and again: until ``goal``, none helps, or ``budget`` pairs were looked at."""
+    """Repeat the best exchange of the most loaded rank until the peak reaches ``goal``, none helps, or ``budget`` pairs are examined."""
     rows, ranks = owner.size, limits.size
     while budget > 0:
         worst, peak = _highest(load)

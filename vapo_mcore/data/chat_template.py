@@ -1,4 +1,4 @@
-"""The chat template: which one, what it is given, what ends an assistant's turn, and which tokens a template alone may write."""
+"""Chat templates: loading, checking their variables, rendering, the end-of-turn token, and control tokens in the data."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from vapo_mcore.errors import ConfigError
 Messages = list[dict[str, str]]
 
 _OURS = ("messages", "add_generation_prompt", "continue_final_message", "tools", "documents")
-"""Variables that the trainer or transformers itself gives to a template."""
+"""Variables that the trainer or transformers passes to a template."""
 
 
 def chat_tokenizer(folder: str, data: DataConfig) -> Any:
-    """The tokenizer of a model folder with the configured chat template.
+    """Load the tokenizer of a model folder and set the configured chat template.
 
-    Raises CheckpointError for a tokenizer that cannot be loaded, and ConfigError for a template file or ``chat_template_kwargs`` that
-    the template cannot take.
+    Raises CheckpointError if the tokenizer cannot be loaded, ConfigError for an invalid template file or ``chat_template_kwargs`` that the
+    template does not accept.
     """
     tokenizer = load_tokenizer(folder)
     if isinstance(data.chat_template, str):
@@ -36,7 +36,7 @@ def chat_tokenizer(folder: str, data: DataConfig) -> Any:
 
 
 def render(tokenizer: Any, messages: Messages, kwargs: dict[str, Any], *, add_generation_prompt: bool = True) -> str:
-    """The text of a conversation, up to where the assistant's next turn begins."""
+    """Render a conversation as text, up to the start of the assistant's next turn."""
     return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt, **kwargs))
 
 
@@ -59,7 +59,7 @@ def _read_template(path: str) -> str:
 
 
 def variables_read(template: str) -> set[str]:
-    """Names that a template reads and does not set itself."""
+    """Return the variables that a template reads but does not set."""
     from jinja2 import meta
     from transformers.utils.chat_template_utils import _compile_jinja_template
 
@@ -68,7 +68,7 @@ def variables_read(template: str) -> set[str]:
 
 
 def _check_kwargs(tokenizer: Any, data: DataConfig) -> None:
-    """Raise one ConfigError for all keys of ``data.chat_template_kwargs`` that would have no effect or are not the user's to give."""
+    """Raise one ConfigError for all keys of ``data.chat_template_kwargs`` that have no effect or that the trainer sets itself."""
     if not data.chat_template_kwargs:
         return
     template = tokenizer.chat_template
@@ -79,9 +79,9 @@ def _check_kwargs(tokenizer: Any, data: DataConfig) -> None:
     for key in data.chat_template_kwargs:
         near = get_close_matches(key, free, n=1)
         if key in given_otherwise:
-            faults.append(f"data.chat_template_kwargs.{key}: given to the template by the trainer; remove it")
+            faults.append(f"data.chat_template_kwargs.{key}: the trainer sets this variable; remove it")
         elif key not in known:
-            hint = f"; did you mean {near[0]!r}?" if near else f"; it reads {', '.join(free) or 'none of its own'}"
+            hint = f"; did you mean {near[0]!r}?" if near else f"; it reads {', '.join(free) or 'no other variables'}"
             faults.append(f"data.chat_template_kwargs.{key}: the chat template does not read it, so it has no effect{hint}")
     if faults:
         raise ConfigError("\n".join(faults))
@@ -96,9 +96,9 @@ class EndOfTurn:
 
 
 def turn_parts(tokenizer: Any, kwargs: dict[str, Any]) -> tuple[str, str] | None:
-    """What the chat template writes between an assistant's text and the user's next, and after that up to the assistant's next turn.
+    """Return what the template writes before and after a user message that follows an assistant turn, up to the next assistant turn.
 
-    None where the template does not write a second user turn as it is.
+    None if the template does not reproduce the second user message verbatim.
     """
     turn, answer = "qturnq", "qanswerq"
     messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": turn}, {"role": "user", "content": answer}]
@@ -111,7 +111,7 @@ def turn_parts(tokenizer: Any, kwargs: dict[str, Any]) -> tuple[str, str] | None
 
 
 def end_of_turn(tokenizer: Any, kwargs: dict[str, Any]) -> EndOfTurn | None:
-    """The token that follows an assistant's text; None where the template ends a turn with ordinary text."""
+    """Return the token that follows an assistant's text; None if the template ends a turn with ordinary text."""
     parts = turn_parts(tokenizer, kwargs)
     if parts is not None:
         rest = parts[0]
@@ -125,7 +125,7 @@ def end_of_turn(tokenizer: Any, kwargs: dict[str, Any]) -> EndOfTurn | None:
 
 
 def _try_render(tokenizer: Any, messages: Messages, kwargs: dict[str, Any], *, last: bool = False) -> str | None:
-    """The conversation's text; None where the template refuses it or fails."""
+    """Return the rendered conversation; None if the template rejects it or fails."""
     from jinja2 import TemplateError
 
     try:
@@ -136,9 +136,9 @@ def _try_render(tokenizer: Any, messages: Messages, kwargs: dict[str, Any], *, l
 
 @dataclass
 class ControlTokens:
-    """Tokens that structure a conversation: the tokenizer's special ones, and those that the chat template writes.
+    """Tokens that structure a conversation: the tokenizer's special tokens and those that the chat template writes.
 
-    In the text of a row they would be commands to the model, for example to end the user's turn and begin the assistant's.
+    In the text of a row they would act as commands to the model, for example end the user's turn and begin the assistant's.
     """
 
     tokenizer: Any
@@ -156,7 +156,7 @@ class ControlTokens:
 
     @cached_property
     def pattern(self) -> re.Pattern[str]:
-        """Finds their names, the longest first; never matches where there are none."""
+        """Pattern of the control tokens' names, longest first; matches nothing if there are none."""
         names = sorted(self.ids, key=len, reverse=True)
         return re.compile("|".join(map(re.escape, names)) if names else r"(?!)")
 
@@ -165,19 +165,19 @@ class ControlTokens:
         return frozenset(self.ids.values())
 
     def count(self, token_ids: Sequence[int]) -> Counter[int]:
-        """How often each control token is in a prompt."""
+        """Count each control token in a prompt."""
         return Counter(token for token in token_ids if token in self._numbers)
 
     def names(self, counts: Counter[int]) -> str:
-        """The tokens for a message."""
+        """Return the names of the counted tokens, for a message."""
         return ", ".join(repr(text) for text, number in self.ids.items() if counts[number])
 
     def encode_plain(self, text: str) -> list[int]:
-        """Token ids of ``text``, in which names of control tokens are ordinary text."""
+        """Encode ``text``, treating names of control tokens as ordinary text."""
         ids = self._split(text)
         if not self.count(ids):
             return ids
-        # Tokens that are not marked as special are found in any text: cut each name in two, which no token spans.
+        # The tokenizer matches tokens that are not marked special in any text: split each name in two, so that no token matches.
         pieces, start = [], 0
         for match in self.pattern.finditer(text):
             pieces.append(text[start : match.start() + 1])
@@ -189,7 +189,7 @@ class ControlTokens:
         return list(encoded["input_ids"])
 
     def encode_pieces(self, text: str, restore: dict[str, str]) -> list[int]:
-        """Token ids of a rendered prompt: names in ``text`` are control tokens, those that ``restore`` puts back are ordinary text."""
+        """Encode a rendered prompt: names in ``text`` become control tokens, those that ``restore`` puts back become ordinary text."""
         ids: list[int] = []
         start = 0
         for match in self.pattern.finditer(text):
@@ -198,7 +198,7 @@ class ControlTokens:
         return ids + self.encode_plain(_restored(text[start:], restore))
 
     def hide(self, text: str) -> tuple[str, dict[str, str]]:
-        """``text`` with characters of a private area in the place of names, and what they stand for."""
+        """Replace names of control tokens in ``text`` by private-use characters; returns the text and the map back to the names."""
         names = sorted(self.ids)
         stand_ins = {name: f"\ue000{chr(0xE100 + number)}\ue001" for number, name in enumerate(names)}
         return self.pattern.sub(lambda match: stand_ins[match.group()], text), {mark: name for name, mark in stand_ins.items()}

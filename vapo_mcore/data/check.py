@@ -1,4 +1,4 @@
-"""``vapo-mcore data check``: everything that can be told of data files before a run, as one report."""
+"""``vapo-mcore data check``: report rows, columns, lengths, repeats, overlaps and faults of data files before a run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _EXAMPLES = 5
 
 @dataclass(frozen=True)
 class Spread:
-    """Of lengths."""
+    """Statistics of lengths."""
 
     mean: float
     median: float
@@ -32,20 +32,20 @@ class Spread:
 
 @dataclass
 class SourceReport:
-    """What one source holds.
+    """Report on one source.
 
     Attributes:
-        name, place: of the source; ``place`` is its file or task.
-        rows, usable: rows read, and those among them without a fault.
-        faults: all faults, in the order of the rows.
-        schema: how the columns were understood (None: no columns).
-        fields: column -> how many rows have which kind of value.
-        characters, tokens: lengths of the usable prompts; tokens with template, None without a tokenizer.
-        overlong: prompts of more than ``max_prompt_length`` tokens; None without a tokenizer. Unless they are dropped they are faults.
+        name, place: name of the source, and its file or task.
+        rows, usable: rows read, and rows without a fault.
+        faults: all faults, in row order.
+        schema: detected columns of prompt and answer (None: no columns).
+        fields: column -> kind of value -> number of rows.
+        characters, tokens: lengths of the usable prompts; tokens include the template and are None without a tokenizer.
+        overlong: prompts of more than ``max_prompt_length`` tokens; None without a tokenizer. They are faults unless they are dropped.
         overlong_rows: the first few of them, as (row, tokens).
-        repeated, contradicting: usable prompts whose text repeats an earlier one's, and those among them with another answer.
-        repeated_rows: the first few of them, as (row, the earlier row).
-        answers: different answers.
+        repeated, contradicting: usable prompts that repeat an earlier prompt, and those among them with a different answer.
+        repeated_rows: the first few of them, as (row, earlier row).
+        answers: number of distinct answers.
     """
 
     name: str
@@ -67,7 +67,7 @@ class SourceReport:
 
 @dataclass(frozen=True)
 class Overlap:
-    """Prompts of an evaluation set that a training source has, too; ``rows``: the first few, as (evaluation row, training row)."""
+    """Prompts shared by an evaluation set and a training source; ``rows``: the first few, as (evaluation row, training row)."""
 
     evaluation: str
     training: str
@@ -78,7 +78,7 @@ class Overlap:
 
 @dataclass(frozen=True)
 class DataReport:
-    """Of all sources."""
+    """Report on all sources."""
 
     train: list[SourceReport]
     eval: list[SourceReport]
@@ -93,12 +93,14 @@ class DataReport:
 
 
 TruthFaults = Callable[[Sequence[tuple[str, str, dict[str, Any]]]], Sequence[str | None]]
-"""Why no response can be judged against each (verifier, ground truth, metadata); None where one can."""
+"""Function that returns, for each (verifier, ground truth, metadata), why the verifier cannot read the ground truth; None if it can."""
 
 
 def check_data(data: DataConfig, tokenizer: Tokenizer | None, truth_faults: TruthFaults | None = None) -> DataReport:
-    """Read all sources and report; with ``truth_faults`` rows whose ground truth cannot be judged against are bad too. Never raises because
-    of what the sources hold."""
+    """Read all sources and report on them. Bad data is reported, never raised.
+
+    With ``truth_faults``, rows whose ground truth the verifier cannot read are bad rows.
+    """
     splits: dict[str, list[SourceReport]] = {}
     firsts: dict[str, dict[str, dict[bytes, int]]] = {}
     for split, sources in (("train", data.train), ("eval", data.eval)):
@@ -119,7 +121,7 @@ def check_data(data: DataConfig, tokenizer: Tokenizer | None, truth_faults: Trut
 def _source_report(
     source: Source, data: DataConfig, tokenizer: Tokenizer | None, truth_faults: TruthFaults | None
 ) -> tuple[SourceReport, dict[bytes, int]]:
-    """The report, and the first row of each different prompt."""
+    """Return the report, and the first row of each distinct prompt."""
     faults = Faults(kept=None)
     problems = read_source(source, data, faults)
     place = source.path if isinstance(source, FileSource) else next(iter((*faults.rows, *faults.count)), source.name)
@@ -196,7 +198,7 @@ def _spread(lengths: Sequence[int]) -> Spread | None:
 
 
 def render(report: DataReport, max_prompt_length: int | None, shown_faults: int | None) -> str:
-    """The report as text; of each source's faults the first ``shown_faults`` (None: all)."""
+    """Render the report as text, with the first ``shown_faults`` faults of each source (None: all)."""
     lines: list[str] = []
     for split, sources in (("train", report.train), ("eval", report.eval)):
         for source in sources:
@@ -205,7 +207,7 @@ def render(report: DataReport, max_prompt_length: int | None, shown_faults: int 
         rows = ", ".join(f"{one} = {other}" for one, other in overlap.rows)
         more = ", ..." if overlap.common > len(overlap.rows) else ""
         lines.append(
-            f"overlap: {overlap.common} of the {overlap.prompts} different prompts of the evaluation set {overlap.evaluation!r} are in the "
+            f"overlap: {overlap.common} of the {overlap.prompts} distinct prompts of the evaluation set {overlap.evaluation!r} are in the "
             f"training source {overlap.training!r} (rows {rows}{more})"
         )
     if report.train and report.eval and not report.overlaps:
@@ -229,9 +231,9 @@ def _source_lines(split: str, source: SourceReport, limit: int | None, shown: in
         rows = ", ".join(f"row {row}: {tokens:,}" for row, tokens in source.overlong_rows)
         detail = f" ({rows}{', ...' if source.overlong > _EXAMPLES else ''})" if source.overlong else ""
         lines.append(f"  prompts of more than {limit:,} tokens: {source.overlong:,}{detail}")
-    lines.append(f"  different answers: {source.answers:,}")
+    lines.append(f"  distinct answers: {source.answers:,}")
     rows = ", ".join(f"{row} = {earlier}" for row, earlier in source.repeated_rows)
-    detail = f", {source.contradicting:,} of them with another answer (rows {rows}{', ...' if source.repeated > _EXAMPLES else ''})"
+    detail = f", {source.contradicting:,} of them with a different answer (rows {rows}{', ...' if source.repeated > _EXAMPLES else ''})"
     lines.append(f"  prompts that repeat an earlier one: {source.repeated:,}{detail if source.repeated else ''}")
     for fault in source.faults if shown is None else source.faults[:shown]:
         place = ("file" if fault.row is None else f"row {fault.row}") + (f", field {fault.field!r}" if fault.field else "")

@@ -1,4 +1,4 @@
-"""``vapo-mcore data check``. Importing this imports nothing that reads data."""
+"""Command line of ``vapo-mcore data check``. Importing this module imports no reader."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ _SHOWN = 50
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the action and its options to a parser."""
+    """Add the ``check`` action and its options to a parser."""
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
-    check = actions.add_parser("check", help="report on data files; exit code 0: no row is bad, 1: some are")
-    check.add_argument("paths", nargs="+", metavar="FILE|CONFIG", help="data files and folders, or one .yaml configuration with settings")
-    check.add_argument("--eval", nargs="+", default=[], metavar="FILE", dest="held_out", help="evaluation sets, to look for overlaps")
-    check.add_argument("--tokenizer", metavar="FOLDER", help="of a model, for lengths in tokens (of a configuration: its model's)")
-    check.add_argument("--max-prompt-length", type=int, default=None, metavar="N", help="prompts of more than N tokens are bad rows")
-    check.add_argument("--prompt", metavar="FIELD", help="field of the prompt (default: found by the columns' names)")
-    check.add_argument("--answer", metavar="FIELD", help="field of the answer (default: found by the columns' names)")
-    check.add_argument("--answer-list", choices=("any", "all"), help="how a list of several answers is meant (as fields.answer_list)")
-    check.add_argument("--verifier", metavar="NAME", default=None, help="look whether this verifier can read the answers (default: exact)")
-    check.add_argument("--all", action="store_true", help=f"show all faults, not the first {_SHOWN} of each source")
-    check.add_argument("--json", metavar="FILE", help="write the report with all faults as JSON, too")
+    check = actions.add_parser("check", help="report on data files; exit code 0: no bad rows, 1: bad rows")
+    check.add_argument("paths", nargs="+", metavar="FILE|CONFIG", help="data files and folders, or one .yaml configuration and overrides")
+    check.add_argument("--eval", nargs="+", default=[], metavar="FILE", dest="held_out", help="evaluation sets, to find overlaps")
+    check.add_argument("--tokenizer", metavar="FOLDER", help="model folder, for lengths in tokens (default with CONFIG: its model)")
+    check.add_argument("--max-prompt-length", type=int, default=None, metavar="N", help="count prompts of more than N tokens as bad rows")
+    check.add_argument("--prompt", metavar="FIELD", help="field of the prompt (default: detected from the column names)")
+    check.add_argument("--answer", metavar="FIELD", help="field of the answer (default: detected from the column names)")
+    check.add_argument("--answer-list", choices=("any", "all"), help="meaning of a list of several answers (as fields.answer_list)")
+    check.add_argument("--verifier", metavar="NAME", default=None, help="verifier that must be able to read the answers (default: exact)")
+    check.add_argument("--all", action="store_true", help=f"show all faults, not only the first {_SHOWN} of each source")
+    check.add_argument("--json", metavar="FILE", help="also write the report with all faults as JSON")
 
 
 def run(options: argparse.Namespace, truth_faults: TruthFaults) -> int:
-    """Check and print; returns 0 if no row is bad, else 1. Raises VapoError for faults of the command line."""
+    """Check the data and print the report; returns 0 if no row is bad, else 1. Raises VapoError for bad command-line options."""
     data, folder = _what_to_check(options)
     from vapo_mcore.data.check import check_data, render
 
@@ -59,20 +59,20 @@ def _is_config(options: argparse.Namespace) -> bool:
 
 
 def _what_to_check(options: argparse.Namespace) -> tuple[DataConfig, str | None]:
-    """The sources, and the folder of the tokenizer, if any."""
+    """Return the sources, and the tokenizer's folder or None."""
     if options.max_prompt_length is not None and options.max_prompt_length < 1:
         raise ConfigError(f"--max-prompt-length {options.max_prompt_length} must be at least 1")
     if not _is_config(options):
         if options.max_prompt_length is not None and options.tokenizer is None:
-            raise ConfigError("--max-prompt-length counts tokens: give a --tokenizer as well")
+            raise ConfigError("--max-prompt-length counts tokens: also give --tokenizer")
         return _data_config(options), options.tokenizer
     given = [name for name in ("held_out", "max_prompt_length", "prompt", "answer", "answer_list", "verifier") if getattr(options, name)]
     if given:
         names = ", ".join("--eval" if name == "held_out" else "--" + name.replace("_", "-") for name in given)
-        raise ConfigError(f"{names}: with a configuration it is the configuration that says this; change it with key.path=value")
+        raise ConfigError(f"{names}: not allowed with a configuration, which sets this itself; override it with key.path=value")
     from vapo_mcore.config import load_config
 
-    # A missing file is a fault of the report, a missing model only leaves out the tokens.
+    # The report covers missing files; without a model it omits the lengths in tokens.
     config = load_config(options.paths[0], options.paths[1:], check_paths=False)
     folder = options.tokenizer or (config.model.path if os.path.isdir(config.model.path) else None)
     return config.data, folder

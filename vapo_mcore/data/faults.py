@@ -1,4 +1,4 @@
-"""What is wrong with the data, collected over all files so that it can be told at once."""
+"""Faults of the data, collected over all files and reported together."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SHOWN_FAULTS = 20
 
 @dataclass(frozen=True)
 class Fault:
-    """``reason`` about ``field`` (None: the row) of ``row`` (from 1; None: the file)."""
+    """One fault: ``reason``, in ``field`` (None: the whole row) of ``row`` (from 1; None: the whole file)."""
 
     file: str
     row: int | None
@@ -29,9 +29,9 @@ class Fault:
 
 @dataclass
 class Faults:
-    """All faults found in the data, counted per file; the first ``kept`` of them kept (None: all).
+    """Counts all faults per file and keeps the first ``kept`` of them (None: all).
 
-    ``rows``: rows read of each file; ``schemas``: how its columns were understood.
+    ``rows``: rows read per file; ``schemas``: detected columns per file.
     """
 
     kept: int | None = SHOWN_FAULTS
@@ -41,13 +41,13 @@ class Faults:
     schemas: dict[str, Schema] = field(default_factory=dict)
 
     def add(self, file: str, row: int | None, name: str | None, reason: str) -> None:
-        """Note a fault in ``row`` (from 1; None: the whole file) and field ``name``."""
+        """Record a fault in ``row`` (from 1; None: the whole file) and field ``name``."""
         self.count[file] = self.count.get(file, 0) + 1
         if self.kept is None or len(self.found) < self.kept:
             self.found.append(Fault(file, row, name, reason))
 
     def raise_if_any(self) -> None:
-        """Raise one DataError with the number of faults, per file too, and the first ``SHOWN_FAULTS`` of them."""
+        """Raise one DataError with the number of faults, in total and per file, and the first ``SHOWN_FAULTS`` of them."""
         total = sum(self.count.values())
         if total == 0:
             return
@@ -61,7 +61,7 @@ class Faults:
 
 
 def kind_of(value: Any) -> str:
-    """The value's type in the words of a data file, with a short value."""
+    """Return the value's type in data-file terms and the value, shortened, for a message."""
     names = {dict: "an object", list: "a list", str: "text", bool: "a boolean", int: "a number", float: "a number"}
     if value is None:
         return "null"
@@ -70,7 +70,7 @@ def kind_of(value: Any) -> str:
 
 
 def unicode_fault(value: str) -> str | None:
-    """What keeps ``value`` from being text; None if nothing. Bytes that are not UTF-8 come from readers as escapes (PEP 383)."""
+    """Return why ``value`` is not valid text, or None. Readers decode bytes that are not UTF-8 as surrogate escapes (PEP 383)."""
     try:
         value.encode("utf-8")
     except UnicodeEncodeError as error:

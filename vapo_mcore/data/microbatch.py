@@ -1,4 +1,4 @@
-"""A micro-batch: some rows of the local rollout batch, packed for one forward pass of a model."""
+"""Micro-batches: rows of the local rollout batch, packed for one forward pass of a model."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from vapo_mcore.data.thd import ThdLayout
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Sequences that go through the model together.
+    """Sequences that pass through the model together.
 
     Attributes:
-        layout: padding and context-parallel split of these sequences.
-        rows: int64 ``[n]``, numbers of the rows in the local ``RolloutBatch``, in packed order; empty for a dummy.
+        layout: padding and context-parallel split of the sequences.
+        rows: int64 ``[n]``, indices of the rows in the local ``RolloutBatch``, in packed order; empty for a dummy.
         tensors: name to token-aligned, unpadded tensor ``[layout.num_tokens, ...]`` in packed order, on the layout's device.
     """
 
@@ -36,11 +36,11 @@ class MicroBatch:
 
     @property
     def is_dummy(self) -> bool:
-        """True when there is no row: the micro-batch only keeps this rank in step with the others."""
+        """True if the micro-batch has no rows and only keeps this rank's collectives in step with the other ranks."""
         return self.layout.is_dummy
 
     def with_tensors(self, **tensors: Tensor) -> MicroBatch:
-        """The same rows and layout with tensors added or replaced."""
+        """Return a copy with tensors added or replaced."""
         return replace(self, tensors={**self.tensors, **tensors})
 
 
@@ -56,7 +56,7 @@ def make_microbatch(
 ) -> MicroBatch:
     """Pack ``local_rows`` of ``batch`` in that order; no rows gives the dummy micro-batch.
 
-    Only the tensors in ``names`` are taken (all when None), and moved to ``device``.
+    Takes only the tensors in ``names`` (None: all) and moves them to ``device``.
     """
     rows = torch.as_tensor(local_rows, dtype=torch.int64, device="cpu")
     layout = ThdLayout(

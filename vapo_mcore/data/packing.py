@@ -1,9 +1,9 @@
-"""Which row trains when and where: mini-batches, data-parallel ranks, and micro-batches under a hard token cap.
+"""Schedule of a rollout: assigns rows to mini-batches, data-parallel ranks, and micro-batches under a hard token cap.
 
-``schedule`` draws mini-batches by a seeded shuffle, spreads the rows of each over the data-parallel ranks so that tokens and
-attention-aware cost are equal (the ranks wait for each other once a mini-batch, so that is what costs time), and packs each
-rank's rows into as few micro-batches as best-fit decreasing finds. Everything is decided from lengths and a seed, with IEEE
-double arithmetic in a fixed order, so that every process comes to the same schedule by itself.
+``schedule`` draws mini-batches by a seeded shuffle, balances the rows of each over the data-parallel ranks in tokens and
+attention-aware cost (the ranks synchronise once per mini-batch, so the slowest one sets the time), and packs each rank's rows into
+micro-batches by best-fit decreasing. It depends only on lengths and a seed and uses IEEE double arithmetic in a fixed order, so every
+process computes the same schedule without communication.
 
 Cost of a sequence of L tokens, in units of one token's dense work: ``L + attention_cost_ratio * L**2``.
 """
@@ -25,14 +25,14 @@ from vapo_mcore.config.schema.run import minibatch_count
 from vapo_mcore.data.balance import balance
 from vapo_mcore.errors import DataError
 
-_PACKABLE = 0.996  # share of many micro-batches' tokens that best-fit decreasing can be relied on to fill
-_MANY = 32  # micro-batches a rank from which whole numbers of them are aimed at
-_UNEVEN = 1.005  # how far ranks with one micro-batch more may then rise above the mean in tokens
+_PACKABLE = 0.996  # fraction of the token capacity that best-fit decreasing reliably fills, over many micro-batches
+_MANY = 32  # from this many micro-batches per rank on, limit some ranks to a whole number of them
+_UNEVEN = 1.005  # the other ranks may then exceed the mean number of tokens by this factor
 
 
 @dataclass(frozen=True)
 class ScheduledMiniBatch:
-    """One optimizer step. ``microbatches[dp_rank][k]`` are row numbers; every rank has equally many, an empty one has no rows."""
+    """One optimizer step. ``microbatches[dp_rank][k]``: row indices; all ranks have the same number of micro-batches, some empty."""
 
     microbatches: list[list[list[int]]]
 
@@ -52,8 +52,8 @@ class Schedule:
     """All mini-batches of a rollout, in training order.
 
     Attributes:
-        minibatches: the optimizer steps, of equal numbers of rows up to one.
-        owner: int64 ``[N]``, data-parallel rank of each row of the rollout; -1 for rows that are not scheduled.
+        minibatches: the optimizer steps; their numbers of rows differ by at most one.
+        owner: int64 ``[N]``, data-parallel rank of each row of the rollout; -1 for unscheduled rows.
     """
 
     minibatches: list[ScheduledMiniBatch]
@@ -61,12 +61,11 @@ class Schedule:
 
 
 def attention_cost_ratio(architecture: ModelArchitecture) -> float:
-    """Weight of L**2 in a sequence's cost, from the model's dimensions.
+    """Compute the weight of L**2 in a sequence's cost from the model's dimensions.
 
-    Multiply-adds of one token: the matrix weights it passes (QKV and output projections, MLP, output layer), and for causal
-    attention ``heads * head_dim * (L / 2)`` for the scores and as much for the weighted sum, in each layer. The ratio is the
-    second over the first, per L: about 1 / (12 hidden) for a classical transformer. A mixture of experts counts the experts
-    of one token.
+    Multiply-adds per token: the weights it is multiplied with (QKV and output projections, MLP, output layer), and in each layer, for
+    causal attention, ``heads * head_dim * (L / 2)`` for the scores and as much for the weighted sum. The ratio is the second over the
+    first, per L: about 1 / (12 hidden) for a standard transformer. A mixture of experts counts the active experts.
     """
     a = architecture
     heads = a.num_attention_heads * a.head_dim
@@ -93,20 +92,20 @@ def schedule(
     attention_cost_ratio: float = 0.0,
     rows: Sequence[int] | NDArray[np.int64] | torch.Tensor | None = None,
 ) -> Schedule:
-    """Mini-batches, owners and micro-batches of a rollout.
+    """Assign the rows of a rollout to mini-batches, data-parallel ranks and micro-batches.
 
     Args:
         lengths: tokens of each of the N rows (prompt + response).
-        minibatch_size: rows an optimizer step; where it does not divide the rows, ``minibatch_count`` mini-batches equal up to one row.
-        dp_size: data-parallel ranks.
-        max_tokens: hard cap on the padded tokens of a micro-batch, over all its context-parallel ranks together.
-        seed: of the shuffle that draws the mini-batches.
-        microbatch_multiple, min_microbatches: the number of micro-batches of a mini-batch is a multiple of the one and at least
-            the other (what an interleaved pipeline needs). Rows are spread over what the pipeline demands; ranks are filled up
-            with empty micro-batches otherwise.
-        pad_multiple, total_multiple: what a sequence and a whole micro-batch are padded to (see ``thd.pad_multiples``).
-        attention_cost_ratio: weight of L**2 in the cost (see the function of that name); 0 balances tokens alone.
-        rows: the rows to train on (all when None); the others get no place.
+        minibatch_size: rows per optimizer step; if it does not divide the rows, the ``minibatch_count`` mini-batches differ by one row.
+        dp_size: number of data-parallel ranks.
+        max_tokens: hard cap on the padded tokens of a micro-batch, summed over its context-parallel ranks.
+        seed: seed of the shuffle that draws the mini-batches.
+        microbatch_multiple, min_microbatches: the number of micro-batches per mini-batch is a multiple of the first and at least the
+            second (required by an interleaved pipeline). If that needs more micro-batches than packing, rows are spread over them where
+            the cap allows; otherwise empty micro-batches are added.
+        pad_multiple, total_multiple: multiples that a sequence and a whole micro-batch are padded to (see ``thd.pad_multiples``).
+        attention_cost_ratio: weight of L**2 in the cost (see the function of that name); 0 balances tokens only.
+        rows: rows to train on (None: all); the others are not scheduled.
 
     Raises:
         DataError: a row is longer than the cap; names the rows and their lengths.
@@ -137,24 +136,24 @@ def schedule(
 
 
 def _refuse_long_rows(rows: NDArray, length: NDArray, padded: NDArray, cap: int, max_tokens: int) -> None:
-    """One error for all rows that no micro-batch can hold."""
+    """Raise one DataError for all rows longer than the cap."""
     long = rows[padded[rows] > cap]
     if long.size:
         shown = ", ".join(f"row {row}: {length[row]} tokens" for row in long[:20])
         padding = f" ({cap} after rounding down to the pad multiple)" if cap != max_tokens else ""
         raise DataError(
             f"{long.size} of {rows.size} rows are longer than max_tokens_per_microbatch = {max_tokens}{padding}: {shown}"
-            f"{', ...' if long.size > 20 else ''}; a sequence is never cut or split over micro-batches, so the cap must be at "
-            f"least {int(padded[rows].max())} (longest prompt + longest response, padded)"
+            f"{', ...' if long.size > 20 else ''}; sequences are neither truncated nor split over micro-batches: raise the cap to "
+            f"at least {int(padded[rows].max())} (longest prompt + longest response, padded)"
         )
 
 
 def _token_limits(total: int, dp_size: int, cap: int) -> NDArray:
-    """Tokens each rank should not exceed, so that few micro-batches stay half empty.
+    """Return the token limit of each rank, chosen so that few micro-batches stay half empty.
 
-    With exactly equal shares the last micro-batch of every rank would be filled to the same fraction, down to nothing. Where a
-    share is many caps long, some ranks are held to a whole number of micro-batches instead and the others take the rest, as
-    many of them as it needs to lift none above the mean by more than ``_UNEVEN``. Otherwise nothing is limited.
+    With equal shares the last micro-batch of every rank would be filled to the same fraction, possibly almost empty. If a share fills
+    many micro-batches, some ranks are limited to a whole number of them and the others take the rest; enough ranks stay unlimited that
+    none exceeds the mean by more than the factor ``_UNEVEN``. Otherwise no rank is limited.
     """
     limits = np.full(dp_size, np.inf)
     mean = total / dp_size
@@ -166,11 +165,11 @@ def _token_limits(total: int, dp_size: int, cap: int) -> NDArray:
 
 
 def _pack(rows: NDArray, padded: NDArray, cost: NDArray, cap: int) -> list[list[int]]:
-    """One rank's rows in as few bins as best-fit decreasing finds, evened out over that many bins where the cap allows."""
+    """Pack one rank's rows by best-fit decreasing, then even out the bins at that number where the cap allows."""
     order = np.argsort(-padded, kind="stable")
     bins: list[list[int]] = []
-    room: list[int] = []  # what is left in each bin, ascending, and beside it the bin's number
-    number: list[int] = []
+    room: list[int] = []  # free tokens of each bin, ascending
+    number: list[int] = []  # bin index of each entry of room
     for row, length in zip(rows[order].tolist(), padded[order].tolist(), strict=True):
         k = bisect_left(room, length)
         if k == len(room):
@@ -186,14 +185,14 @@ def _pack(rows: NDArray, padded: NDArray, cost: NDArray, cap: int) -> list[list[
 
 
 def _spread(bins: list[list[int]], padded: NDArray, cost: NDArray, cap: int, count: int) -> list[list[int]] | None:
-    """One rank's rows over ``count`` micro-batches, since the pipeline runs that many anyway; None when that breaks the cap."""
+    """Spread one rank's rows over ``count`` micro-batches, which the pipeline runs anyway; None if that would exceed the cap."""
     own = np.array([row for rows in bins for row in rows], dtype=np.int64)
     own = own[np.argsort(-padded[own], kind="stable")]
     return _even(own.tolist(), padded[own].tolist(), cost[own].tolist(), cap, count)
 
 
 def _even(rows: list[int], padded: list[int], cost: list[float], cap: int, count: int) -> list[list[int]] | None:
-    """Longest first into the cheapest of ``count`` bins: equal micro-batches keep a pipeline full. None when the cap breaks."""
+    """Assign rows, longest first, to the cheapest of ``count`` bins (equal bins keep a pipeline full). None if that exceeds the cap."""
     bins: list[list[int]] = [[] for _ in range(count)]
     tokens = [0] * count
     heap = [(0.0, b) for b in range(count)]

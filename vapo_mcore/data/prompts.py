@@ -1,11 +1,11 @@
-"""The prompts of a run: read, checked, put into the chat template, tokenized, and drawn in a resumable order.
+"""Prompt datasets: read, check, apply the chat template, tokenize, and draw prompts in a resumable order.
 
-Order. Each source is gone through in passes (epochs), each a permutation of its prompts by (seed, source, epoch), or file order
-without ``data.shuffle``. Sources are interleaved evenly in proportion ``weight x number of prompts``: with equal weights all finish
-a pass at about the same time, and a source of weight 2 is passed through twice as often. A batch may be larger than the data.
+Order. Each source is read in epochs; an epoch is a permutation of its prompts seeded by (seed, source, epoch), or file order without
+``data.shuffle``. Sources are interleaved evenly in proportion to ``weight x number of prompts``: with equal weights all finish an epoch
+at about the same time, and a source of weight 2 is read twice as often. A batch may be larger than the data.
 
-Names. A drawn prompt is called ``<source>/<id>#<epoch>``, so that each occurrence has a name of its own in the whole run, also twice
-in one batch: sampling seeds and advantage groups go by occurrence.
+Names. A drawn prompt is named ``<source>/<id>#<epoch>``. The name is unique in the run, even if a prompt occurs twice in a batch;
+sampling seeds and advantage groups depend on it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _TOKENIZE_AT_ONCE = 1024
 
 
 class Tokenizer(Protocol):
-    """What is used of a Hugging Face tokenizer."""
+    """The part of a Hugging Face tokenizer's interface that is used here."""
 
     chat_template: Any
     added_tokens_decoder: Any
@@ -45,17 +45,17 @@ class Tokenizer(Protocol):
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt ready for generation, with all that grading its responses needs.
+    """A tokenized prompt with everything needed to grade its responses.
 
     Attributes:
-        prompt_id: ``<source>/<id or row number>``, and ``#<epoch>`` behind it when it was drawn for training.
-        token_ids: what the engine gets, template included.
+        prompt_id: ``<source>/<id or row number>``, followed by ``#<epoch>`` if drawn for training.
+        token_ids: input of the engine, template included.
         text: the text that was tokenized.
-        ground_truth: the answer as text (numbers in a file are written out).
+        ground_truth: the answer as text (numbers are converted).
         source: name of the source.
-        verifier: name of the verifier that judges responses.
-        metadata: the other fields of the row; for reasoning-gym what the task's scorer needs.
-        subsets: field -> value, what evaluations are split by.
+        verifier: name of the verifier that grades responses.
+        metadata: the other fields of the row; for reasoning-gym the input of the task's scorer.
+        subsets: field -> value, by which evaluations are split.
     """
 
     prompt_id: str
@@ -69,20 +69,20 @@ class Prompt:
 
 
 def prompt_key(prompt: str | Messages) -> bytes:
-    """A digest by which prompts are the same: their text without regard to case and whitespace. System messages do not count."""
+    """Return a digest that is equal for prompts with the same text, ignoring case, whitespace and system messages."""
     parts = [prompt] if isinstance(prompt, str) else [message["content"] for message in prompt if message["role"] != "system"]
     text = "\0".join(" ".join(part.split()).casefold() for part in parts)
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
 
 def overlaps(train: PromptDataset, held_out: PromptDataset) -> list[str]:
-    """A sentence for each evaluation set and training source that have prompts in common (see :func:`prompt_key`)."""
+    """Return one sentence for each pair of evaluation set and training source with common prompts (see :func:`prompt_key`)."""
     sentences = []
     for name, keys in held_out.keys.items():
         for other, others in train.keys.items():
             common = len(keys & others)
             if common:
-                what = f"{common} of the {len(keys)} different prompts of the evaluation set {name!r}"
+                what = f"{common} of the {len(keys)} distinct prompts of the evaluation set {name!r}"
                 sentences.append(f"{what} are in the training source {other!r}")
     return sentences
 
@@ -90,17 +90,17 @@ def overlaps(train: PromptDataset, held_out: PromptDataset) -> list[str]:
 def encode_prompts(
     problems: Sequence[Problem], data: DataConfig, tokenizer: Tokenizer, faults: Faults
 ) -> Iterator[tuple[Problem, str, list[int]]]:
-    """Each problem with the text that is tokenized and its tokens.
+    """Yield each problem with its rendered text and token ids.
 
-    What is wrong with a row goes to ``faults``: messages that the template refuses, control tokens in the text, no token at all, and
-    under ``overlong_prompts: refuse`` too many. Only rows without text are left out; those with another fault come with no tokens, but
-    for the overlong ones, whose length is of interest.
+    Adds to ``faults``: messages that the template rejects, control tokens in the text, empty prompts, and with
+    ``overlong_prompts: refuse`` overlong ones. Skips rows without text. Rows with another fault have no tokens, except overlong ones,
+    whose length callers report.
     """
     writer = _PromptWriter(data, tokenizer)
     for start in range(0, len(problems), _TOKENIZE_AT_ONCE):
         texts = [(problem, writer.text(problem, faults)) for problem in problems[start : start + _TOKENIZE_AT_ONCE]]
         chunk = [(problem, text) for problem, text in texts if text is not None]
-        # A chat template writes the special tokens itself; a bare text gets those that the tokenizer adds by default.
+        # A chat template writes the special tokens itself; plain text gets the tokenizer's default ones.
         encoded = tokenizer([text for _, text in chunk], add_special_tokens=not data.chat_template, verbose=False) if chunk else {}
         for (problem, text), found in zip(chunk, encoded.get("input_ids", []), strict=True):
             if not found:
@@ -112,14 +112,15 @@ def encode_prompts(
 
 
 def overlong_reason(tokens: int, limit: int) -> str:
-    """What is wrong with a row of so many tokens."""
+    """Return the fault of a prompt with ``tokens`` tokens."""
     return f"the prompt has {tokens} tokens, more than data.max_prompt_length = {limit}; raise that, or set data.overlong_prompts: drop"
 
 
 class _PromptWriter:
-    """Puts problems into the chat template, or makes plain texts of them, and looks after the control tokens in them.
+    """Renders problems with the chat template or as plain text, and handles control tokens in them.
 
-    How many control tokens a prompt of some roles has to have is known from one whose messages are all "x": more come from a row.
+    The expected number of control tokens for a sequence of roles is that of a prompt whose messages are all "x"; any further ones come
+    from the row's text.
     """
 
     def __init__(self, data: DataConfig, tokenizer: Tokenizer) -> None:
@@ -129,14 +130,14 @@ class _PromptWriter:
         self._expected: dict[tuple[str, ...], tuple[Counter[int], bool]] = {}
 
     def text(self, problem: Problem, faults: Faults) -> str | None:
-        """The text to tokenize; None after a fault."""
+        """Return the text to tokenize, or None after adding a fault."""
         from jinja2 import TemplateError
 
         try:
             return self._write(problem.prompt)
         except TemplateError as error:
-            faults.add(problem.file, problem.row, None, f"the chat template refuses the messages: {error}")
-        except (TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as error:  # what a template's own expressions raise
+            faults.add(problem.file, problem.row, None, f"the chat template rejects the messages: {error}")
+        except (TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as error:  # raised by expressions of a template
             faults.add(problem.file, problem.row, None, f"the chat template fails: {type(error).__name__}: {error}")
         return None
 
@@ -152,7 +153,7 @@ class _PromptWriter:
         return render(self.tokenizer, messages, self.kwargs)
 
     def without_control_tokens(self, problem: Problem, token_ids: list[int], faults: Faults) -> list[int]:
-        """The tokens of a prompt, none of them a control token that the row wrote; empty after a fault."""
+        """Return the prompt's tokens without control tokens from the row's text; empty after adding a fault."""
         present = self.control.count(token_ids)
         if not present:
             return token_ids
@@ -162,7 +163,7 @@ class _PromptWriter:
             return token_ids
         names = self.control.names(surplus)
         if self.data.control_tokens == "refuse":
-            reason = f"the text has control tokens of the model: {names}; take them out, or set data.control_tokens: plain"
+            reason = f"the text has control tokens of the model: {names}; remove them, or set data.control_tokens: plain"
         elif not can_be_plain:
             reason = f"the text has control tokens of the model: {names}; with this tokenizer they cannot be written as plain text"
         else:
@@ -174,7 +175,7 @@ class _PromptWriter:
         return []
 
     def _expectation(self, prompt: str | Messages) -> tuple[Counter[int], bool]:
-        """Control tokens of a prompt of these roles, and whether its parts encoded by themselves are the whole's tokens."""
+        """Return the control tokens expected for the prompt's roles, and whether encoding it piecewise gives the same tokens."""
         roles = ("user",) if isinstance(prompt, str) else tuple(message["role"] for message in prompt)
         if roles not in self._expected:
             neutral: str | Messages = "x" if isinstance(prompt, str) else [{"role": role, "content": "x"} for role in roles]
@@ -186,7 +187,7 @@ class _PromptWriter:
         return list(self.tokenizer([text], add_special_tokens=not self.data.chat_template, verbose=False)["input_ids"][0])
 
     def _encode_plain(self, prompt: str | Messages) -> list[int]:
-        """Tokens of the prompt with all control tokens in its messages as ordinary text."""
+        """Encode the prompt, treating control tokens in its messages as ordinary text."""
         restore: dict[str, str] = {}
 
         def hidden(text: str) -> str:
@@ -203,25 +204,25 @@ class _PromptWriter:
 
     @cached_property
     def _added(self) -> tuple[list[int], list[int]]:
-        """Special tokens that the tokenizer itself puts before and after a bare text."""
+        """Special tokens that the tokenizer adds before and after plain text."""
         whole, alone = self._encode("x"), self.control.encode_plain("x")
         starts = [start for start in range(len(whole) - len(alone) + 1) if whole[start : start + len(alone)] == alone]
         return (whole[: starts[0]], whole[starts[0] + len(alone) :]) if starts else ([], [])
 
 
 class PromptDataset:
-    """All prompts of one split.
+    """All prompts of one split, drawn in a seeded, resumable order.
 
     Args:
         data: the ``data`` section of the configuration.
-        split: which of its source lists.
-        tokenizer: of the model; with ``data.chat_template`` it must have a chat template.
-        seed: of the order (the run's seed).
-        collected: takes what is wrong with the rows, for the caller to raise; None: it is raised here.
+        split: which of its source lists to read.
+        tokenizer: the model's tokenizer; with ``data.chat_template`` it must have a chat template.
+        seed: seed of the order (the run's seed).
+        collected: receives the faults, for the caller to raise; None: raise them here.
 
     Raises:
-        DataError: everything that is wrong with the rows in one error: malformed rows, control tokens in them, prompts longer than
-            ``data.max_prompt_length`` under ``overlong_prompts: refuse``, a source left with no prompt.
+        DataError: all faults of the rows in one error: malformed rows, control tokens in the text, prompts longer than
+            ``data.max_prompt_length`` under ``overlong_prompts: refuse``, a source without any prompt left.
     """
 
     def __init__(
@@ -239,7 +240,7 @@ class PromptDataset:
         self.dropped: dict[str, int] = {}
         self.repeated: dict[str, int] = {}
         self.keys: dict[str, set[bytes]] = {}
-        self.key_of: dict[str, bytes] = {}  # of the evaluation prompts, by their id
+        self.key_of: dict[str, bytes] = {}  # evaluation prompts: prompt id -> key
         seen: set[bytes] = set()
         for source in sources:
             problems = read_source(source, data, faults)
@@ -248,7 +249,7 @@ class PromptDataset:
             if split == "eval":
                 self.key_of |= {problem.problem_id: key for problem, key in zip(problems, keys, strict=True)}
             if data.deduplicate and split == "train":
-                # dict: a key's first problem; the sources before this one have theirs in ``seen``.
+                # Keep the first problem of each key; keys of earlier sources are in ``seen``.
                 firsts = {key: problem for key, problem in zip(reversed(keys), reversed(problems), strict=True) if key not in seen}
                 kept = {problem.problem_id for problem in firsts.values()}
                 self.repeated[source.name] = len(problems) - len(kept)
@@ -265,12 +266,12 @@ class PromptDataset:
         self._order: dict[str, tuple[int, Sequence[int]]] = {}
 
     def _tokenize(self, name: str, problems: list[Problem], tokenizer: Tokenizer, faults: Faults) -> list[Prompt]:
-        """Prompts of one source; those over the limit are left out and counted."""
+        """Return the prompts of one source; drops and counts overlong ones."""
         prompts: list[Prompt] = []
         self.dropped[name] = 0
         for problem, text, token_ids in encode_prompts(problems, self._data, tokenizer, faults):
             if len(token_ids) > self._data.max_prompt_length:
-                self.dropped[name] += 1  # under overlong_prompts: refuse it is a fault
+                self.dropped[name] += 1  # with overlong_prompts: refuse, encode_prompts has added a fault
             elif token_ids:
                 verdict = (problem.ground_truth, problem.source, problem.verifier, problem.metadata, problem.subsets)
                 prompts.append(Prompt(problem.problem_id, token_ids, text, *verdict))
@@ -281,18 +282,18 @@ class PromptDataset:
 
     @property
     def items(self) -> list[Prompt]:
-        """Each prompt once, source after source in file order, without an epoch in its name."""
+        """Each prompt once, by source and file order, named without epoch."""
         return [prompt for prompts in self._prompts.values() for prompt in prompts]
 
     @property
     def summary(self) -> str:
-        """One line for the log: prompts of each source, and how many were dropped as too long."""
+        """One line for the log: number of prompts per source, and how many were dropped and why."""
         parts = []
         for name, prompts in self._prompts.items():
             dropped = self.dropped[name]
             limit = self._data.max_prompt_length
             notes = [f"{dropped} dropped, longer than {limit} tokens"] if dropped else []
-            notes += [f"{self.repeated[name]} dropped, repeat an earlier one"] if self.repeated.get(name) else []
+            notes += [f"{self.repeated[name]} dropped, repeat an earlier prompt"] if self.repeated.get(name) else []
             parts.append(f"{name} {len(prompts)}" + (f" ({'; '.join(notes)})" if notes else ""))
         return f"data.{self._split}: {len(self)} prompts: {', '.join(parts)}"
 
@@ -302,14 +303,14 @@ class PromptDataset:
 
     @property
     def fingerprint(self) -> str:
-        """Digest of all prompts with their sources: equal for equal data."""
+        """Digest of all prompts and their sources; equal data has equal digests."""
         return hashlib.sha256(repr(sorted(self._fingerprints.items())).encode()).hexdigest()
 
     def next_batch(self, n: int) -> list[Prompt]:
-        """The next ``n`` prompts of the order; epoch boundaries may fall anywhere. The same on every rank."""
+        """Draw the next ``n`` prompts, across epoch boundaries if needed. Returns the same prompts on every rank."""
         batch = []
         for _ in range(n):
-            # The source that is furthest behind its share comes next; the first of equals.
+            # Draw from the source that is furthest behind its share; ties go to the first.
             name = min(self._drawn, key=lambda source: (self._drawn[source] + 1) / self._weight[source])
             epoch, position = divmod(self._drawn[name], len(self._prompts[name]))
             self._drawn[name] += 1
@@ -326,34 +327,34 @@ class PromptDataset:
         return self._order[name][1]
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the order stands, in plain values (JSON can hold it)."""
+        """Return the position in the order, as JSON-serialisable values."""
         sources = {name: {"drawn": drawn, "fingerprint": self._fingerprints[name]} for name, drawn in self._drawn.items()}
         return {"seed": self._seed, "shuffle": self._data.shuffle, "sources": sources}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where ``state`` was taken.
+        """Restore the position of ``state``.
 
         Raises:
-            DataError: the seed, the shuffling, the sources or their prompts are not those that the state was taken with.
+            DataError: the seed, ``data.shuffle``, the sources or their prompts differ from those of the state.
         """
         faults = []
         for key, value in (("seed", self._seed), ("data.shuffle", self._data.shuffle)):
             saved = state[key.removeprefix("data.")]
             if saved != value:
-                faults.append(f"{key} was {saved}, now it is {value}")
+                faults.append(f"{key} was {saved}, is now {value}")
         saved_sources = state["sources"]
         if saved_sources.keys() != self._prompts.keys():
-            faults.append(f"the sources were {', '.join(sorted(saved_sources))}; now they are {', '.join(sorted(self._prompts))}")
+            faults.append(f"the sources were {', '.join(sorted(saved_sources))}, are now {', '.join(sorted(self._prompts))}")
         for name in saved_sources.keys() & self._prompts.keys():
             if saved_sources[name]["fingerprint"] != self._fingerprints[name]:
-                faults.append(f"the prompts of source {name!r} are not the same as before")
+                faults.append(f"the prompts of source {name!r} have changed")
         if faults:
             raise DataError(f"the order of data.{self._split} cannot be continued: {'; '.join(sorted(faults))}")
         self._drawn = {name: saved_sources[name]["drawn"] for name in self._prompts}
 
     @cached_property
     def _fingerprints(self) -> dict[str, str]:
-        """Digest of each source's prompts, to notice that a resumed run has other data."""
+        """Digest of each source's prompts, to detect that a resumed run has different data."""
         digests = {}
         for name, prompts in self._prompts.items():
             digest = hashlib.sha256()
@@ -366,7 +367,7 @@ class PromptDataset:
 def load_prompts(
     data: DataConfig, tokenizer: Tokenizer, *, seed: int, splits: Sequence[Literal["train", "eval"]] = ("train", "eval")
 ) -> dict[str, PromptDataset]:
-    """The datasets of the splits that have sources. Raises one DataError for all that is wrong with the rows of all of them."""
+    """Load the datasets of the splits that have sources. Raises one DataError with the faults of all of them."""
     faults = Faults()
     given = [split for split in splits if (data.train if split == "train" else data.eval)]
     datasets: dict[str, PromptDataset] = {split: PromptDataset(data, split, tokenizer, seed=seed, collected=faults) for split in given}
@@ -377,10 +378,10 @@ def load_prompts(
 def check_prompts(
     data: DataConfig, load: Callable[[], Tokenizer], *, splits: Sequence[Literal["train", "eval"]] = ("train", "eval")
 ) -> None:
-    """Check the prompts before a run starts its processes. Raises one DataError for all that is wrong with their rows.
+    """Check the prompts before a run starts its processes. Raises one DataError with all faults of their rows.
 
-    A tokenizer takes seconds to import. So rows that are sound without one are left for the run's own check; where some are bad, what only
-    a tokenizer shows (overlong prompts, control tokens) is in the same report.
+    Importing a tokenizer takes seconds. If all rows pass the checks that need none, the run checks the rest after it has started. If some
+    fail, the tokenizer is loaded so that the same error also lists overlong prompts and control tokens.
     """
     try:
         check_files(data, splits)
@@ -395,7 +396,7 @@ def check_prompts(
 
 
 def split_evenly(total: int, parts: int) -> list[range]:
-    """Consecutive ranges that cover 0 .. total - 1, the first ones longer by one: 9 over 4 is 3, 2, 2, 2."""
+    """Split 0 .. total - 1 into consecutive ranges whose lengths differ by at most one, longer ones first: 9 over 4 is 3, 2, 2, 2."""
     base, longer = divmod(total, parts)
     starts = [part * base + min(part, longer) for part in range(parts + 1)]
     return [range(start, stop) for start, stop in pairwise(starts)]

@@ -1,6 +1,6 @@
-"""Rows of data files: JSONL, JSON, CSV, TSV, parquet, and folders that Hugging Face ``datasets`` saved.
+"""Readers of data files: JSONL, JSON, CSV, TSV, parquet, and folders saved by Hugging Face ``datasets``.
 
-A reader yields every row that it can make out, with its number from 1, and notes what it cannot read; nothing is skipped silently.
+A reader yields every readable row with its number, from 1, and records a fault for every other one; nothing is skipped silently.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from typing import Any
 from vapo_mcore.data.faults import Faults, kind_of, unicode_fault
 
 MAX_ROW_BYTES = 16 * 2**20
-"""A larger row is a fault: no prompt is that long, but a file without line ends is."""
+"""A larger row is a fault: it indicates a file without line ends rather than a long prompt."""
 
 Rows = Iterator[tuple[int, Any]]
 
 
 def read_rows(path: str, faults: Faults) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Rows that are objects, with their numbers from 1 (the line in a JSONL file); ``faults.rows`` counts all rows."""
+    """Yield the rows that are objects, numbered from 1 (the line of a JSONL file); counts all rows in ``faults.rows``."""
     try:
         for number, row in _all_rows(Path(path), faults):
             faults.rows[path] += 1
@@ -30,7 +30,7 @@ def read_rows(path: str, faults: Faults) -> Iterator[tuple[int, dict[str, Any]]]
                 faults.add(path, number, None, f"a row must be an object with named fields, got {kind_of(row)}")
             else:
                 yield number, row
-    except OSError as error:  # no permission, a name that is too long, a file system that is gone
+    except OSError as error:  # no permission, name too long, file system unavailable
         faults.add(path, None, None, f"cannot be read: {error.strerror or error}")
 
 
@@ -43,12 +43,12 @@ def _reader(file: Path, faults: Faults) -> Callable[[Path, Faults], Rows] | None
     if file.is_dir():
         return _dataset_rows
     if not file.is_file():
-        there = "is no file (a device, a pipe, or a symbolic link that leads nowhere)" if os.path.lexists(file) else None
+        there = "is not a file (a device, a pipe or a broken symbolic link)" if os.path.lexists(file) else None
         faults.add(str(file), None, None, there or f"no such file (relative paths start at {str(Path.cwd())!r})")
         return None
     read = _READERS.get(file.suffix.lower())
     if read is None:
-        faults.add(str(file), None, None, f"unknown format {file.suffix!r}; known are {', '.join(_READERS)} and folders of datasets")
+        faults.add(str(file), None, None, f"unknown format {file.suffix!r}; supported: {', '.join(_READERS)} and folders of datasets")
         return None
     if read is not _parquet_rows:
         with file.open("rb") as stream:
@@ -61,7 +61,7 @@ def _reader(file: Path, faults: Faults) -> Callable[[Path, Faults], Rows] | None
 
 
 _BYTE_ORDER_MARKS = {
-    codecs.BOM_UTF32_LE: "UTF-32",  # begins as UTF-16's does: tried first
+    codecs.BOM_UTF32_LE: "UTF-32",  # tried first: it begins with UTF-16's mark
     codecs.BOM_UTF32_BE: "UTF-32",
     codecs.BOM_UTF16_LE: "UTF-16",
     codecs.BOM_UTF16_BE: "UTF-16",
@@ -74,11 +74,11 @@ def _jsonl_rows(file: Path, faults: Faults) -> Rows:
         if line is not None and not line.strip():
             blank.append(number)
             continue
-        for empty in blank:  # only those before a further row: blank lines at the end are not rows
+        for empty in blank:  # blank lines at the end of the file are not rows
             faults.add(str(file), empty, None, "empty line")
         blank.clear()
         if line is None:
-            _unreadable_row(file, number, f"has {size:,} bytes, more than {MAX_ROW_BYTES:,}: no line ends?", faults)
+            _unreadable_row(file, number, f"has {size:,} bytes, more than {MAX_ROW_BYTES:,}; are the line ends missing?", faults)
             continue
         try:
             row = _with_single_keys(_parse_json(line, first=number == 1))
@@ -94,7 +94,7 @@ def _unreadable_row(file: Path, number: int, reason: str, faults: Faults) -> Non
 
 
 def _lines(file: Path) -> Iterator[tuple[int, bytes | None, int]]:
-    """Number, text and size of each line; of one beyond ``MAX_ROW_BYTES`` no text."""
+    """Yield number, text and size of each line; the text of a line above ``MAX_ROW_BYTES`` is None."""
     with file.open("rb") as stream:
         number = 0
         while part := stream.readline(MAX_ROW_BYTES + 1):
@@ -114,7 +114,7 @@ def _json_rows(file: Path, faults: Faults) -> Rows:
         faults.add(str(file), None, None, str(error))
         return
     if not isinstance(rows, list):
-        faults.add(str(file), None, None, f"a .json file must hold a list of rows, got {kind_of(rows)}; one object a line is .jsonl")
+        faults.add(str(file), None, None, f"a .json file must hold a list of rows, got {kind_of(rows)}; use .jsonl for one object per line")
         return
     for number, row in enumerate(rows, start=1):
         try:
@@ -124,7 +124,7 @@ def _json_rows(file: Path, faults: Faults) -> Rows:
 
 
 class _Repeated(dict[str, Any]):
-    """An object that names a key twice; of its values JSON readers take the last one, which says nothing of the others."""
+    """An object with a duplicate key. JSON readers keep only the last value, so the duplicate is reported as a fault."""
 
     def __init__(self, pairs: list[tuple[str, Any]]) -> None:
         super().__init__(pairs)
@@ -138,19 +138,19 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _with_single_keys(value: Any) -> Any:
-    """The value; ValueError where an object in it names a key twice."""
+    """Return ``value``; raises ValueError if an object in it has a duplicate key."""
     waiting = [value]
     while waiting:
         inner = waiting.pop()
         if isinstance(inner, _Repeated):
-            raise ValueError(f"the key {inner.key!r} is there twice; only one of its values can count")
+            raise ValueError(f"duplicate key {inner.key!r}; keep one of its values")
         parts = inner.values() if isinstance(inner, dict) else inner if isinstance(inner, list) else ()
         waiting += [part for part in parts if isinstance(part, dict | list)]
     return value
 
 
 def _parse_json(text: bytes, *, first: bool) -> Any:
-    """Decode and parse; a byte-order mark is allowed at the start of a file. ValueError with a reason for people."""
+    """Decode and parse; a byte-order mark is allowed at the start of a file. Raises ValueError with a user-facing reason."""
     try:
         decoded = text.decode("utf-8-sig" if first else "utf-8")
     except UnicodeDecodeError as error:
@@ -161,16 +161,16 @@ def _parse_json(text: bytes, *, first: bool) -> Any:
         raise ValueError(f"not valid JSON: {error}") from error
     except RecursionError as error:
         raise ValueError("not valid JSON: nested too deeply") from error
-    except ValueError as error:  # Python's limit of digits
+    except ValueError as error:  # exceeds Python's limit on digits
         raise ValueError("not valid JSON: a number has too many digits (write it as text)") from error
 
 
 def _separated_rows(file: Path, faults: Faults) -> Rows:
-    """CSV and TSV with a header; every value is text, an empty cell is null. Rows count from 1 after the header."""
+    """Read CSV and TSV with a header; every value is text, an empty cell is null. Rows are numbered from 1 after the header."""
     place = str(file)
     csv.field_size_limit(MAX_ROW_BYTES)
     dialect = csv.excel_tab if file.suffix.lower() == ".tsv" else csv.excel
-    # Bytes that are not UTF-8 become escapes: csv's records span lines, and only their own row is at fault.
+    # Decode invalid UTF-8 as surrogate escapes, so that only the affected row is a fault (csv records may span lines).
     with file.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as stream:
         records = csv.reader(stream, dialect, strict=True)
         number = -1
@@ -181,7 +181,7 @@ def _separated_rows(file: Path, faults: Faults) -> Rows:
             except StopIteration:
                 return
             except csv.Error as error:
-                reason = f"line {records.line_num}: not valid CSV: {error}; what follows is not read"
+                reason = f"line {records.line_num}: not valid CSV: {error}; the rest of the file is not read"
                 faults.add(place, number + 1 or None, None, reason)
                 return
             if not record:  # a blank line
@@ -231,7 +231,7 @@ def _parquet_rows(file: Path, faults: Faults) -> Rows:
 
 
 def _dataset_rows(folder: Path, faults: Faults) -> Rows:
-    """A dataset as ``Dataset.save_to_disk`` writes it: ``state.json`` and Arrow files in stream format."""
+    """Read a folder written by ``Dataset.save_to_disk``: ``state.json`` and Arrow files in stream format."""
     place = str(folder)
     chosen = _dataset_folder(folder, faults)
     if chosen is None:
@@ -240,9 +240,9 @@ def _dataset_rows(folder: Path, faults: Faults) -> Rows:
         state = _parse_json((chosen / "state.json").read_bytes(), first=True)
         files = [chosen / entry["filename"] for entry in state["_data_files"]]
         if state.get("_indices_data_files") or any(file.parent != chosen for file in files):
-            raise ValueError("it selects rows of other files; save it again with a newer version of datasets")
+            raise ValueError("the dataset selects rows of other files; save it again with a newer version of datasets")
     except (OSError, ValueError, KeyError, TypeError) as error:
-        faults.add(place, None, None, f"state.json is not that of a saved dataset: {error}")
+        faults.add(place, None, None, f"state.json was not written by datasets' save_to_disk: {error}")
         return
     yield from _arrow_rows(place, files, faults)
 
@@ -265,13 +265,13 @@ def _arrow_rows(place: str, files: list[Path], faults: Faults) -> Rows:
 
 
 def _dataset_folder(folder: Path, faults: Faults) -> Path | None:
-    """The folder with the rows: ``folder`` itself or, of a DatasetDict, its only split."""
+    """Return the folder with the rows: ``folder`` itself, or the only split of a DatasetDict."""
     if (folder / "state.json").is_file():
         return folder
     if not (folder / "dataset_dict.json").is_file():
         tables = sorted(file.name for file in folder.iterdir() if file.suffix.lower() in _READERS)
         hint = f"; give one of its files, {', '.join(tables[:5])}" if tables else ""
-        faults.add(str(folder), None, None, f"a folder must be one that datasets' save_to_disk wrote (with state.json){hint}")
+        faults.add(str(folder), None, None, f"a folder must be written by datasets' save_to_disk (with state.json){hint}")
         return None
     splits = sorted(part.name for part in folder.iterdir() if (part / "state.json").is_file())
     if len(splits) == 1:

@@ -1,4 +1,4 @@
-"""One rollout as ragged data: a table with one row a response, and flat token-aligned tensors over full sequences."""
+"""One rollout as ragged data: a table with one row per response, and flat token-aligned tensors over full sequences."""
 
 from __future__ import annotations
 
@@ -37,25 +37,25 @@ StepRewards = tuple[tuple[int, float], ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Rows:
-    """One row a response; every column has ``n`` entries, tensors on the host. Small enough to be the same on all ranks.
+    """Table with one row per response; every column has ``n`` entries, tensors on the host. Small enough to be replicated on all ranks.
 
     Attributes:
         prompt_id: the occurrence of a prompt that this response answers (unique per group).
-        group: int64, number of the group (all responses to one occurrence of a prompt).
-        sample_index: int64, 0 .. responses_per_prompt - 1 inside the group.
-        verdict: bool, the verifier's raw "correct"; scaling and shaping never change it.
-        graded: bool, False when grading itself failed; such a row is left out of training and of group statistics.
-        ungraded: why it failed, a key of ``config.verifiers.UNGRADED``; empty in graded rows.
+        group: int64, index of the group (all responses to one occurrence of a prompt).
+        sample_index: int64, 0 .. responses_per_prompt - 1 within the group.
+        verdict: bool, whether the verifier graded the response correct; unaffected by scaling and shaping.
+        graded: bool, False if grading failed; such rows are excluded from training and group statistics.
+        ungraded: the cause, a key of ``config.verifiers.UNGRADED``; empty in graded rows.
         score: float32, the verifier's raw score.
-        reward: float32, the score after scaling and shaping: what training uses.
-        finish_reason: "stop", "length" (cut by the length limit) or "turns" (its environment would have gone on).
-        prompt_length, response_length: int64 tokens; a response may be empty, a prompt may not. A response's length counts the tokens
-            that the model sampled, over all its turns.
-        tool_length: int64, tokens between the turns of the response that its environment wrote.
+        reward: float32, the score after scaling and shaping, used for training.
+        finish_reason: "stop", "length" (truncated at the length limit) or "turns" (turn limit reached before the environment ended it).
+        prompt_length, response_length: int64, tokens; a response may be empty, a prompt may not. The response length counts the tokens
+            that the model sampled, over all turns.
+        tool_length: int64, tokens that the environment wrote between the turns.
         turns: int64, turns of the model, 1 without an environment.
-        observations_cut: int64, observations of the environment that were longer than their limit.
+        observations_cut: int64, observations of the environment that were truncated to their limit.
         source: name of the data source.
-        step_rewards: rewards of the response's steps and turns, besides ``reward``, which stands on its last token.
+        step_rewards: rewards of steps and turns; ``reward``, which is placed on the last token, is not included.
     """
 
     prompt_id: list[str]
@@ -99,7 +99,7 @@ class Rows:
 
     @property
     def length(self) -> Tensor:
-        """int64 ``[n]``: tokens of prompt and response together, what an environment wrote included."""
+        """int64 ``[n]``: tokens of prompt and response, including those of the environment."""
         return self.prompt_length + self.response_length + self.tool_length
 
     @property
@@ -109,16 +109,16 @@ class Rows:
 
     @property
     def total_reward(self) -> Tensor:
-        """float32 ``[n]``: all that a response earned, its steps and turns included."""
+        """float32 ``[n]``: total reward of each response, including its steps and turns."""
         return self.reward + self.step_reward
 
     @property
     def truncated(self) -> Tensor:
-        """bool ``[n]``: the response was cut by the length limit."""
+        """bool ``[n]``: whether the response was truncated at the length limit."""
         return torch.tensor([reason == "length" for reason in self.finish_reason], dtype=torch.bool)
 
     def select(self, index: Tensor | Sequence[int]) -> Rows:
-        """The rows numbered ``index``, in that order."""
+        """Return the rows at ``index``, in that order."""
         chosen = torch.as_tensor(index, dtype=torch.int64)
         numbers = chosen.tolist()
         columns: dict[str, Any] = {}
@@ -129,7 +129,7 @@ class Rows:
 
     @staticmethod
     def concat(parts: Sequence[Rows]) -> Rows:
-        """The rows of all parts, one after another."""
+        """Concatenate tables."""
         parts = [Rows.empty(), *parts]
         columns: dict[str, Any] = {}
         for field in fields(Rows):
@@ -139,23 +139,23 @@ class Rows:
 
     @staticmethod
     def empty() -> Rows:
-        """A table without rows."""
+        """Return a table without rows."""
         columns: dict[str, Any] = {name: [] for name in _LIST_COLUMNS}
         columns |= {name: torch.empty(0, dtype=dtype) for name, dtype in _DTYPES.items()}
         return Rows(**columns)
 
 
 class RolloutBatch:
-    """The responses that this rank holds: their rows, and flat tensors over their full sequences (prompt + response).
+    """The responses held by this rank: their rows, and flat tensors over their full sequences (prompt + response).
 
     Args:
         rows: ``n`` rows (this rank's, not the replicated table).
-        cu_seqlens: int64 ``[n + 1]`` offsets of the sequences; lengths must be those of the rows. Kept on the host.
-        tensors: name to ``[total, ...]`` token-aligned tensor: entry t is about token t itself; all on one device.
-        row_ids: int64 ``[n]`` numbers of the rows in the replicated table; 0 .. n - 1 when None (one process holds all).
+        cu_seqlens: int64 ``[n + 1]``, offsets of the sequences; must match the lengths of the rows. Kept on the host.
+        tensors: name to ``[total, ...]`` token-aligned tensor (entry t belongs to token t); all on one device.
+        row_ids: int64 ``[n]``, indices of the rows in the replicated table; None: 0 .. n - 1 (one process holds all).
 
     Raises:
-        ValueError: offsets, lengths and tensors do not fit together.
+        ValueError: offsets, lengths and tensors do not match.
     """
 
     def __init__(self, rows: Rows, cu_seqlens: Tensor, tensors: dict[str, Tensor], row_ids: Tensor | None = None) -> None:
@@ -191,10 +191,10 @@ class RolloutBatch:
         *,
         sampled: Sequence[Sequence[bool]] | None = None,
     ) -> RolloutBatch:
-        """Flatten what an engine sampled into ``tokens``, ``response_mask`` and ``rollout_logprobs`` (0 where nothing was sampled).
+        """Flatten an engine's output into ``tokens``, ``response_mask`` and ``rollout_logprobs`` (0 at tokens that were not sampled).
 
-        The sampled ids are taken as they are: nothing is decoded and encoded again. ``sampled``: False at the tokens of a response
-        that an environment wrote (whose log-probs are not read); None: the model sampled all of them.
+        Uses the sampled ids directly, without decoding and re-encoding. ``sampled``: False at response tokens that the environment
+        wrote (their log-probs are ignored); None: the model sampled all of them.
         """
         lengths = rows.length
         cu_seqlens = cumulative(lengths)
@@ -212,7 +212,7 @@ class RolloutBatch:
             response_mask = response_mask.masked_scatter(response_mask, flags)
             rollout_logprobs = torch.where(response_mask, rollout_logprobs, 0.0)
         elif int(rows.tool_length.sum()):
-            raise ValueError("rows have tokens of an environment, so it must be said which were sampled")
+            raise ValueError("rows have tokens of an environment: pass sampled, which marks the tokens that the model sampled")
         tensors = {"tokens": tokens, "response_mask": response_mask, "rollout_logprobs": rollout_logprobs}
         return cls(rows, cu_seqlens, tensors, row_ids)
 
@@ -240,30 +240,30 @@ class RolloutBatch:
         return name in self.tensors
 
     def select(self, index: Tensor | Sequence[int]) -> RolloutBatch:
-        """The local rows numbered ``index`` (0 .. n - 1, all different), in that order, with their tokens."""
+        """Return the local rows at ``index`` (0 .. n - 1, distinct), in that order, with their tokens."""
         chosen = torch.as_tensor(index, dtype=torch.int64)
         tokens = token_index(self.cu_seqlens, chosen)
         tensors = {name: x.index_select(0, tokens.to(x.device)) for name, x in self.tensors.items()}
         return RolloutBatch(self.rows.select(chosen), cumulative(self.lengths[chosen]), tensors, self.row_ids[chosen])
 
     def local_rows(self, row_ids: Tensor | Sequence[int]) -> Tensor:
-        """Local numbers (0 .. n - 1) of the rows with these ids of the replicated table, in the given order.
+        """Return the local indices (0 .. n - 1) of rows given by their ids in the replicated table, in the given order.
 
         Raises:
-            ValueError: a row is not held by this rank.
+            ValueError: this rank does not hold one of the rows.
         """
         wanted = torch.as_tensor(row_ids, dtype=torch.int64)
         order = torch.argsort(self.row_ids)
         place = torch.searchsorted(self.row_ids[order], wanted)
         if wanted.numel() and (int(place.max()) >= len(self) or not torch.equal(self.row_ids[order[place]], wanted)):
-            raise ValueError("rows were asked for that this rank does not hold")
+            raise ValueError("this rank does not hold all of the requested rows")
         return order[place]
 
     def scatter_rows(self, name: str, parts: Sequence[Tensor], rows: Sequence[Tensor], fill: float = 0.0) -> None:
-        """Store a per-micro-batch result as a tensor of this batch.
+        """Store per-micro-batch results as a tensor of this batch.
 
-        ``parts[k]`` is ``[tokens of rows[k], ...]`` in packed order (what the engine returns for a micro-batch whose rows are
-        ``rows[k]``); tokens of rows in no part get ``fill``.
+        ``parts[k]`` is ``[tokens of rows[k], ...]`` in packed order, as the engine returns it for a micro-batch with rows ``rows[k]``.
+        Tokens of rows in no part get ``fill``.
         """
         index = token_index(self.cu_seqlens, torch.cat([torch.empty(0, dtype=torch.int64), *rows]))
         values = torch.cat(list(parts)) if parts else torch.empty(0)
@@ -271,13 +271,13 @@ class RolloutBatch:
         self[name] = out.index_copy_(0, index.to(values.device), values)
 
     def to(self, device: torch.device | str) -> RolloutBatch:
-        """The same batch with its token tensors on ``device`` (rows and offsets stay on the host)."""
+        """Return the batch with its token tensors on ``device`` (rows and offsets stay on the host)."""
         tensors = {name: x.to(device) for name, x in self.tensors.items()}
         return RolloutBatch(self.rows, self.cu_seqlens, tensors, self.row_ids)
 
     @staticmethod
     def concat(parts: Sequence[RolloutBatch]) -> RolloutBatch:
-        """The rows and tokens of all parts, one after another; the parts must have the same tensors and different row ids."""
+        """Concatenate batches; they must have the same tensor names and distinct row ids."""
         if not parts:
             raise ValueError("nothing to concatenate")
         names = set(parts[0].tensors)
@@ -294,13 +294,13 @@ class RolloutBatch:
 
 
 def gather_rows(batch: RolloutBatch, group: dist.ProcessGroup | None = None) -> tuple[Rows, Tensor]:
-    """Replicate the rows of all ranks: the table in order of row id, and the rank of ``group`` that holds each row.
+    """Replicate the rows of all ranks; returns the table sorted by row id, and the rank of ``group`` that holds each row.
 
-    Every row must be held by exactly one rank (the other ranks of a generation replica pass a batch without rows), and the
-    row ids of all ranks together must be 0 .. N - 1. A collective; tables are small, tokens stay where they are.
+    Exactly one rank must hold each row (the other ranks of a generation replica pass a batch without rows), and the row ids of all ranks
+    together must be 0 .. N - 1. A collective. Only the small tables are sent, not the tokens.
 
     Raises:
-        ValueError: a row id is missing or held twice.
+        ValueError: a row id is missing or held by two ranks.
     """
     parts: list[tuple[Rows, Tensor]] = [(batch.rows, batch.row_ids)] * dist.get_world_size(group)
     dist.all_gather_object(parts, (batch.rows, batch.row_ids), group=group)
@@ -308,7 +308,7 @@ def gather_rows(batch: RolloutBatch, group: dist.ProcessGroup | None = None) -> 
     holder = torch.repeat_interleave(torch.arange(len(parts)), torch.tensor([ids.numel() for _, ids in parts]))
     order = torch.argsort(row_ids)
     if not torch.equal(row_ids[order], torch.arange(row_ids.numel())):
-        raise ValueError(f"the ranks hold {row_ids.numel()} rows whose ids are not 0 .. {row_ids.numel() - 1}, each once")
+        raise ValueError(f"the ranks hold {row_ids.numel()} rows, but their ids are not a permutation of 0 .. {row_ids.numel() - 1}")
     return Rows.concat([rows for rows, _ in parts]).select(order), holder[order]
 
 
@@ -321,23 +321,23 @@ def exchange(
     dp_rank_of_rank: Sequence[int],
     group: dist.ProcessGroup | None = None,
 ) -> RolloutBatch:
-    """Move the token tensors from the ranks that generated them to all ranks that own them, in one all-to-all.
+    """Send token tensors from the ranks that generated them to all ranks that own them, in one all-to-all.
 
     Args:
-        batch: what this rank holds; ranks that hold nothing pass a batch without rows but with the same tensors (names, dtypes,
-            trailing shapes).
+        batch: the rows this rank holds; ranks without rows pass an empty batch with the same tensors (names, dtypes, trailing
+            shapes).
         rows: the replicated table of N rows.
         holder: int64 ``[N]``, rank of ``group`` that sends each row.
-        owner: int64 ``[N]``, data-parallel rank that is to own each row; -1 leaves the row behind (not trained on).
-        dp_rank_of_rank: data-parallel rank of each rank of ``group``; a row goes to every rank of its owner, so that tensor-,
-            context- and pipeline-parallel ranks have the same tokens.
-        group: the ranks that take part, all of them (None: the default group).
+        owner: int64 ``[N]``, data-parallel rank that will own each row; -1: the row is not sent (not trained on).
+        dp_rank_of_rank: data-parallel rank of each rank of ``group``. A row goes to every rank with its owner's data-parallel rank, so
+            tensor-, context- and pipeline-parallel ranks have the same tokens.
+        group: the process group; all its ranks must call (None: the default group).
 
     Returns:
-        The owned rows in ascending row id, with ``row_ids`` their numbers in ``rows``; tensors on the device they came from.
+        The owned rows, by ascending row id; ``row_ids`` are their indices in ``rows``. Tensors stay on their device.
 
     Raises:
-        ValueError: a row that this rank is to send is not in ``batch``, or an owner that no rank has.
+        ValueError: ``batch`` lacks a row that this rank sends, or no rank has the data-parallel rank of an owner.
     """
     rank = dist.get_rank(group)
     dp_ranks = torch.tensor(dp_rank_of_rank)
@@ -345,7 +345,7 @@ def exchange(
         raise ValueError(f"rows are owned by data-parallel rank {int(owner.max())}, but the group has {sorted(set(dp_rank_of_rank))}")
     mine = (holder == rank).nonzero().squeeze(1)
     local_row = batch.local_rows(mine)
-    # What goes where, computed by every rank from the replicated table: no sizes are exchanged.
+    # Every rank computes the send and receive sizes from the replicated table, without communication.
     to_rank = owner[mine][None, :] == dp_ranks[:, None]
     sent_rows = local_row.expand(len(dp_ranks), -1)[to_rank]
     lengths = rows.length
@@ -366,15 +366,15 @@ def exchange(
 
 
 def _to_bytes(tensors: Sequence[Tensor], num_tokens: int) -> Tensor:
-    """Token-aligned tensors side by side as bytes: uint8 ``[num_tokens, bytes per token]``."""
+    """Concatenate token-aligned tensors as bytes: uint8 ``[num_tokens, bytes per token]``."""
     columns = [x.reshape(num_tokens, prod(x.shape[1:])).contiguous().view(torch.uint8) for x in tensors]
     return torch.cat(columns, dim=1)
 
 
 def _from_bytes(payload: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """Inverse of ``_to_bytes``: tensors with the dtypes and trailing shapes of ``like``."""
+    """Invert ``_to_bytes``; returns tensors with the dtypes and trailing shapes of ``like``."""
     widths = [prod(x.shape[1:]) * x.element_size() for x in like]
     columns = payload.split(widths, dim=1)
-    # A clone, since ``contiguous`` returns a column of one token as it is, with an offset and strides that cannot be viewed.
+    # Clone: for a single token ``contiguous`` is a no-op and leaves an offset and strides that ``view`` rejects.
     own = [column.clone(memory_format=torch.contiguous_format) for column in columns]
     return [c.view(x.dtype).reshape(payload.shape[0], *x.shape[1:]) for c, x in zip(own, like, strict=True)]

@@ -1,4 +1,4 @@
-"""Which columns hold the prompt and its answer: those that ``fields`` names or, where it names none, those of a known schema."""
+"""Detection of the columns with prompt and answer: from ``data.*.fields`` if set, else from known schemas."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _LOOKED_AT = 100
 
 @dataclass(frozen=True)
 class Schema:
-    """Dotted fields of prompt and answer. ``marker``: the answer is what follows it in the field."""
+    """Dotted field names of prompt and answer. ``marker``: the answer is the text after it in the field."""
 
     name: str
     prompt: str
@@ -30,11 +30,10 @@ GSM8K = Schema("GSM8K", "question", "answer", marker="####")
 
 
 def recognise(row: dict[str, Any]) -> Schema | None:
-    """The schema of a row with these columns; None if it has no column, or several, for the prompt or the answer.
+    """Return the schema of a row, or None if no column or several columns could hold the prompt or the answer.
 
-    In the order in which they are tried: ``prompt`` and ``answer``; verl's ``prompt`` and ``reward_model.ground_truth``; GSM8K's
-    ``question`` and ``answer`` with the final answer after ``####``; one column of ``_PROMPTS`` with one of ``_ANSWERS``, as
-    MATH-500 and the AIME sets have them.
+    Tried in order: ``prompt`` and ``answer``; verl's ``prompt`` and ``reward_model.ground_truth``; GSM8K's ``question`` and
+    ``answer`` with the final answer after ``####``; one column of ``_PROMPTS`` and one of ``_ANSWERS`` (MATH-500, AIME).
     """
     if "prompt" in row and "answer" in row:
         return PLAIN
@@ -51,9 +50,10 @@ def recognise(row: dict[str, Any]) -> Schema | None:
 
 
 def choose_schema(fields: FieldsConfig, rows: Iterator[tuple[int, dict[str, Any]]]) -> tuple[Schema, Iterator[tuple[int, dict[str, Any]]]]:
-    """How to read ``rows``, and all of them again: ``fields`` where it names columns, else the first of the first rows that is known.
+    """Return the schema of ``rows`` and an iterator over all of them.
 
-    Where none is, it is ``PLAIN``: its columns are then reported as missing.
+    Uses the columns of ``fields`` where set, else the first schema recognised among the first ``_LOOKED_AT`` rows. Falls back to
+    ``PLAIN``, whose columns are then reported as missing.
     """
     first = list(islice(rows, _LOOKED_AT))
     known = next((schema for _, row in first if (schema := recognise(row)) is not None), PLAIN)

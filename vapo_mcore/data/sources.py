@@ -1,6 +1,6 @@
-"""Reading and checking the sources of prompts: files of rows (``readers``), reasoning-gym tasks, and tasks of the user's own.
+"""Read and check the prompt sources: data files (``readers``), reasoning-gym tasks, and user-defined tasks.
 
-Needs neither torch nor a tokenizer, so that all faults of all files can be reported before anything large is loaded.
+Imports neither torch nor a tokenizer, so that all faults are reported before anything large is loaded.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ Messages = list[dict[str, str]]
 
 @dataclass(frozen=True)
 class Problem:
-    """A prompt with its ground truth as its source gives it, checked, not yet put into a template or tokenized.
+    """A checked prompt with its ground truth, before templating and tokenization.
 
-    ``problem_id`` is ``<source name>/<id or row number>``; ``prompt`` is a text or a list of chat messages; ``file`` and ``row``
-    say in messages where it stands; ``subsets`` holds the values of the fields that evaluations are split by.
+    ``problem_id`` is ``<source name>/<id or row number>``; ``prompt`` is a text or a list of chat messages; ``file`` and ``row`` locate
+    it in messages; ``subsets`` holds the fields that evaluations are split by.
     """
 
     problem_id: str
@@ -49,7 +49,7 @@ class Problem:
 
 
 def check_files(data: DataConfig, splits: Sequence[Literal["train", "eval"]] = ("train", "eval")) -> None:
-    """Read and check all sources of the splits, and raise one DataError for everything that is wrong with them."""
+    """Read and check all sources of the splits. Raises one DataError with all faults."""
     faults = Faults()
     for split in splits:
         for source in data.train if split == "train" else data.eval:
@@ -58,7 +58,7 @@ def check_files(data: DataConfig, splits: Sequence[Literal["train", "eval"]] = (
 
 
 def read_source(source: FileSource | ReasoningGymSource | CustomSource, data: DataConfig, faults: Faults) -> list[Problem]:
-    """The sound rows of a source in order; what is wrong with the others goes to ``faults``."""
+    """Return the valid rows of a source in order; adds the faults of the others to ``faults``."""
     if isinstance(source, ReasoningGymSource):
         return list(_procedural(source, faults))
     if isinstance(source, CustomSource):
@@ -79,7 +79,7 @@ def _problems(
     data: DataConfig,
     faults: Faults,
 ) -> Iterator[Problem]:
-    """The sound ones among numbered rows; ``place`` is where they stand, for messages."""
+    """Yield the valid ones among numbered rows; ``place`` locates them in messages."""
     seen: dict[str, int] = {}
     for number, row in rows:
         check = _RowCheck(place, number, row, faults)
@@ -87,12 +87,12 @@ def _problems(
         answers = check.answers(schema, source)
         name = str(number) if fields.id is None else check.id(fields.id)
         if name is not None and name in seen:
-            faults.add(place, number, fields.id, f"id {name!r} is already that of row {seen[name]}")
+            faults.add(place, number, fields.id, f"id {name!r} is already used by row {seen[name]}")
         elif name is not None:
             seen[name] = number
         subsets = {key: check.subset(key) for key in fields.subsets}
         for key in RESERVED.keys() & row.keys():
-            faults.add(place, number, key, f"this name is the run's own ({RESERVED[key]}); rename the column")
+            faults.add(place, number, key, f"this name is reserved ({RESERVED[key]}); rename the column")
         if prompt is None or answers is None or name is None or None in subsets.values():
             continue
         rest = {key: value for key, value in row.items() if key not in (schema.prompt, schema.answer)}
@@ -106,7 +106,7 @@ def _problems(
 
 
 def _custom_rows(source: CustomSource, faults: Faults) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The rows that a user's function returns, numbered from 1."""
+    """Yield the rows that a user's function returns, numbered from 1."""
     try:
         function = load_function(source.function)
         for fault in signature_faults(function, (), source.options, {}):
@@ -117,7 +117,7 @@ def _custom_rows(source: CustomSource, faults: Faults) -> Iterator[tuple[int, di
     except ConfigError as error:
         faults.add(source.function, None, None, str(error))
         return
-    except Exception as error:  # noqa: BLE001 (whatever a user's function raises is told)
+    except Exception as error:  # noqa: BLE001 (any exception of a user's function is reported)
         faults.add(source.function, None, None, f"failed: {describe(error)}")
         return
     if not isinstance(found, Iterable):
@@ -161,7 +161,7 @@ def _has_comma(answer: str) -> bool:
 
 
 class _RowCheck:
-    """The checks of one row; each returns the value, or notes the fault and returns None."""
+    """Checks one row; each method returns the value, or records a fault and returns None."""
 
     def __init__(self, file: str, number: int, row: dict[str, Any], faults: Faults) -> None:
         self.file, self.number, self.row, self.faults = file, number, row, faults
@@ -170,12 +170,12 @@ class _RowCheck:
         self.faults.add(self.file, self.number, name, reason)
 
     def _get(self, name: str) -> Any:
-        """The value of a dotted field, or None after a fault when it is missing or null."""
+        """Return the value of a dotted field, or None after recording a fault if it is missing or null."""
         value: Any = self.row
         for depth, part in enumerate(name.split(".")):
             inside = ".".join(name.split(".")[:depth])
             if not isinstance(value, dict):
-                self._fault(name, f"{inside!r} must be an object to look {part!r} up in, got {kind_of(value)}")
+                self._fault(name, f"{inside!r} must be an object with field {part!r}, got {kind_of(value)}")
                 return None
             if part not in value:
                 holder = f"{inside!r}" if inside else "the row"
@@ -224,7 +224,7 @@ class _RowCheck:
             self._fault(name, f"the last message must be the user's, got {messages[-1]['role']!r}")
             return None
         if data.system_prompt is not None and messages[0]["role"] == "system":
-            self._fault(name, "has a system message of its own, so data.system_prompt cannot be put before it; drop one of the two")
+            self._fault(name, "has a system message, so data.system_prompt cannot be added; remove one of the two")
             return None
         return messages
 
@@ -276,7 +276,7 @@ class _RowCheck:
         if isinstance(value, str):
             if schema.marker is not None:
                 if schema.marker not in value:
-                    self._fault(name, f"has no {schema.marker!r} before its final answer, as {schema.name} has it")
+                    self._fault(name, f"has no {schema.marker!r} before the final answer, which {schema.name} requires")
                     return None
                 value = value.rpartition(schema.marker)[2].strip()
             return value if self._is_text(name, value) else None
@@ -286,7 +286,7 @@ class _RowCheck:
         return self._written(name, value)
 
     def _written(self, name: str, number: float | Decimal) -> str | None:
-        """The number as text; parquet has ``Decimal``, too."""
+        """Return the number as text; parquet may yield ``Decimal``."""
         if isinstance(number, int):  # may be larger than any float
             return str(number)
         if not math.isfinite(number):
@@ -317,7 +317,7 @@ class _RowCheck:
             self._fault(name, "is empty")
             return False
         fault = unicode_fault(value)
-        if fault is None and "\0" in value:  # no text has one; a damaged file does, or one of another encoding
+        if fault is None and "\0" in value:  # indicates a damaged file or another encoding
             fault = f"has a NUL character at position {value.index(chr(0))}"
         if fault is not None:
             self._fault(name, fault)
@@ -328,17 +328,17 @@ _GENERATION_ERRORS = (ArithmeticError, AssertionError, LookupError, NotImplement
 
 
 def _procedural(source: ReasoningGymSource, faults: Faults) -> Iterator[Problem]:
-    """Problems of a reasoning-gym task; ``metadata`` holds what the task's own scorer needs (see ``rewards.procedural``)."""
+    """Yield the problems of a reasoning-gym task; ``metadata`` holds the input of the task's scorer (see ``rewards.procedural``)."""
     from reasoning_gym.factory import DATASETS, create_dataset
 
     place = f"reasoning_gym task {source.task!r}"
     if source.task not in DATASETS:
         near = difflib.get_close_matches(source.task, DATASETS, n=3)
-        faults.add(place, None, None, f"there is no such task{'; did you mean ' + ' or '.join(map(repr, near)) + '?' if near else ''}")
+        faults.add(place, None, None, f"no such task{'; did you mean ' + ' or '.join(map(repr, near)) + '?' if near else ''}")
         return
     fixed = sorted({"size", "seed"} & source.options.keys())
     if fixed:
-        faults.add(place, None, "options", f"{' and '.join(fixed)}: to be given beside 'task', not inside 'options'")
+        faults.add(place, None, "options", f"{' and '.join(fixed)}: set next to 'task', not inside 'options'")
         return
     try:
         dataset = create_dataset(source.task, size=source.size, seed=source.seed, **source.options)
@@ -349,7 +349,7 @@ def _procedural(source: ReasoningGymSource, faults: Faults) -> Iterator[Problem]
     faults.rows[place] = source.size
     for number, entry in enumerate(entries, start=1):
         question = entry["question"]
-        # Some tasks have many right answers and give none: their scorer judges by the entry's metadata.
+        # Tasks with many right answers give none; their scorer uses the entry's metadata.
         answer = "" if entry["answer"] is None else str(entry["answer"])
         metadata = {"task": source.task, "options": source.options, "question": question, "entry_metadata": entry["metadata"]}
         yield Problem(f"{source.name}/{number}", question, answer, source.name, "reasoning_gym", metadata, place, number)

@@ -1,4 +1,4 @@
-"""From a decoded response to the sampled tokens that wrote it, and back. The text is never encoded again."""
+"""Mapping between positions in a decoded response and its sampled tokens, without re-encoding the text."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from typing import Any
 
 
 def completing_tokens(tokenizer: Any, token_ids: Sequence[int], ends: Sequence[int]) -> list[int]:
-    """For each place in the decoded text, the number of the first token whose prefix decodes to so many characters or more.
+    """For each end in the decoded text, returns the index of the token that completes it: the shortest prefix decodes to >= end characters.
 
-    ``ends`` lie between 1 and the length of ``tokenizer.decode(token_ids, skip_special_tokens=True)``. A bisection, so a place
-    costs the decoding of about log2(tokens) prefixes.
+    ``ends`` lie between 1 and the length of ``tokenizer.decode(token_ids, skip_special_tokens=True)``. Uses bisection: each end decodes
+    about log2(tokens) prefixes.
     """
     text = tokenizer.decode(token_ids, skip_special_tokens=True) if ends else ""
     known: dict[int, int] = {}
 
     def characters(tokens: int) -> int:
-        """Characters that the first ``tokens`` tokens write for good: a last one whose bytes are not all there yet is another then."""
+        """Count the final characters of the first ``tokens`` tokens; an incomplete last character still decodes differently."""
         if tokens not in known:
             prefix = tokenizer.decode(token_ids[:tokens], skip_special_tokens=True)
             while not text.startswith(prefix):
@@ -35,27 +35,27 @@ def completing_tokens(tokenizer: Any, token_ids: Sequence[int], ends: Sequence[i
 
 
 _LONGEST_CHARACTER = 4
-"""Bytes of one in UTF-8, and so the most tokens that write one together."""
+"""Bytes of a character in UTF-8, and so the maximum number of tokens that form one."""
 _UNFINISHED = "\ufffd"
 
 
 def token_texts(tokenizer: Any, token_ids: Sequence[int]) -> list[str]:
-    """What each token adds to the text, special tokens included; joined, they are ``tokenizer.decode(token_ids)``.
+    """Return the text of each token, special tokens included; joined, they equal ``tokenizer.decode(token_ids)``.
 
-    A character that several tokens write stands at the last of them, the others have "". Where every token alone decodes to its part of
-    the text, that is all; else each is decoded behind the one before it, which costs two short decodings a token.
+    A character formed by several tokens is assigned to the last of them, the others get "". If the tokens decoded one by one do not join
+    to the text, each is decoded together with the one before it, which takes two short decodings per token.
     """
     whole = tokenizer.decode(token_ids)
     alone = [tokenizer.decode([token]) for token in token_ids]
     if "".join(alone) == whole:
         return alone
     texts: list[str] = []
-    context = done = 0  # tokens before ``done`` are told; those from ``context`` on stand before the next, for spaces and the like
+    context = done = 0  # tokens before ``done`` have their text; those from ``context`` on provide context (leading spaces, ...)
     for end in range(1, len(token_ids) + 1):
-        told, text = tokenizer.decode(token_ids[context:done]), tokenizer.decode(token_ids[context:end])
+        previous, text = tokenizer.decode(token_ids[context:done]), tokenizer.decode(token_ids[context:end])
         if text.endswith(_UNFINISHED) and end < len(token_ids) and end - done < _LONGEST_CHARACTER:
             texts.append("")
             continue
-        texts.append(text[len(told) :])
+        texts.append(text[len(previous) :])
         context, done = done, end
     return texts

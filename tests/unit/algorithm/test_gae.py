@@ -235,7 +235,7 @@ def test_nan_at_a_response_token_is_not_hidden() -> None:
         ({"cu_seqlens": torch.tensor([0.0, 4.0])}, "integer"),
         ({"lam": 1.5}, r"lie in \[0, 1\]"),
         ({"lam": torch.tensor([0.5, math.nan])}, r"lie in \[0, 1\]"),
-        ({"lam": torch.ones(3)}, "one a sequence"),
+        ({"lam": torch.ones(3)}, "one per sequence"),
         ({"gamma": -0.1}, "gamma"),
         ({"bootstrap": torch.zeros(1)}, "bootstrap"),
     ],

@@ -54,7 +54,7 @@ def test_wrong_arguments_are_refused() -> None:
     with pytest.raises(ValueError, match="kind must be"):
         importance_weights(ALL.float(), ALL.float(), ALL, ONE, kind="tis")
     assert importance_weights(ALL.float(), ALL.float(), ALL, ONE, kind="token_truncate", cap=0.4).tolist() == pytest.approx([0.4] * 3)
-    with pytest.raises(ValueError, match="cap > 0"):
+    with pytest.raises(ValueError, match="cap must be above 0"):
         importance_weights(ALL.float(), ALL.float(), ALL, ONE, kind="token_truncate", cap=0.0)
     with pytest.raises(ValueError, match="low < cap"):
         importance_weights(ALL.float(), ALL.float(), ALL, ONE, kind="token_mask", low=2.0, cap=2.0)

@@ -67,7 +67,7 @@ def test_k1_is_refused_as_a_loss_and_the_others_pull_towards_the_reference() -> 
 def test_scenario_10_reward_scaling() -> None:
     assert scale_reward(torch.tensor([0.0, 1.0]), (0, 1), (-1, 1)).tolist() == [-1, 1]
     assert scale_reward(torch.tensor([-2.8, -0.25, 1.5]), (-2, 2), (-1, 1)).tolist() == pytest.approx([-1, -0.125, 0.75])
-    with pytest.raises(ValueError, match="must rise"):
+    with pytest.raises(ValueError, match="low < high"):
         scale_reward(torch.zeros(1), (1, 1), (-1, 1))
 
 

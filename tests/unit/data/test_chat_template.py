@@ -63,7 +63,7 @@ def test_control_tokens_in_a_row_are_its_fault(tokenizer: Any, tmp_path: Path) -
     assert "row 2: the text has control tokens of the model: '<|im_end|>', '<|im_start|>' " in text.replace(";", " ").replace(
         "'<|im_start|>', '<|im_end|>'", "'<|im_end|>', '<|im_start|>'"
     )
-    assert "row 3: the text has control tokens of the model: '<|endoftext|>'; take them out, or set data.control_tokens: plain" in text
+    assert "row 3: the text has control tokens of the model: '<|endoftext|>'; remove them, or set data.control_tokens: plain" in text
     report = check_data(config, tokenizer).train[0]
     assert (report.usable, [fault.row for fault in report.faults]) == (2, [2, 3])
 
@@ -121,8 +121,8 @@ def test_variables_of_the_template(tokenizer: Any, tmp_path: Path) -> None:
         chat_tokenizer(str(tmp_path / "model"), wrong)
     text = str(caught.value)
     assert "enable_thinkin: the chat template does not read it, so it has no effect; did you mean 'enable_thinking'?" in text
-    assert "chat_template_kwargs.tools: given to the template by the trainer" in text
-    assert "chat_template_kwargs.eos_token: given to the template by the trainer" in text
+    assert "chat_template_kwargs.tools: the trainer sets this variable; remove it" in text
+    assert "chat_template_kwargs.eos_token: the trainer sets this variable; remove it" in text
 
 
 def test_a_template_of_a_file_takes_the_place_of_the_models(tokenizer: Any, tmp_path: Path) -> None:

@@ -64,8 +64,8 @@ def test_the_command_shows_it_and_tells_by_its_exit_code(
         "columns read as prompt and answer: prompt = prompt, answer = answer",
         "row 5, field 'prompt': is null",
         "row 6: a row must be an object with named fields, got a number: 7",
-        "prompts that repeat an earlier one: 2, 1 of them with another answer (rows 2 = 1, 3 = 1)",
-        "overlap: 1 of the 2 different prompts of the evaluation set 'eval-1' are in the training source 'file-1' (rows 1 = 4)",
+        "prompts that repeat an earlier one: 2, 1 of them with a different answer (rows 2 = 1, 3 = 1)",
+        "overlap: 1 of the 2 distinct prompts of the evaluation set 'eval-1' are in the training source 'file-1' (rows 1 = 4)",
         "9 rows, 2 faults",
     ):
         assert expected in out
@@ -95,8 +95,8 @@ def test_columns_can_be_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ("arguments", "expected"),
     [
         (["x.jsonl", "--max-prompt-length", "0"], "must be at least 1"),
-        (["x.jsonl", "--max-prompt-length", "9"], "give a --tokenizer"),
-        (["x.yaml", "--prompt", "a", "--eval", "b"], "--eval, --prompt: with a configuration it is the configuration that says this"),
+        (["x.jsonl", "--max-prompt-length", "9"], "also give --tokenizer"),
+        (["x.yaml", "--prompt", "a", "--eval", "b"], "--eval, --prompt: not allowed with a configuration"),
         (["x.jsonl", "--json", "/dev/null/x"], "cannot be written"),
         (["x.jsonl", "--tokenizer", "nowhere"], "the tokenizer of 'nowhere' cannot be loaded"),
     ],
@@ -130,7 +130,9 @@ def test_repeated_training_prompts_are_dropped_and_counted_on_request(tmp_path: 
         dataset = PromptDataset(config, "train", TOKENIZER, seed=0)
         assert len(dataset) == names
     assert [item.prompt_id for item in dataset.items] == ["one/1", "one/4", "two/2"]
-    assert dataset.summary == ("data.train: 3 prompts: one 2 (2 dropped, repeat an earlier one), two 1 (2 dropped, repeat an earlier one)")
+    assert dataset.summary == (
+        "data.train: 3 prompts: one 2 (2 dropped, repeat an earlier prompt), two 1 (2 dropped, repeat an earlier prompt)"
+    )
     held_out = PromptDataset(data_config(source(one), eval=[source(two)], deduplicate=True), "eval", TOKENIZER, seed=0)
     assert len(held_out) == 3  # evaluation sets keep what they have
 
@@ -139,7 +141,7 @@ def test_overlap_of_a_run(files: tuple[Path, Path], tmp_path: Path) -> None:
     train = write_jsonl(tmp_path / "clean.jsonl", *TRAIN[:4])
     config = data_config(source(train), eval=[source(files[1])])
     sets = [PromptDataset(config, split, TOKENIZER, seed=0) for split in ("train", "eval")]
-    assert overlaps(*sets) == ["1 of the 2 different prompts of the evaluation set 'held_out' are in the training source 'clean'"]
+    assert overlaps(*sets) == ["1 of the 2 distinct prompts of the evaluation set 'held_out' are in the training source 'clean'"]
 
 
 def test_messages_and_text_are_compared_by_what_the_user_says() -> None:

@@ -118,7 +118,7 @@ def test_a_tokenizer_without_a_template_is_named(tmp_path: Path) -> None:
 def test_what_the_template_refuses_is_a_fault_of_the_row(tmp_path: Path) -> None:
     refusing = character_tokenizer("{{ raise_exception('no roles today') }}")
     config = data_config(source(numbered(tmp_path / "d.jsonl", 2)), chat_template=True)
-    with pytest.raises(DataError, match=r"2 faults(.|\n)*d\.jsonl, row 1: the chat template refuses the messages: no roles today"):
+    with pytest.raises(DataError, match=r"2 faults(.|\n)*d\.jsonl, row 1: the chat template rejects the messages: no roles today"):
         dataset(config, tokenizer=refusing)
 
 
@@ -181,7 +181,7 @@ BAD_MESSAGES = [
     ([{"role": "user", "content": None}], "field 'prompt[0].content': must be a text, got null"),
     ([{"role": "user", "content": ""}], "field 'prompt[0].content': is empty"),
     ([{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}], "the last message must be the user's, got 'assistant'"),
-    ([{"role": "system", "content": "s"}, {"role": "user", "content": "x"}], "has a system message of its own, so data.system_prompt"),
+    ([{"role": "system", "content": "s"}, {"role": "user", "content": "x"}], "has a system message, so data.system_prompt"),
 ]
 
 
@@ -211,7 +211,7 @@ def test_duplicate_ids_name_the_first_row(tmp_path: Path) -> None:
     rows = [{"prompt": "x", "answer": "1", "id": n} for n in (1, 2, "1")] + [{"prompt": "x", "answer": "1", "id": 1.5}]
     with pytest.raises(DataError) as error:
         check_files(data_config(source(write_jsonl(tmp_path / "d.jsonl", *rows), fields={"id": "id"})))
-    assert "row 3, field 'id': id '1' is already that of row 1" in str(error.value)
+    assert "row 3, field 'id': id '1' is already used by row 1" in str(error.value)
     assert "row 4, field 'id': must be a text or a whole number, got a number: 1.5" in str(error.value)
 
 
@@ -219,7 +219,7 @@ def test_dotted_field_through_something_else_than_an_object(tmp_path: Path) -> N
     path = write_jsonl(tmp_path / "d.jsonl", {"prompt": "x", "reward": "1"}, {"prompt": "x", "reward": {"truth": "1"}})
     with pytest.raises(DataError) as error:
         check_files(data_config(source(path, fields={"answer": "reward.ground_truth"})))
-    assert "row 1, field 'reward.ground_truth': 'reward' must be an object to look 'ground_truth' up in, got text: '1'" in str(error.value)
+    assert "row 1, field 'reward.ground_truth': 'reward' must be an object with field 'ground_truth', got text: '1'" in str(error.value)
     assert "row 2, field 'reward.ground_truth': missing; 'reward' has truth" in str(error.value)
 
 
@@ -243,7 +243,7 @@ def test_all_files_of_both_splits_in_one_error_with_the_first_twenty_shown(tmp_p
         "object.json: a .json file must hold a list of rows, got an object",
         "broken.parquet: not readable as parquet: ",
         "empty.jsonl: has no rows",
-        "table.xlsx: unknown format '.xlsx'; known are .jsonl, .json, .csv, .tsv, .parquet and folders of datasets",
+        "table.xlsx: unknown format '.xlsx'; supported: .jsonl, .json, .csv, .tsv, .parquet and folders of datasets",
         "absent.jsonl: no such file",
     ):
         assert expected in str(error.value)
@@ -260,13 +260,13 @@ def test_malformed_and_too_long_rows_come_in_one_error(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        ({"task": "chain_sun"}, "there is no such task; did you mean 'chain_sum'"),
+        ({"task": "chain_sun"}, "no such task; did you mean 'chain_sum'"),
         (
             {"task": "chain_sum", "options": {"min_terms": 5, "max_terms": 2}},
             "field 'options': AssertionError: max_terms must be >= min_terms",
         ),
         ({"task": "chain_sum", "options": {"terms": 2}}, "unexpected keyword argument 'terms'"),
-        ({"task": "chain_sum", "options": {"seed": 2}}, "seed: to be given beside 'task', not inside 'options'"),
+        ({"task": "chain_sum", "options": {"seed": 2}}, "seed: set next to 'task', not inside 'options'"),
     ],
 )
 def test_wrong_reasoning_gym_settings(settings: dict[str, Any], expected: str) -> None:
@@ -334,12 +334,12 @@ def test_state_continues_the_order_and_refuses_other_data(tmp_path: Path) -> Non
     second = dataset(config)
     second.load_state_dict(state)
     assert ids(second.next_batch(30)) == expected
-    with pytest.raises(DataError, match="seed was 0, now it is 1"):
+    with pytest.raises(DataError, match="seed was 0, is now 1"):
         dataset(config, seed=1).load_state_dict(state)
-    with pytest.raises(DataError, match="the sources were a, b; now they are a"):
+    with pytest.raises(DataError, match="the sources were a, b, are now a"):
         dataset(data_config(source(path))).load_state_dict(state)
     numbered(path, 4)
-    with pytest.raises(DataError, match="the prompts of source 'a' are not the same as before"):
+    with pytest.raises(DataError, match="the prompts of source 'a' have changed"):
         dataset(config).load_state_dict(state)
 
 
@@ -351,5 +351,5 @@ def test_samples_and_prompts_are_split_evenly_over_ranks() -> None:
 
 def test_a_column_with_the_name_of_the_sample_seed_is_refused(tmp_path: Path) -> None:
     rows = [{"prompt": "x", "answer": "1"}, {"prompt": "y", "answer": "1", "sample_seed": 3}]
-    with pytest.raises(DataError, match=r"row 2, field 'sample_seed': this name is the run's.*rename the column"):
+    with pytest.raises(DataError, match=r"row 2, field 'sample_seed': this name is reserved.*rename the column"):
         check_files(data_config(source(write_jsonl(tmp_path / "d.jsonl", *rows))))

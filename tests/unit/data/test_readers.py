@@ -87,7 +87,7 @@ def test_a_bad_first_row_does_not_decide_the_schema(tmp_path: Path) -> None:
     assert [problem.ground_truth for problem in problems] == ["2"]
     assert faults == [
         ", row 1, field 'answer': missing; the row has question",
-        ", row 3, field 'answer': has no '####' before its final answer, as GSM8K has it",
+        ", row 3, field 'answer': has no '####' before the final answer, which GSM8K requires",
     ]
 
 
@@ -130,8 +130,8 @@ def test_an_object_that_names_a_key_twice_is_a_bad_row(tmp_path: Path, ending: s
     problems, faults = read(tmp_path / f"d.{ending}")
     assert [problem.ground_truth for problem in problems] == ["1"]
     assert faults == [
-        ", row 2: the key 'prompt' is there twice; only one of its values can count",
-        ", row 3: the key 'a' is there twice; only one of its values can count",
+        ", row 2: duplicate key 'prompt'; keep one of its values",
+        ", row 3: duplicate key 'a'; keep one of its values",
     ]
 
 
@@ -169,8 +169,8 @@ def test_every_bad_csv_row_is_told_and_the_others_are_read(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
-        (b'prompt,answer\na,1\nb,"2', ", row 2: line 3: not valid CSV: unexpected end of data; what follows is not read"),
-        (b'prompt,answer\n"a"b,1\n', ", row 1: line 2: not valid CSV: ',' expected after '\"'; what follows is not read"),
+        (b'prompt,answer\na,1\nb,"2', ", row 2: line 3: not valid CSV: unexpected end of data; the rest of the file is not read"),
+        (b'prompt,answer\n"a"b,1\n', ", row 1: line 2: not valid CSV: ',' expected after '\"'; the rest of the file is not read"),
         (b"prompt,answer,prompt\na,1,b\n", ": the header repeats 'prompt': 'prompt', 'answer', 'prompt'"),
         (b"prompt,answer,\na,1,b\n", ": the header has a column without a name: 'prompt', 'answer', ''"),
         (b"pr\xffompt,answer\na,1\n", ": the header is not UTF-8: byte 0xff at character 2"),
@@ -208,11 +208,14 @@ def test_of_several_splits_one_must_be_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("state", "expected"),
     [
-        ("{", "state.json is not that of a saved dataset: not valid JSON"),
-        ('{"_data_files": [{"filename": "../secret.arrow"}]}', "state.json is not that of a saved dataset: it selects rows of other files"),
+        ("{", "state.json was not written by datasets' save_to_disk: not valid JSON"),
+        (
+            '{"_data_files": [{"filename": "../secret.arrow"}]}',
+            "state.json was not written by datasets' save_to_disk: the dataset selects rows of other files",
+        ),
         ('{"_data_files": [{"filename": "absent.arrow"}]}', "absent.arrow is not readable as Arrow"),
         ('{"_data_files": [{"filename": "broken.arrow"}]}', "broken.arrow is not readable as Arrow"),
-        (None, "a folder must be one that datasets' save_to_disk wrote (with state.json); give one of its files, part.parquet"),
+        (None, "a folder must be written by datasets' save_to_disk (with state.json); give one of its files, part.parquet"),
     ],
 )
 def test_damaged_folders(tmp_path: Path, state: str | None, expected: str) -> None:
@@ -245,9 +248,13 @@ def test_a_huge_row_is_a_fault_and_not_read(tmp_path: Path, monkeypatch: pytest.
     (tmp_path / "d.jsonl").write_text(f'{{"prompt": "a", "answer": "1"}}\n{long}\n{exact}\n{long}')
     problems, faults = read(tmp_path / "d.jsonl")
     assert (len(exact), [problem.row for problem in problems]) == (999, [1, 3])
-    assert faults == [f", row {row}: has {len(long) + end:,} bytes, more than 1,000: no line ends?" for row, end in ((2, 1), (4, 0))]
+    assert faults == [
+        f", row {row}: has {len(long) + end:,} bytes, more than 1,000; are the line ends missing?" for row, end in ((2, 1), (4, 0))
+    ]
     (tmp_path / "d.csv").write_text("prompt,answer\na,1\n" + "x" * 3000 + ",1\n")
-    assert read(tmp_path / "d.csv")[1] == [", row 2: line 3: not valid CSV: field larger than field limit (1000); what follows is not read"]
+    assert read(tmp_path / "d.csv")[1] == [
+        ", row 2: line 3: not valid CSV: field larger than field limit (1000); the rest of the file is not read"
+    ]
 
 
 def test_numbers_larger_than_floats_and_decimals_are_answers(tmp_path: Path) -> None:
@@ -271,7 +278,7 @@ def test_nul_characters_are_a_fault_of_their_row(tmp_path: Path) -> None:
 
 def test_what_is_no_file_or_cannot_be_opened_is_a_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "loop.jsonl").symlink_to("loop.jsonl")
-    assert read(tmp_path / "loop.jsonl")[1] == [": is no file (a device, a pipe, or a symbolic link that leads nowhere)"]
+    assert read(tmp_path / "loop.jsonl")[1] == [": is not a file (a device, a pipe or a broken symbolic link)"]
     assert read(tmp_path / f"{'x' * 300}.jsonl")[1] == [": cannot be read: File name too long"]
     path = write_jsonl(tmp_path / "d.jsonl", {"prompt": "x", "answer": 1})
 

@@ -87,7 +87,7 @@ def test_sampled_tokens_must_be_those_of_the_rows() -> None:
     response = Response.decode(PROMPT, TWO_TURNS, Lossy())
     rows = rows_of(response, Verdict(1.0, True, None, 0.0))
     given = ([PROMPT.token_ids], [TWO_TURNS.token_ids], [TWO_TURNS.logprobs])
-    with pytest.raises(ValueError, match="which were sampled"):
+    with pytest.raises(ValueError, match="pass sampled"):
         RolloutBatch.from_responses(rows, *given)
     with pytest.raises(ValueError, match="do not agree"):
         RolloutBatch.from_responses(rows, *given, sampled=[[True] * 7])
