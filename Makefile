@@ -1,7 +1,7 @@
 # make setup       environment in .venv for a machine without a GPU; PYTHON=python3.12 and VENV=FOLDER choose another Python and folder
-# make quickstart  setup, then train the tiny model with VAPO
+# make quickstart  setup, then train the tiny model with VAPO; SETTINGS="run.steps=5 seed=7" changes settings of the recipe
 # make test        all tests but the slow ones; test-fast: unit tests; test-slow: the slow ones; test-mcore-next: a newer Megatron-Core
-# make test-docs   every command of the pages, as written or with small sizes, in a copy of the tree
+# make test-docs   the shorter commands of the pages, with small sizes, in a copy of the tree; test-docs-slow: all of them, as written
 # make test-chaos  25 runs killed at random times and resumed (three of them are in make test)
 # make test-slurm  jobs on a real Slurm of fake nodes (needs root; installs Debian's slurm-wlm and munge if they are missing)
 # make lint        ruff, mypy, shellcheck
@@ -21,7 +21,7 @@ INSTALLED := $(VENV)/.installed
 TINY := models/tiny/.made
 BENCHMARKS := $(filter-out benchmarks/gpu_%,$(wildcard benchmarks/*.py))
 
-.PHONY: setup python quickstart test test-fast test-slow test-docs test-chaos test-slurm test-mcore-next lint format bench clean
+.PHONY: setup python quickstart test test-fast test-slow test-docs test-docs-slow test-chaos test-slurm test-mcore-next lint format bench clean
 
 setup: $(INSTALLED)
 
@@ -40,12 +40,12 @@ python:
 	  || { echo "error: $(VENV) has Python $$there, and PYTHON=$(PYTHON) is $$version; name another folder (VENV=.venv$$version) or remove it (rm -r $(VENV))" >&2; exit 2; }
 
 $(TINY): tools/make_tiny_model.py tools/addition_task.py | $(INSTALLED)
-	@$(BIN)/python tools/make_tiny_model.py --output models/tiny
+	@$(BIN)/python tools/make_tiny_model.py --output models/tiny $(TINY_OPTIONS)
 	@touch $@
 
 quickstart: $(INSTALLED) $(TINY)
 	@echo "training models/tiny with VAPO: examples/configs/quickstart.yaml"
-	@$(BIN)/vapo-mcore train examples/configs/quickstart.yaml --clean
+	@$(BIN)/vapo-mcore train examples/configs/quickstart.yaml --clean $(SETTINGS)
 	@printf '%s\n' '' 'What to try next:' \
 	  '  $(BIN)/vapo-mcore report runs/quickstart    # curves, samples and diagnosis of this run on one page: runs/quickstart/report.html' \
 	  '  $(BIN)/vapo-mcore eval examples/configs/quickstart.yaml --checkpoint runs/quickstart/export/hf    # the trained policy on held-out problems' \
@@ -58,13 +58,16 @@ test-fast: $(INSTALLED)
 	$(BIN)/python -m pytest tests/unit -m "not slow" --numprocesses 2 --dist loadfile
 
 test-docs: $(INSTALLED)
+	$(BIN)/python -m pytest tests/docs -m "not slow" --durations 10
+
+test-docs-slow: $(INSTALLED)
 	$(BIN)/python -m pytest tests/docs --durations 10
 
 test-chaos: $(INSTALLED)
 	$(BIN)/python -m pytest tests/chaos
 
 test-slow: $(INSTALLED)
-	$(BIN)/python -m pytest tests -m slow
+	$(BIN)/python -m pytest tests --ignore tests/docs -m slow
 
 test-slurm: $(INSTALLED)
 	$(BIN)/python -m pytest tests/slurm

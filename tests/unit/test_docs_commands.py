@@ -14,6 +14,7 @@ from tests.docs.pages import (
     SHELL,
     command_blocks,
     commands_in,
+    fenced_blocks,
     identity,
     inline_commands_in,
     is_synopsis,
@@ -142,6 +143,15 @@ def test_a_replacement_that_changes_the_command_is_refused(change: dict) -> None
     Command("vapo-mcore train x.yaml --resume", {"x.yaml": "y.yaml"}, add="seed=1", why="x")
     with pytest.raises(AssertionError):
         Command("vapo-mcore train x.yaml --resume", **change)
+
+
+def test_the_tutorial_shows_the_files_that_it_runs() -> None:
+    shown = {
+        language: "\n".join(lines) for language, lines in fenced_blocks(ROOT / "docs" / "tutorial.md") if language in ("python", "yaml")
+    }
+    assert shown["python"] in text_of("examples/tutorial/reward.py")
+    recipe = text_of("examples/tutorial/recipe.yaml")
+    assert shown["yaml"] in recipe and recipe.endswith(shown["yaml"] + "\n")
 
 
 def test_every_subcommand_and_tool_is_documented() -> None:

@@ -9,6 +9,7 @@ from tests.unit.config_helpers import write_model
 from vapo_mcore.config import Config, load_config
 
 CONFIGS = ROOT / "examples" / "configs"
+TUTORIAL = ROOT / "examples" / "tutorial" / "recipe.yaml"
 RECIPES = sorted(CONFIGS.glob("*.yaml"))
 PRESETS = sorted((CONFIGS / "presets").glob("*.yaml"))
 
@@ -21,7 +22,7 @@ def _on_quickstart(preset: str, folder: Path) -> Config:
     return load_config(path, lengths, check_paths=False)
 
 
-@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", [*RECIPES, TUTORIAL], ids=lambda path: path.stem)
 def test_recipe_is_valid(path: Path) -> None:
     load_config(path, check_paths=False)
 
@@ -34,7 +35,7 @@ def test_preset_is_valid_on_the_quickstart(preset: str, tmp_path: Path) -> None:
 def test_no_yaml_of_the_examples_is_left_out() -> None:
     """Recipes and presets are checked here and planned in tests/distributed; clusters in tests/unit/launch."""
     found = {path for suffix in ("yaml", "yml") for path in (ROOT / "examples").rglob(f"*.{suffix}")}
-    assert found == {*RECIPES, *PRESETS, *(CONFIGS / "clusters").glob("*.yaml")}
+    assert found == {*RECIPES, TUTORIAL, *PRESETS, *(CONFIGS / "clusters").glob("*.yaml")}
 
 
 def test_presets_only_hold_the_algorithm(tmp_path: Path) -> None:
