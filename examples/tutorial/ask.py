@@ -6,6 +6,7 @@ python examples/tutorial/ask.py runs/tutorial/export/hf "_/c+58:730;"
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -15,8 +16,8 @@ def main() -> None:
     parser.add_argument("model", help="Hugging Face folder")
     parser.add_argument("prompt")
     options = parser.parse_args()
-    tokenizer = AutoTokenizer.from_pretrained(options.model)
-    model = AutoModelForCausalLM.from_pretrained(options.model)
+    tokenizer: Any = AutoTokenizer.from_pretrained(options.model)
+    model: Any = AutoModelForCausalLM.from_pretrained(options.model)
     tokens = tokenizer(options.prompt, return_tensors="pt", return_token_type_ids=False)
     generated = model.generate(**tokens, max_new_tokens=128, do_sample=False)
     print(tokenizer.decode(generated[0, tokens["input_ids"].shape[1] :], skip_special_tokens=True))
