@@ -139,7 +139,7 @@ COMMANDS = [
             *("runs/quickstart/critic_pretrained/hf/config.json", "runs/quickstart/export/hf/model.safetensors"),
         ),
         look=looks.quickstart_learned,
-        small=f'TINY_OPTIONS="--steps 40" SETTINGS="{SMALL_QUICKSTART}"',
+        small=f'TINY_OPTIONS="--steps 120" SETTINGS="{SMALL_QUICKSTART}"',
         seconds=1500,
     ),
     Command("vapo-mcore watch runs/quickstart", says=(r"runs/quickstart  finished \((\d+) steps\)", r"step (\d+)/\1")),
@@ -206,11 +206,11 @@ COMMANDS = [
         f"vapo-mcore eval {TUTORIAL} --checkpoint runs/tutorial/export/hf eval.samples_per_prompt=8",
         add="eval.max_prompts=8 rollout.engine=transformers",
         why="eight problems, with the engine that starts faster",
-        says=("avg@8", "pass@8", "maj@8", "short", "long"),
+        says=("avg@8", "pass@8", "maj@8"),
         leaves=("runs/tutorial_eval/*/results.json",),
     ),
     Command("vapo-mcore convert verify runs/tutorial/export/hf", says=(r"its own checksums: \d+ tensors, equal",)),
-    Command('python examples/tutorial/ask.py runs/tutorial/export/hf "_/c+58:730;"', says=(r"(?m)^a/",)),
+    Command('python examples/tutorial/ask.py runs/tutorial/export/hf "_/c+58:730;"', says=(r"(?m)^\S*\d;",)),
     # docs/extending.md
     Command("vapo-mcore train examples/configs/extensions.yaml --dry-run"),
     Command(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -38,6 +39,7 @@ def test_command(command: Command, tree: Path, request: pytest.FixtureRequest) -
 @pytest.mark.slow
 @pytest.mark.parametrize("command", [command for command in COMMANDS if command.small], ids=_name)
 def test_at_full_size(command: Command, tree: Path, request: pytest.FixtureRequest) -> None:
+    shutil.rmtree(tree / "models" / "tiny", ignore_errors=True)  # made smaller by the first run
     _check(command, command.script, tree, request)
 
 
