@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from vapo_mcore.algorithm.advantages import whiten
+from vapo_mcore.algorithm.covariance import largest, token_covariances
 from vapo_mcore.algorithm.importance import mismatch_statistics
 from vapo_mcore.algorithm.losses import explained_variance, policy_loss, positive_nll, value_loss
 from vapo_mcore.algorithm.profiles import value_profiles
@@ -77,6 +78,21 @@ def explained_variance_over_ranks() -> None:
     assert explained_variance(share.x[share.own], constant[share.own], share.mask[share.own], share.group) is None
 
 
+def largest_covariances_over_ranks() -> None:
+    """Several counts; every second score is the same, so the keys decide among them."""
+    share = Share()
+    keys = torch.randperm(share.total, generator=torch.Generator().manual_seed(1))
+    covariances = token_covariances(share.x, share.y, share.mask)
+    close(token_covariances(share.x[share.own], share.y[share.own], share.mask[share.own], share.group), covariances[share.own])
+    covariances[::2] = 0.1
+    order = sorted(share.mask.nonzero().flatten().tolist(), key=lambda t: (-float(covariances[t]), int(keys[t])))
+    for count in (1, 3, len(order) - 1, len(order) + 5):
+        expected = torch.zeros(share.total, dtype=torch.bool)
+        expected[order[:count]] = True
+        own = share.own
+        assert torch.equal(largest(covariances[own], share.mask[own], keys[own], count, share.group), expected[own]), count
+
+
 def value_profiles_over_ranks() -> None:
     """A rank without tokens takes part; bins without any token are None on all."""
     share = Share()
@@ -135,6 +151,7 @@ CASES: list[Callable[[], None]] = [
     whiten_one_token_in_all_gives_zeros,
     moments_count_tokens_exactly,
     explained_variance_over_ranks,
+    largest_covariances_over_ranks,
     value_profiles_over_ranks,
     mismatch_over_ranks,
     losses_of_ranks_add_up_to_the_whole_batch,

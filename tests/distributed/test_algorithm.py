@@ -14,4 +14,4 @@ def test_reductions_on_three_ranks() -> None:
     listed = re.search(r"^CASES.*?^\]", WORKER.read_text(), re.MULTILINE | re.DOTALL)
     assert listed is not None
     expected = re.findall(r"^    (\w+),$", listed.group(), re.MULTILINE)
-    assert re.findall(r"^case (\w+) ok$", result.stdout, re.MULTILINE) == expected and len(expected) == 7
+    assert re.findall(r"^case (\w+) ok$", result.stdout, re.MULTILINE) == expected and len(expected) == 8

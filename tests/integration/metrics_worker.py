@@ -46,7 +46,12 @@ EVERYTHING = (
     "rollout.temperature=0.9",
 )
 CORRECTED = "algorithm.policy_loss.importance_correction={kind: token_truncate, cap: 1.5}"
-ROLLOUT_LOGPROBS = ("rollout.old_logprobs=rollout", "algorithm.kl={place: off, kind: null, coef: null, clamp: null}")
+CLIP_COV = "{kind: clip_cov, clip_low: null, clip_high: null, dual_clip: null, covariance: {fraction: 0.2, low: 0.02, high: 2.0}}"
+ROLLOUT_LOGPROBS = (
+    "rollout.old_logprobs=rollout",
+    "algorithm.kl={place: off, kind: null, coef: null, clamp: null}",
+    f"algorithm.policy_loss={CLIP_COV}",
+)
 
 CASES: dict[str, tuple[str, ...]] = {
     "dp2": (CORRECTED, PACKS),

@@ -112,6 +112,19 @@ DIFFERENCES_FROM_VAPO = {
         "policy_loss.clip_high": 4.0,
         "positive_lm.coef": 0.0,
     },
+    "clip_cov": {
+        "advantage.estimator": "grpo",
+        "advantage.whiten": "off",
+        "policy_loss.kind": "clip_cov",
+        "positive_lm.coef": 0.0,
+    },
+    "kl_cov": {
+        "advantage.estimator": "grpo",
+        "advantage.whiten": "off",
+        "policy_loss.kind": "kl_cov",
+        "policy_loss.covariance.fraction": 2e-3,
+        "positive_lm.coef": 0.0,
+    },
     "grpo": {
         "advantage.estimator": "grpo",
         "advantage.whiten": "off",
@@ -214,6 +227,8 @@ OTHER_DIFFERENCES = {
     "nemo_rl_ppo": NO_PRETRAINING | PLUS_MINUS_ONE | {"policy.epochs": 4, "critic.epochs": 4},
     "dapo": CRITIC_FREE | PLUS_MINUS_ONE | {"dynamic_sampling": True, "dynamic_sampling.max_rounds": 10, "policy.warmup_rollouts": 20},
     "vapo_review": {"critic.head": "mlp", "pretraining.head_only": True},
+    "clip_cov": CRITIC_FREE | {"dynamic_sampling": True, "dynamic_sampling.max_rounds": 10},
+    "kl_cov": CRITIC_FREE | {"dynamic_sampling": True, "dynamic_sampling.max_rounds": 10},
 } | dict.fromkeys(("grpo", "grpo_process", "dr_grpo", "gspo", "cispo", "rloo", "raw_reward", "reinforce_pp"), CRITIC_FREE)
 
 

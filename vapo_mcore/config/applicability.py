@@ -28,6 +28,7 @@ class Inapplicable:
 _ESTIMATOR = "algorithm.advantage.estimator"
 _CUSTOM = "algorithm.advantage.custom"
 _LAMBDA = "algorithm.advantage.lambda_policy"
+_COVARIANCE = "algorithm.policy_loss.covariance"
 _CORRECTION = "algorithm.policy_loss.importance_correction"
 
 _WHITENED = ("gae", "reinforce_pp", "dr_grpo", "custom")
@@ -123,6 +124,30 @@ INAPPLICABLE: tuple[Inapplicable, ...] = (
         "a custom objective reads its own options instead",
     ),
     Inapplicable(
+        ("algorithm.policy_loss.clip_low", "algorithm.policy_loss.clip_high", "algorithm.policy_loss.dual_clip"),
+        ("algorithm.policy_loss.kind",),
+        lambda c: c.algorithm.policy_loss.kind in ("clip_cov", "kl_cov"),
+        "it clips no ratio",
+    ),
+    Inapplicable(
+        (f"{_COVARIANCE}.fraction",),
+        ("algorithm.policy_loss.kind",),
+        lambda c: c.algorithm.policy_loss.kind not in ("clip_cov", "kl_cov"),
+        "only for 'clip_cov' and 'kl_cov'",
+    ),
+    Inapplicable(
+        (f"{_COVARIANCE}.low", f"{_COVARIANCE}.high"),
+        ("algorithm.policy_loss.kind",),
+        lambda c: c.algorithm.policy_loss.kind != "clip_cov",
+        "only for 'clip_cov'",
+    ),
+    Inapplicable(
+        (f"{_COVARIANCE}.kl_coef",),
+        ("algorithm.policy_loss.kind",),
+        lambda c: c.algorithm.policy_loss.kind != "kl_cov",
+        "only for 'kl_cov'",
+    ),
+    Inapplicable(
         ("algorithm.policy_loss.custom",),
         ("algorithm.policy_loss.kind",),
         lambda c: c.algorithm.policy_loss.kind != "custom",
@@ -175,7 +200,7 @@ INAPPLICABLE: tuple[Inapplicable, ...] = (
     ),
     Inapplicable(("critic.path",), ("critic.init",), lambda c: c.critic.init == "policy", "the critic starts from the policy's weights"),
     Inapplicable(
-        ("critic.head", "critic.head_init", "critic.head_bias"),
+        ("critic.head", "critic.head_init", "critic.head_bias", "critic.categorical"),
         ("critic.init",),
         lambda c: c.critic.init != "policy",
         "the head is loaded with the critic",

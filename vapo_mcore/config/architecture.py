@@ -27,6 +27,16 @@ _LLAMA3_SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_ma
 
 
 @dataclass(frozen=True)
+class ValueBins:
+    """Of a categorical value head: ``bins`` cells of equal width on [low, high]; ``sigma`` of the targets' Gaussian, in widths."""
+
+    low: float
+    high: float
+    bins: int
+    sigma: float
+
+
+@dataclass(frozen=True)
 class ModelArchitecture:
     """Architecture of a decoder-only model, named as in its HF config. All sizes are for the whole model, not per rank.
 
@@ -55,6 +65,12 @@ class ModelArchitecture:
     moe_ffn_hidden_size: int | None = None
     norm_topk_prob: bool = False
     mlp_value_head: bool = False  # critic: two layers with tanh instead of one linear layer
+    value_bins: ValueBins | None = None  # of a critic: a categorical head, not a scalar
+
+    @property
+    def value_outputs(self) -> int:
+        """Outputs of a critic's head."""
+        return 1 if self.value_bins is None else self.value_bins.bins
 
     @property
     def is_moe(self) -> bool:
@@ -63,7 +79,8 @@ class ModelArchitecture:
 
 def new_critic(config: Config, policy: ModelArchitecture) -> ModelArchitecture:
     """Return the architecture of a critic initialised from the policy (``critic.init: policy``): the policy's trunk with a value head."""
-    return replace(policy, mlp_value_head=config.critic.head == "mlp")
+    bins = config.critic.bins_of_new_head
+    return replace(policy, mlp_value_head=config.critic.head == "mlp", value_bins=None if bins is None else ValueBins(*bins))
 
 
 def padded_vocab_size(vocab_size: int, tensor_model_parallel_size: int) -> int:
@@ -105,6 +122,7 @@ def architecture_from_config(raw: dict[str, Any], where: str = "config.json") ->
     positions = keys.size("max_position_embeddings", optional=True) or 2048
     epsilon = keys.number("rms_norm_eps")
     theta, scaling = _rope(keys)
+    bins = _value_bins(keys)
     faults = [*keys.faults, *_unsupported(raw, family, positions)]
     heads = sizes["num_attention_heads"]
     if heads and kv_heads and heads % kv_heads:
@@ -134,6 +152,7 @@ def architecture_from_config(raw: dict[str, Any], where: str = "config.json") ->
         moe_ffn_hidden_size=experts.get("moe_intermediate_size"),
         norm_topk_prob=bool(raw.get("norm_topk_prob", False)),
         mlp_value_head=raw.get("value_head") == "mlp",
+        value_bins=bins,
     )
 
 
@@ -191,6 +210,25 @@ def _unsupported(raw: dict[str, Any], family: str, positions: int) -> Iterator[s
         yield f"sliding_window = {window!r} smaller than max_position_embeddings = {positions} is not supported"
     if family == "qwen3_moe" and (raw.get("mlp_only_layers") or raw.get("decoder_sparse_step", 1) != 1):
         yield "mixtures of experts with some dense layers (mlp_only_layers, decoder_sparse_step) are not supported"
+
+
+def _value_bins(keys: _Keys) -> ValueBins | None:
+    """Of a critic that an earlier run saved with a categorical head."""
+    raw = keys.raw.get("value_bins")
+    if raw is None:
+        return None
+    entries: dict[str, Any] = raw if isinstance(raw, dict) else {}
+    low, high, sigma = (_finite(entries.get(name)) for name in ("low", "high", "sigma"))
+    count = entries.get("bins")
+    if not low < high or not sigma > 0 or not isinstance(count, int) or isinstance(count, bool) or count < 2:
+        keys.faults.append(f"value_bins is {raw!r}, it must have numbers low < high, bins (whole, >= 2) and sigma > 0")
+        return None
+    return ValueBins(low, high, count, sigma)
+
+
+def _finite(value: object) -> float:
+    """A number as it stands in JSON; NaN, which no comparison holds for, in place of anything else."""
+    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) else math.nan
 
 
 def _rope(keys: _Keys) -> tuple[float, dict[str, Any] | None]:

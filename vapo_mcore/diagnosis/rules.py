@@ -36,6 +36,8 @@ FIRST_KL_LIMIT = {"float32": 1e-6, "bfloat16": 1e-3}
 """Largest k3 estimate between old and new log-probs before a step's first update."""
 MISMATCH_LIMIT = {"float32": 1e-3, "bfloat16": 5e-2}
 """Largest mean absolute difference between trainer's and rollout's log-probs of the sampled tokens."""
+PUBLISHED_UPDATES = 800
+"""About as many updates as VAPO's value pretraining makes (50 rollouts of 8,192 responses in mini-batches of 512; arXiv:2504.05118)."""
 STALE_FLOOR = {"float32": 1e-4, "bfloat16": 2e-2}
 """Differences below this are rounding, however much they have grown."""
 
@@ -47,10 +49,12 @@ class Context:
     dtype: str
     group_size: int
     recomputes_logprobs: bool
+    critic_lr: float | None = None  # None: no critic
 
     @classmethod
     def of(cls, config: Config) -> Context:
-        return cls(config.model.dtype, config.batch.responses_per_prompt, config.rollout.old_logprobs == "recompute")
+        rate = config.critic.optimizer.lr if config.uses_critic else None
+        return cls(config.model.dtype, config.batch.responses_per_prompt, config.rollout.old_logprobs == "recompute", rate)
 
 
 def values_of(rows: Rows, key: str) -> list[float]:
@@ -83,8 +87,21 @@ def explained_variance(rows: Rows, rule: ExplainedVarianceRule, context: Context
 
 
 def critic_stuck(rows: Rows, rule: CriticStuckRule, context: Context) -> str | None:
-    """The same with a longer window and a threshold above 0, for a critic that does no harm and no good either."""
-    return _explains_less(rows, rule)
+    """The same with a longer window and a threshold above 0, for a critic that does no harm and no good either.
+
+    Says what to try first: more updates a rollout until the critic has made about as many as published value pretraining, then a rate.
+    """
+    evidence = _explains_less(rows, rule)
+    made = values_of(rows, "critic/updates")
+    if evidence is None or not made:
+        return evidence
+    total = int(sum(made))
+    so_far = f"{evidence}; the critic has made {total} updates in {len(made)} steps"
+    if total < PUBLISHED_UPDATES:
+        advice = f"critic.updates_per_rollout: {math.ceil(PUBLISHED_UPDATES / len(made))} makes as many"
+        return f"{so_far}, and published value pretraining makes about {PUBLISHED_UPDATES}: {advice}"
+    rate = "" if context.critic_lr is None else f", now {context.critic_lr:g}: try {3 * context.critic_lr:g}"
+    return f"{so_far}, as many as published value pretraining: look at critic.optimizer.lr{rate}"
 
 
 def _explains_less(rows: Rows, rule: ExplainedVarianceRule | CriticStuckRule) -> str | None:

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from vapo_mcore import heartbeat
+from vapo_mcore.algorithm.histogram import bias_of_mean, expected_values
 from vapo_mcore.config.architecture import ModelArchitecture, padded_vocab_size
 from vapo_mcore.data.microbatch import MicroBatch
 from vapo_mcore.megatron.host import HAS_CUDA, megatron_scope
@@ -258,12 +259,13 @@ class MegatronModel:
         return result
 
     @torch.no_grad()
-    def set_value_bias(self, bias: float) -> None:
-        """Set the bias of a critic's head before its first update, in the weights and in the optimizer's copy of them."""
+    def set_value_bias(self, value: float) -> None:
+        """Set the bias of a critic's head of zeros to predict ``value``, before its first update, in the optimizer's copy too."""
         assert self.role == "critic" and (self.optimizer is None or self.optimizer.all_updates == 0), "a critic without an update"
+        bins = self.architecture.value_bins
         for chunk in self.chunks:
             if isinstance(head := getattr(chunk, "output_layer", None), ValueHead):
-                head.bias.fill_(bias)
+                head.bias.copy_(torch.full_like(head.bias, value) if bins is None else bias_of_mean(value, bins))
         if self.optimizer is not None:
             self.optimizer.megatron.reload_model_params()
 
@@ -327,7 +329,7 @@ class MegatronModel:
     def _head_outputs(self, output: Tensor, batch: dict[str, Tensor], temperature: float, entropy: bool) -> dict[str, Tensor]:
         """[1, local tokens, shard] of the output layer -> float32 [local tokens] of each quantity."""
         if self.role == "critic":
-            return {"values": output[0, :, 0]}
+            return critic_outputs(output[0], self.architecture)
         logprobs, entropies = vocab_parallel_logprobs(
             output[0],
             batch["labels"],
@@ -338,6 +340,13 @@ class MegatronModel:
             excluded=self.excluded_columns,
         )
         return {"logprobs": logprobs} if entropies is None else {"logprobs": logprobs, "entropy": entropies}
+
+
+def critic_outputs(output: Tensor, architecture: ModelArchitecture) -> dict[str, Tensor]:
+    """[local tokens, outputs] of a value head -> ``values`` float32 [local tokens] and, of a categorical one, ``value_logits``."""
+    if architecture.value_bins is None:
+        return {"values": output[:, 0]}
+    return {"values": expected_values(output, architecture.value_bins), "value_logits": output}
 
 
 def _softmax_columns(vocab_size: int, unknown: Sequence[int], parallel: ParallelContext) -> tuple[int, Tensor | None]:

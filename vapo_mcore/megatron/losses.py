@@ -10,13 +10,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from vapo_mcore.algorithm.covariance import covariance_terms
+from vapo_mcore.algorithm.histogram import histogram_value_terms
 from vapo_mcore.algorithm.kl import LOG_RATIO_CLAMP, KLKind, kl_loss_terms, masked_difference
 from vapo_mcore.algorithm.losses import Clips, policy_loss_terms, positive_nll_terms, value_loss_terms
 from vapo_mcore.algorithm.objectives import Sequences, cispo_terms, gspo_terms, ratio_indicators
+from vapo_mcore.config.architecture import ValueBins
 from vapo_mcore.config.schema import Config
 from vapo_mcore.extensions.points import CustomObjective, loss_terms
 
 Stats = dict[str, Tensor]
+
+COVARIANCE_KINDS = ("clip_cov", "kl_cov")
+"""Objectives that treat some tokens of a mini-batch apart; the trainer marks them in the tensor ``covarying``."""
 
 TERM_STATISTIC = "term/"
 """What the statistics of a user's terms begin with; behind the name stands "/sum", since names that end in "_max" are maxima."""
@@ -27,7 +33,7 @@ class PolicyLoss:
 
     Reads ``old_logprobs``, ``advantages``, ``policy_weights`` (from ``token_weights``; KL and entropy use them too) and
     ``positive_weights`` (from ``positive_token_weights``: nonzero at tokens of correct responses), ``importance_weights`` with
-    an importance correction, ``ref_logprobs`` with a KL term, what the user's terms ask for.
+    an importance correction, ``covarying`` with clip_cov and kl_cov, ``ref_logprobs`` with a KL term, what the user's terms ask for.
 
     Statistics: ``surrogate``, ``nll``, ``kl`` are parts of the loss before their coefficients; ``tokens``, ``clip_high``, ``clip_low``,
     ``clip_dual``, ``approx_kl``, ``ratio`` are sums over response tokens, and so are ``entropy`` and the ``mismatch_*`` if measured.
@@ -56,6 +62,7 @@ class PolicyLoss:
         )
         names = ["old_logprobs", "advantages", "policy_weights", "positive_weights"]
         names += ["importance_weights"] if self.clip.importance_correction.kind != "off" else []
+        names += ["covarying"] if self.clip.kind in COVARIANCE_KINDS else []
         names += ["ref_logprobs"] if self.kl_coef > 0 else []
         names += [name for term in self.terms for name in term.stored]
         names += self.objective.stored if self.objective is not None else []
@@ -107,6 +114,9 @@ class PolicyLoss:
             return terms if weights is None else terms * torch.where(batch["mask"], weights, 0.0), indicators
         if clip.kind == "cispo":
             return cispo_terms(*read, clip_high=clip.clip_high, importance_weights=weights)
+        if clip.kind in COVARIANCE_KINDS:
+            kl_coef = clip.covariance.kl_coef if clip.kind == "kl_cov" else None
+            return covariance_terms(*read, batch["covarying"], kl_coef=kl_coef, importance_weights=weights)
         clips: Clips = {"clip_low": clip.clip_low, "clip_high": clip.clip_high, "dual_clip": clip.dual_clip}
         if clip.kind == "gspo":
             sequences = Sequences(batch["cu_seqlens"], self.context_parallel_group)
@@ -127,22 +137,30 @@ class PolicyLoss:
 
 
 class CriticLoss:
-    """Value loss 1/2 (V - R)^2 (clipped around ``values``, the predictions before the update, if configured), token mean.
+    """Value loss 1/2 (V - R)^2 (clipped around ``values``, the predictions before the update, if configured), token mean; with ``bins``
+    the cross-entropy of a categorical head.
 
-    Reads ``returns``, ``value_weights`` and with a clip ``values``. Statistics: ``tokens`` and ``clip``, sums over response tokens.
+    Reads ``returns``, ``value_weights`` and with a clip ``values``. Statistics: ``tokens`` and ``clip``, sums over response tokens;
+    with ``bins`` ``squared``, the token mean of 1/2 (V - R)^2.
     """
 
     temperature = 1.0
     needs_entropy = False
 
-    def __init__(self, clip: float | None) -> None:
-        self.clip = clip
+    def __init__(self, clip: float | None, bins: ValueBins | None = None) -> None:
+        assert clip is None or bins is None, "the configuration refuses a value clip with a categorical head"
+        self.clip, self.bins = clip, bins
         self.tensors: tuple[str, ...] = ("returns", "value_weights", *(("values",) if clip is not None else ()))
 
     def __call__(self, outputs: dict[str, Tensor], batch: dict[str, Tensor]) -> tuple[Tensor, Stats]:
         mask = batch["mask"]
+        weights = batch["value_weights"]
         terms, indicators = value_loss_terms(outputs["values"], batch.get("values"), batch["returns"], mask, clip=self.clip)
-        return (terms * batch["value_weights"]).sum(), {"tokens": mask.sum(), "clip": indicators["clip_frac"].sum()}
+        stats = {"tokens": mask.sum(), "clip": indicators["clip_frac"].sum()}
+        if self.bins is not None:
+            stats["squared"] = (terms.detach() * weights).sum()
+            terms = histogram_value_terms(outputs["value_logits"], batch["returns"], mask, self.bins)
+        return (terms * weights).sum(), stats
 
 
 class SupervisedLoss:

@@ -64,15 +64,15 @@ def recompute_settings(recompute: str, attention: Attention) -> dict[str, Any]:
 
 
 class ValueHead(nn.Linear):
-    """Scalar value head [1, hidden] in float32, in the place of GPTModel's output layer.
+    """Value head [outputs, hidden] in float32, in the place of GPTModel's output layer: one output, or a logit for each bin.
 
     Under sequence parallelism each TP rank values its own slice of the tokens and the values are gathered, so weight and
     bias receive partial gradients on each rank and are marked for summation over TP. Weight and bias start at zero; the
     loader decides what they become.
     """
 
-    def __init__(self, hidden_size: int, *, sequence_parallel: bool, group: Any) -> None:
-        super().__init__(hidden_size, 1, bias=True, dtype=torch.float32, device=torch.cuda.current_device())
+    def __init__(self, hidden_size: int, *, outputs: int = 1, sequence_parallel: bool, group: Any) -> None:
+        super().__init__(hidden_size, outputs, bias=True, dtype=torch.float32, device=torch.cuda.current_device())
         nn.init.zeros_(self.weight)
         nn.init.zeros_(self.bias)
         self.sequence_parallel = sequence_parallel
@@ -85,7 +85,7 @@ class ValueHead(nn.Linear):
         return hidden
 
     def forward(self, hidden: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None) -> tuple[Tensor, None]:  # type: ignore[override]
-        """[tokens (local under sequence parallelism), 1, hidden] -> ([tokens, 1, 1] float32, None), as a Megatron output layer."""
+        """[tokens (local under sequence parallelism), 1, hidden] -> ([tokens, 1, outputs] float32, None), as a Megatron output layer."""
         values = super().forward(self.features(hidden.float()))
         if self.sequence_parallel:
             from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
@@ -100,8 +100,8 @@ class MlpValueHead(ValueHead):
     Dropout acts in training steps only, from a stream of its own on each rank that holds other tokens (``stream``).
     """
 
-    def __init__(self, hidden_size: int, *, sequence_parallel: bool, group: Any, dropout: float, stream: int) -> None:
-        super().__init__(hidden_size, sequence_parallel=sequence_parallel, group=group)
+    def __init__(self, hidden_size: int, *, outputs: int = 1, sequence_parallel: bool, group: Any, dropout: float, stream: int) -> None:
+        super().__init__(hidden_size, outputs=outputs, sequence_parallel=sequence_parallel, group=group)
         self.dense = nn.Linear(hidden_size, hidden_size, bias=True, dtype=torch.float32, device=self.weight.device)
         self.dropout = dropout
         self.stream = stream
@@ -293,6 +293,7 @@ def build_chunks(
 
 def _value_head(architecture: ModelArchitecture, parallel: ParallelContext, dropout: float) -> ValueHead:
     layout: dict[str, Any] = {"sequence_parallel": parallel.sequence_parallel, "group": parallel.tensor_model_parallel_group}
+    layout["outputs"] = architecture.value_outputs
     if not architecture.mlp_value_head:
         return ValueHead(architecture.hidden_size, **layout)
     # Ranks with the same tokens must drop the same: all of a TP group, unless each has its own slice of the sequence.

@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 from vapo_mcore.config.architecture import ModelArchitecture
 from vapo_mcore.data.thd import ThdLayout
 from vapo_mcore.megatron.attention import RMSNorm, SegmentAttention
-from vapo_mcore.megatron.engine import wrap_chunks
+from vapo_mcore.megatron.engine import critic_outputs, wrap_chunks
 from vapo_mcore.megatron.host import import_megatron, megatron_scope
 from vapo_mcore.megatron.logprob import CHUNK_ELEMENTS, vocab_parallel_logprobs
 from vapo_mcore.megatron.losses import CriticLoss, PolicyLoss
@@ -241,7 +241,7 @@ class _ChunkRun:
                 self.loss.clip, self.loss.objective = self.loss.clip.model_copy(update={"kind": "ppo"}), None
             self.loss.terms = self.loss.terms[:0]  # a user's terms hold vectors of the tokens, and need not run on tensors without data
         else:
-            self.loss = CriticLoss(config.algorithm.value_loss.clip)
+            self.loss = CriticLoss(config.algorithm.value_loss.clip, architecture.value_bins)
         buffers = (*chunk.buffers, *chunk.expert_parallel_buffers)
         self.ignored = [tensor for buffer in buffers for tensor in (buffer.param_data, buffer.grad_data)]
         self.ignored += [*self.module.parameters(), *self.module.buffers()]
@@ -287,7 +287,7 @@ class _ChunkRun:
 
     def _head(self, output: Tensor, *, entropy: bool) -> dict[str, Tensor]:
         if self.role == "critic":
-            return {"values": output[0, :, 0]}
+            return critic_outputs(output[0], self.architecture)
         labels = torch.empty(output.shape[1], dtype=torch.int64, device=META)
         logprobs, entropies = vocab_parallel_logprobs(
             output[0],

@@ -139,7 +139,7 @@ def chunk_parameters(
 def _value_head(arch: ModelArchitecture) -> list[tuple[str, int]]:
     """Names and elements of a critic's head, which every tensor-parallel rank holds whole."""
     hidden = arch.hidden_size
-    last = [("weight", hidden), ("bias", 1)]
+    last = [("weight", arch.value_outputs * hidden), ("bias", arch.value_outputs)]
     return [*last, ("dense.weight", hidden * hidden), ("dense.bias", hidden)] if arch.mlp_value_head else last
 
 

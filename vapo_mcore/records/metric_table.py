@@ -140,6 +140,12 @@ _POLICY = (
     Metric(
         "policy/clip_frac_dual", MEAN, "response tokens of all updates", "Share of tokens held by the dual clip (A < 0, r > dual_clip)."
     ),
+    Metric(
+        "policy/covarying_frac",
+        SAME,
+        "response tokens",
+        "Share of tokens that `clip_cov` leaves out or `kl_cov` punishes, chosen in each mini-batch (with these objectives).",
+    ),
     Metric("policy/ratio_mean", MEAN, "response tokens of all updates", "Mean ratio new / old."),
     Metric("policy/grad_norm", MEAN, "updates", "Global gradient norm before clipping."),
     Metric("policy/lr", SAME, "-", "Learning rate of the step's last update."),
@@ -164,7 +170,14 @@ _CRITIC = (
         MEAN,
         "updates",
         "Value loss, 1/2 (V - R)^2 (with `value_loss.clip` the larger of that and the clipped one) averaged over response tokens of the "
-        "mini-batch.",
+        "mini-batch. Of a categorical head (`critic.categorical`) that of its expectation, which is not what it minimises.",
+    ),
+    Metric("critic/cross_entropy", MEAN, "updates", "The loss of a categorical head, in nats: cross-entropy with the returns' histograms."),
+    Metric(
+        "critic/returns_outside_frac",
+        SAME,
+        "response tokens",
+        "Share of returns outside the bounds of a categorical head; above 1 % the run ends.",
     ),
     Metric("critic/clip_frac", MEAN, "response tokens of all updates", "Share of tokens where the clipped value loss was the larger one."),
     Metric(

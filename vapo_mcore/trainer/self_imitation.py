@@ -105,9 +105,8 @@ class SelfImitation:
         """Fit the critic to the returns from sampling time, at its current learning rate. Returns False if the update was skipped."""
         assert critic.optimizer is not None
         coef = self.settings.value_coef
-        result = critic.train_step(
-            self._microbatches(sample, "value_weights", coef), CriticLoss(None), aside_lr=critic.optimizer.learning_rate
-        )
+        loss = CriticLoss(None, critic.architecture.value_bins)
+        result = critic.train_step(self._microbatches(sample, "value_weights", coef), loss, aside_lr=critic.optimizer.learning_rate)
         metrics.put("imitation/value_loss", result.metrics["loss"] / coef)
         return result.skipped is None
 

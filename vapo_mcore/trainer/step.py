@@ -182,7 +182,7 @@ class StepRunner:
         with step.timer.phase("policy_update"):
             self.estimator.correct_importance(experience, step.metrics)
             self._check(step, experience)
-            stopped = update_policy(self.config, self.models.policy, experience, step.metrics, self.guards["policy"])
+            stopped = update_policy(self.config, self.models.policy, experience, step.metrics, self.guards["policy"], self.rollouts)
             self.models.residency.mark_changed("policy")
             self._stop_updates(step, experience, "policy", stopped)
 

@@ -6,22 +6,34 @@ them, and swaps the model on the device once instead of once per epoch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count, islice
 
+import torch
+import torch.distributed as dist
+
+from vapo_mcore.algorithm.covariance import chosen_count, largest, random_scores, token_covariances, token_keys
+from vapo_mcore.algorithm.histogram import outside
 from vapo_mcore.algorithm.segments import broadcast_to_tokens
 from vapo_mcore.algorithm.weights import positive_token_weights, token_weights
+from vapo_mcore.config.architecture import ValueBins
 from vapo_mcore.config.schema import Config
 from vapo_mcore.data.microbatch import MicroBatch
-from vapo_mcore.experience.batches import Experience, MiniBatch
+from vapo_mcore.data.ragged import segment_positions, token_index
+from vapo_mcore.errors import StepBroken
+from vapo_mcore.experience.batches import Experience, MiniBatch, shuffle_seed
 from vapo_mcore.extensions.points import ROW_PREFIX
 from vapo_mcore.megatron.engine import LossFunction, MegatronModel, StepResult
-from vapo_mcore.megatron.losses import TERM_STATISTIC, CriticLoss, PolicyLoss
+from vapo_mcore.megatron.losses import COVARIANCE_KINDS, TERM_STATISTIC, CriticLoss, PolicyLoss
 from vapo_mcore.megatron.optimizer import Skipped
+from vapo_mcore.megatron.parallel import ParallelContext
 from vapo_mcore.records.metrics import StepMetrics
 from vapo_mcore.trainer.bad_updates import UpdateGuard
 
+MOST_OUTSIDE = 0.01
+"""Largest share of a rollout's returns outside the bounds of a categorical head."""
 _WEIGHTS = ("policy_weights", "positive_weights", "value_weights")
 
 
@@ -42,14 +54,19 @@ def update_critic(
 
     Returns the update at which ``guard``'s limit of consecutive skips was reached, else None.
     """
-    loss = CriticLoss(config.algorithm.value_loss.clip)
+    bins = model.architecture.value_bins
+    loss = CriticLoss(config.algorithm.value_loss.clip, bins)
+    if bins is not None:
+        require_returns_within(bins, experience, model.parallel, metrics)
 
     def weigh(microbatch: MicroBatch, minibatch: MiniBatch) -> MicroBatch:
         mask, cu_seqlens = microbatch.tensors["response_mask"], microbatch.layout.cu_seqlens
         return microbatch.with_tensors(value_weights=token_weights(mask, cu_seqlens, "token", None, minibatch.denominators))
 
     def record(result: StepResult) -> None:
-        metrics.add("critic/loss", result.metrics["loss"], 1)
+        metrics.add("critic/loss", result.metrics["loss" if bins is None else "squared"], 1)
+        if bins is not None:
+            metrics.add("critic/cross_entropy", result.metrics["loss"], 1)
         metrics.add("critic/grad_norm", result.grad_norm, 1)
         metrics.add("critic/clip_frac", result.metrics["clip"], result.metrics["tokens"])
 
@@ -57,16 +74,41 @@ def update_critic(
     return _update("critic", model, experience, loss, order, weigh, record, metrics, guard)
 
 
+def require_returns_within(bins: ValueBins, experience: Experience, parallel: ParallelContext, metrics: StepMetrics) -> None:
+    """Count the returns that a categorical head cannot predict. A collective over data parallelism.
+
+    Raises StepBroken, on all ranks, if they are more than ``MOST_OUTSIDE`` of the rollout's.
+    """
+    returns, mask = experience.batch["returns"], experience.mask
+    beyond = outside(returns, mask, bins)
+    counts = torch.stack([beyond.sum(), mask.sum()]).double()
+    kept = returns[mask].double()
+    extremes = torch.stack([-kept.min(), kept.max()]) if kept.numel() else counts.new_full((2,), -math.inf)
+    if parallel.data_parallel_size > 1:
+        dist.all_reduce(counts, group=parallel.data_parallel_group)
+        dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=parallel.data_parallel_group)
+    share = float(counts[0] / counts[1].clamp(min=1.0))
+    metrics.put("critic/returns_outside_frac", share)
+    if share > MOST_OUTSIDE:
+        raise StepBroken(
+            f"critic: {share:.1%} of the returns lie outside [{bins.low:g}, {bins.high:g}], the bounds of its categorical head "
+            f"(at most {MOST_OUTSIDE:.0%} may); they run from {-float(extremes[0]):g} to {float(extremes[1]):g}: give "
+            "critic.categorical.low and high that contain the rewards, with penalties"
+        )
+
+
 def update_policy(
-    config: Config, model: MegatronModel, experience: Experience, metrics: StepMetrics, guard: UpdateGuard
+    config: Config, model: MegatronModel, experience: Experience, metrics: StepMetrics, guard: UpdateGuard, rollout: int
 ) -> StoppedUpdate | None:
-    """Run all policy updates of the rollout. Returns like ``update_critic``."""
+    """Run all policy updates of the rollout. Returns like ``update_critic``. ``rollout``: its number; seeds the choice of ``clip_cov``."""
     loss = PolicyLoss(config, model.parallel.context_parallel_group)
     settings = config.algorithm.policy_loss
     for name in loss.tensors:
         if name.startswith(ROW_PREFIX):
             column = experience.on_rows(experience.rows_column(name.removeprefix(ROW_PREFIX)))
             experience.batch[name] = broadcast_to_tokens(column, experience.mask, experience.cu_seqlens)
+    if settings.kind in COVARIANCE_KINDS:
+        choose_covarying(config, experience, model.parallel, metrics, rollout)
     first = True
 
     def weigh(microbatch: MicroBatch, minibatch: MiniBatch) -> MicroBatch:
@@ -92,6 +134,39 @@ def update_policy(
     metrics.put("policy/positive_tokens", positive)
     order = update_order(experience.minibatches, config.policy.epochs, None)
     return _update("policy", model, experience, loss, order, weigh, record, metrics, guard, extra=("positive_mask",))
+
+
+def choose_covarying(config: Config, experience: Experience, parallel: ParallelContext, metrics: StepMetrics, rollout: int) -> None:
+    """Mark the tokens that ``kl_cov`` punishes or ``clip_cov`` leaves out, in ``experience.batch["covarying"]`` (bool), by mini-batch.
+
+    A collective over data parallelism; the same tokens in any layout.
+    """
+    settings, kind = config.algorithm.policy_loss.covariance, config.algorithm.policy_loss.kind
+    batch, cu_seqlens, group = experience.batch, experience.cu_seqlens, parallel.data_parallel_group
+    lengths = cu_seqlens.diff().long()
+    keys = token_keys(torch.repeat_interleave(batch.row_ids.to(cu_seqlens.device), lengths), segment_positions(lengths))
+    chosen = torch.zeros_like(experience.mask)
+    number = 0
+    for minibatch in experience.minibatches:
+        if minibatch.is_masked:
+            continue
+        rows = torch.cat([torch.empty(0, dtype=torch.int64), *(microbatch.rows for microbatch in minibatch.microbatches)])
+        index = token_index(cu_seqlens, rows.to(cu_seqlens.device))
+        mask, key = experience.mask[index], keys[index]
+        covariances = token_covariances(batch["old_logprobs"][index], batch["advantages"][index], mask, group)
+        if kind == "clip_cov":
+            candidates = mask & (covariances > settings.low) & (covariances < settings.high)
+            scores = random_scores(key, shuffle_seed(config.seed, rollout))
+        else:
+            candidates, scores = mask, covariances
+        tokens = minibatch.denominators.tokens
+        chosen[index] = largest(scores, candidates, key, chosen_count(settings.fraction, tokens), group)
+        number += tokens
+    batch["covarying"] = chosen
+    total = chosen.sum().double()
+    if parallel.data_parallel_size > 1:
+        dist.all_reduce(total, group=group)
+    metrics.put("policy/covarying_frac", float(total) / number if number else None)
 
 
 def update_order(minibatches: Sequence[MiniBatch], epochs: int, updates: int | None) -> list[tuple[int, int, MiniBatch]]:

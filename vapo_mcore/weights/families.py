@@ -130,12 +130,12 @@ LM_HEAD = (
 # The names of transformers' token classifiers. Its classes have no head of two layers: such a one has names of its own, so
 # that they take it for a missing head and never for a linear one.
 VALUE_HEAD = (
-    Rule(("output_layer.weight",), (("score.weight", ("one", "hidden")),), "copy", when="not mlp_value_head"),
-    Rule(("output_layer.bias",), (("score.bias", ("one",)),), "copy", when="not mlp_value_head"),
+    Rule(("output_layer.weight",), (("score.weight", ("values", "hidden")),), "copy", when="not mlp_value_head"),
+    Rule(("output_layer.bias",), (("score.bias", ("values",)),), "copy", when="not mlp_value_head"),
     Rule(("output_layer.dense.weight",), (("score.dense.weight", ("hidden", "hidden")),), "copy", when="mlp_value_head"),
     Rule(("output_layer.dense.bias",), (("score.dense.bias", ("hidden",)),), "copy", when="mlp_value_head"),
-    Rule(("output_layer.weight",), (("score.out.weight", ("one", "hidden")),), "copy", when="mlp_value_head"),
-    Rule(("output_layer.bias",), (("score.out.bias", ("one",)),), "copy", when="mlp_value_head"),
+    Rule(("output_layer.weight",), (("score.out.weight", ("values", "hidden")),), "copy", when="mlp_value_head"),
+    Rule(("output_layer.bias",), (("score.out.bias", ("values",)),), "copy", when="mlp_value_head"),
 )
 HEAD_PREFIX = "score."
 """Of the HF names of a critic's head, and of nothing else."""

@@ -213,7 +213,7 @@ DIMENSIONS = {
     "ffn": lambda arch: arch.ffn_hidden_size,
     "expert_ffn": lambda arch: arch.moe_ffn_hidden_size,
     "experts": lambda arch: arch.num_experts,
-    "one": lambda arch: 1,
+    "values": lambda arch: arch.value_outputs,
 }
 """Names of dimensions that rules use for the shapes of HF tensors."""
 

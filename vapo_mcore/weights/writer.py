@@ -13,6 +13,7 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -215,7 +216,12 @@ def _config(source: Path, architecture: ModelArchitecture, role: Role, dtype: to
         # transformers has no class with a head of two layers; its trunk is an ordinary model
         config["architectures"] = [f"{prefix}Model" if architecture.mlp_value_head else f"{prefix}ForTokenClassification"]
         config["value_head"] = "mlp" if architecture.mlp_value_head else "linear"
-        config["id2label"], config["label2id"] = {"0": "value"}, {"value": 0}
+        bins = architecture.value_bins
+        names = ["value"] if bins is None else [f"bin {number}" for number in range(bins.bins)]
+        config["id2label"] = {str(number): name for number, name in enumerate(names)}
+        config["label2id"] = {name: number for number, name in enumerate(names)}
+        if bins is not None:
+            config["value_bins"] = asdict(bins)
     else:
         config["architectures"] = [f"{prefix}ForCausalLM"]
     return config

@@ -25,6 +25,9 @@ VOCAB = 70
 MODELS = ("qwen2", "qwen2_tied", "qwen3", "llama_tied", "one_kv_head")
 MLP_HEAD = "qwen2_tied_mlp"
 """A model whose critic has a head of two layers."""
+HISTOGRAM_HEAD = "qwen2_tied_histogram"
+"""A model whose critic has a categorical head, and its bins: the returns, in [0, 1], lie inside."""
+BINS = {"low": -0.3, "high": 1.4, "bins": 9, "sigma": 0.75}
 UNKNOWN_MODELS = ("qwen2_unknown", "qwen2_tied_unknown")
 UNKNOWN = (5, 33, *range(40, VOCAB))
 """Ids that the tokenizer of these models lacks, whose output rows are large: single ones, and with TP all of the last ranks' shards."""
@@ -53,7 +56,8 @@ def make_model(name: str, folder: Path) -> None:
     torch.manual_seed(sum(map(ord, name)))
     model: Any
     if name.startswith("qwen2"):
-        model = Qwen2ForCausalLM(Qwen2Config(**common, value_head="mlp" if name == MLP_HEAD else "linear"))
+        head = {"value_bins": BINS} if name == HISTOGRAM_HEAD else {}
+        model = Qwen2ForCausalLM(Qwen2Config(**common, value_head="mlp" if name == MLP_HEAD else "linear", **head))
     elif name == "qwen3":
         model = Qwen3ForCausalLM(Qwen3Config(**common, head_dim=24))
     elif name == "one_kv_head":
@@ -102,10 +106,10 @@ def make_batch(model: str) -> dict[str, list[Tensor]]:
     return batch
 
 
-def head_weights(hidden_size: int) -> tuple[Tensor, Tensor]:
-    """A value head that is not zero, so that the trunk receives gradients: weight [1, hidden], bias [1]."""
+def head_weights(hidden_size: int, outputs: int = 1) -> tuple[Tensor, Tensor]:
+    """A value head that is not zero, so that the trunk receives gradients: weight [outputs, hidden], bias [outputs]."""
     generator = torch.Generator().manual_seed(11)
-    return torch.randn(1, hidden_size, generator=generator) * 0.1, torch.full((1,), 0.05)
+    return torch.randn(outputs, hidden_size, generator=generator) * 0.1, torch.linspace(0.05, 0.3, outputs)
 
 
 def dense_weights(hidden_size: int) -> tuple[Tensor, Tensor]:
@@ -143,7 +147,8 @@ class Oracle:
         columns = torch.tensor(unknown_ids(Path(folder).name), dtype=torch.int64)
         self.model.get_output_embeddings().register_forward_hook(lambda module, inputs, logits: logits.index_fill(-1, columns, -1e300))
         self.tied = self.model.config.tie_word_embeddings
-        weight, bias = head_weights(self.model.config.hidden_size)
+        self.bins: dict[str, Any] | None = getattr(self.model.config, "value_bins", None)
+        weight, bias = head_weights(self.model.config.hidden_size, self.bins["bins"] if self.bins else 1)
         self.head = torch.nn.Parameter(weight.double()), torch.nn.Parameter(bias.double())
         self.dense: tuple[torch.nn.Parameter, ...] = ()
         if getattr(self.model.config, "value_head", "linear") == "mlp":
@@ -161,11 +166,14 @@ class Oracle:
     def values(self) -> tuple[list[Tensor], Tensor]:
         """V(s_t) of each token (0 for the first), and the outputs at the last tokens."""
         values, last = [], []
+        self.logits: list[Tensor] = []
         for tokens in self.batch["tokens"]:
             hidden = self.model.model(tokens[None]).last_hidden_state[0]
             if self.dense:
                 hidden = torch.tanh(hidden @ self.dense[0].T + self.dense[1])
-            raw = hidden @ self.head[0][0] + self.head[1]
+            raw = hidden @ self.head[0].T + self.head[1]
+            self.logits.append(torch.cat([raw.new_zeros(1, raw.shape[1]), raw[:-1]]))
+            raw = raw.softmax(-1) @ self._centres() if self.bins else raw[:, 0]
             values.append(torch.cat([raw.new_zeros(1), raw[:-1]]))
             last.append(raw[-1])
         return values, torch.stack(last)
@@ -198,10 +206,28 @@ class Oracle:
         advantage = sequence_advantages(self.batch)[row][0].double()
         return torch.minimum(ratio * advantage, ratio.clamp(1 - SEQUENCE_CLIP_LOW, 1 + SEQUENCE_CLIP_HIGH) * advantage)
 
+    def _centres(self) -> Tensor:
+        assert self.bins is not None
+        width = (self.bins["high"] - self.bins["low"]) / self.bins["bins"]
+        return torch.tensor([self.bins["low"] + (number + 0.5) * width for number in range(self.bins["bins"])], dtype=torch.float64)
+
+    def _targets(self, returns: Tensor) -> Tensor:
+        """Masses of a Gaussian around each return in the bins, of what lies in all of them (HL-Gauss, arXiv:2403.03950)."""
+        assert self.bins is not None
+        width = (self.bins["high"] - self.bins["low"]) / self.bins["bins"]
+        edges = torch.cat([self._centres() - width / 2, torch.tensor([self.bins["high"]], dtype=torch.float64)])
+        masses = torch.distributions.Normal(returns.double()[:, None], self.bins["sigma"] * width).cdf(edges).diff(dim=-1)
+        return masses / masses.sum(-1, keepdim=True)
+
     def value_loss(self) -> Tensor:
         values, _ = self.values()
         weights = per_token_weights(self.batch, "token")
         total = torch.zeros((), dtype=torch.float64)
+        if self.bins:
+            for row, logits in enumerate(self.logits):
+                entropy = -(self._targets(self.batch["returns"][row]) * logits.log_softmax(-1)).sum(-1)
+                total = total + (weights[row] * entropy).sum()
+            return total
         for row, value in enumerate(values):
             target, old = self.batch["returns"][row].double(), self.batch["old_values"][row].double()
             clipped = old + (value - old).clamp(-VALUE_CLIP, VALUE_CLIP)

@@ -23,9 +23,10 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from vapo_mcore.algorithm.histogram import histogram_value_terms
 from vapo_mcore.algorithm.losses import policy_loss_terms, positive_nll_terms, value_loss_terms
 from vapo_mcore.algorithm.objectives import Sequences, gspo_terms
-from vapo_mcore.config.architecture import read_architecture
+from vapo_mcore.config.architecture import ValueBins, read_architecture
 from vapo_mcore.config.schema import OptimizerConfig
 from vapo_mcore.data.microbatch import MicroBatch
 from vapo_mcore.data.thd import ThdLayout
@@ -90,6 +91,7 @@ def cases(world: int) -> list[Case]:
             Case("qwen2", recompute="full"),
             Case("qwen3", recompute="selective"),
             Case(problem.MLP_HEAD),
+            Case(problem.HISTOGRAM_HEAD),
             *(Case(model) for model in problem.UNKNOWN_MODELS),
         ]
         return [Case(model, aggregation=kind) for model in every for kind in ("token", "sequence", "fixed_length")] + extra
@@ -106,6 +108,7 @@ def cases(world: int) -> list[Case]:
             Case("qwen3", tp=2, recompute="selective"),
             Case("qwen2", cp=2, recompute="full"),
             *(Case(problem.MLP_HEAD, **degrees) for degrees in ({"tp": 2}, {"tp": 2, "sequence_parallel": False}, {"pp": 2}, {})),
+            *(Case(problem.HISTOGRAM_HEAD, **degrees) for degrees in ({"tp": 2}, {"pp": 2})),
             Case(problem.UNKNOWN_MODELS[0], tp=2),
             Case(problem.UNKNOWN_MODELS[1], pp=2),
         ]
@@ -124,6 +127,7 @@ def cases(world: int) -> list[Case]:
             Case("llama_tied", tp=2, pp=2),
             Case("qwen3", tp=2, pp=2, equal=True),
             Case(problem.MLP_HEAD, tp=2, cp=2),
+            Case(problem.HISTOGRAM_HEAD, tp=2, cp=2),
             Case("qwen2", cp=4),
             Case("qwen2", pp=4),
             Case("qwen2", tp=2, cp=2, aggregation="sequence"),
@@ -170,12 +174,25 @@ class SequenceTestLoss(PolicyTestLoss):
 
 
 class ValueTestLoss:
-    tensors = ("old_values", "returns", "token_weight")
+    tensors: tuple[str, ...] = ("old_values", "returns", "token_weight")
     temperature = 1.0
     needs_entropy = False
 
     def __call__(self, outputs: dict[str, Tensor], batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         terms, _ = value_loss_terms(outputs["values"], batch["old_values"], batch["returns"], batch["mask"], clip=problem.VALUE_CLIP)
+        return (terms * batch["token_weight"]).sum(), {}
+
+
+class HistogramTestLoss(ValueTestLoss):
+    """Of a categorical head."""
+
+    tensors = ("returns", "token_weight")
+
+    def __init__(self, bins: ValueBins) -> None:
+        self.bins = bins
+
+    def __call__(self, outputs: dict[str, Tensor], batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        terms = histogram_value_terms(outputs["value_logits"], batch["returns"], batch["mask"], self.bins)
         return (terms * batch["token_weight"]).sum(), {}
 
 
@@ -234,7 +251,7 @@ def build(role: str, case: Case, folder: Path, parallel: ParallelContext) -> Meg
     def load(chunks: list[Any]) -> None:
         load_hf_into(chunks, folder, architecture, parallel, role=role, head_init="zero" if role == "critic" else None)  # type: ignore[arg-type]
         if role == "critic" and hasattr(chunks[-1], "output_layer"):
-            weight, bias = problem.head_weights(architecture.hidden_size)
+            weight, bias = problem.head_weights(architecture.hidden_size, architecture.value_outputs)
             with torch.no_grad():
                 chunks[-1].output_layer.weight.copy_(weight)
                 chunks[-1].output_layer.bias.copy_(bias)
@@ -382,7 +399,12 @@ def compare(case: Case, parallel: ParallelContext, reference: Reference, workdir
             errors[name] = worst(got, reference.by_row(name), rows)
         kind = case.aggregation if role == "policy" else "token"
         group = parallel.context_parallel_group
-        loss: Any = ValueTestLoss() if role == "critic" else SequenceTestLoss(group) if kind == "gspo" else PolicyTestLoss()
+        bins = model.architecture.value_bins
+        loss: Any
+        if role == "critic":
+            loss = ValueTestLoss() if bins is None else HistogramTestLoss(bins)
+        else:
+            loss = SequenceTestLoss(group) if kind == "gspo" else PolicyTestLoss()
         stats = model.accumulate(batches, loss)
         expected = reference.data[f"{role}.{kind}.loss"].item()
         errors[f"{role}_loss"] = abs(stats["loss"] - expected)

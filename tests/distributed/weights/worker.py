@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from vapo_mcore.config.architecture import ModelArchitecture, read_architecture
+from vapo_mcore.config.architecture import ModelArchitecture, ValueBins, read_architecture
 from vapo_mcore.config.schema import ModelConfig, ParallelConfig
 from vapo_mcore.errors import CheckpointError
 from vapo_mcore.megatron.host import megatron_scope
@@ -213,9 +213,9 @@ def case_saved_critic_loads_back(parallel: ParallelContext) -> None:
 
 
 def case_saved_critic_with_two_layers_loads_back(parallel: ParallelContext) -> None:
-    """Its folder says what the head is; the first layer is random, so that a gradient reaches it from a last layer of zeros."""
+    """Its folder says what the head is and its bins; the first layer is random, so that a gradient reaches it from a zero last layer."""
     source, target = WORK / "model_qwen2_tied", WORK / f"mlp_critic_{os.environ['CASE_LAYOUT']}"
-    architecture = replace(read_architecture(source), mlp_value_head=True)
+    architecture = replace(read_architecture(source), mlp_value_head=True, value_bins=ValueBins(-0.2, 1.2, 11, 0.75))
     first = Exporter(load(source, parallel, "critic", "zero", arch=architecture), architecture, parallel, role="critic")
     expected = collected(first)
     assert not expected["score.out.weight"].any()

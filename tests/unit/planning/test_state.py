@@ -112,6 +112,8 @@ def test_a_head_of_two_layers_by_hand() -> None:
     plain, planned = offload_host_bytes(config, arch, arch), offload_host_bytes(config, arch)
     assert planned == offload_host_bytes(config, arch, deep)
     assert planned - plain == pytest.approx(12 * more, abs=1024)
+    categorical = new_critic(_config("critic.categorical={low: -0.2, high: 1.2, bins: 51}"), arch)
+    assert num_parameters(categorical, "critic") - num_parameters(arch, "critic") == 50 * (896 + 1)
 
 
 def test_nodes_are_filled_in_the_order_of_ranks() -> None:

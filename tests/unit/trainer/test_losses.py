@@ -1,11 +1,13 @@
 """The loss objects on plain tensors, against values worked out by hand, and free of anything at masked tokens."""
 
 import math
+from statistics import NormalDist
 
 import pytest
 import torch
 
 from tests.unit.trainer.rollouts import make_config as config
+from vapo_mcore.config.architecture import ValueBins
 from vapo_mcore.megatron.losses import CriticLoss, PolicyLoss, SupervisedLoss
 
 NAN = math.nan
@@ -144,6 +146,28 @@ def test_critic_loss_is_a_weighted_sum_and_reads_no_old_values_without_clip():
     }
     total, _ = loss({"values": torch.tensor([0.0, 2.0])}, batch)
     assert total.item() == pytest.approx((0.5 * 1 + 0.5 * 4) / 4)
+
+
+def test_critic_loss_of_a_categorical_head():
+    """Cross-entropy of the logits, weighted; the squared error of the expectation beside it."""
+    bins = ValueBins(-0.5, 1.5, 4, 0.75)
+    logits = torch.tensor([[0.0, 1.0, 2.0, 0.0], [NAN] * 4], requires_grad=True)
+    batch = {
+        "mask": torch.tensor([True, False]),
+        "returns": torch.tensor([0.25, NAN]),
+        "value_weights": torch.tensor([0.5, 0.0]),
+    }
+    loss = CriticLoss(None, bins)
+    assert loss.tensors == ("returns", "value_weights")
+    total, stats = loss({"values": torch.tensor([0.75, NAN]), "value_logits": logits}, batch)
+    total.backward()
+    normal = NormalDist(0.25, 0.375)
+    masses = [normal.cdf(right) - normal.cdf(right - 0.5) for right in (0.0, 0.5, 1.0, 1.5)]
+    norm = math.log(sum(math.exp(x) for x in (0, 1, 2, 0)))
+    expected = -sum(mass / sum(masses) * (x - norm) for mass, x in zip(masses, (0, 1, 2, 0), strict=True))
+    assert total.item() == pytest.approx(0.5 * expected, abs=1e-6)
+    assert stats["squared"].item() == pytest.approx(0.5 * 0.5 * 0.25)
+    assert not logits.grad[1].any() and logits.grad[0].any()
 
 
 def test_supervised_loss_is_the_weighted_nll():

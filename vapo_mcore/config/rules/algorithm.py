@@ -41,6 +41,14 @@ def custom_loss_is_named(s: Subject) -> str | None:
     return "is required with algorithm.policy_loss.kind = 'custom': {function: path/to/file.py:name}"
 
 
+@rule("algorithm.policy_loss.covariance.low", "algorithm.policy_loss.covariance.high")
+def covariances_have_a_range(s: Subject) -> str | None:
+    loss = s.config.algorithm.policy_loss
+    if loss.kind != "clip_cov" or loss.covariance.low < loss.covariance.high:
+        return None
+    return f"{loss.covariance.low} must be below high = {loss.covariance.high}: clip_cov draws tokens between them"
+
+
 @rule("algorithm.loss_terms")
 def loss_terms_have_distinct_names(s: Subject) -> str | None:
     names = [term.name for term in s.config.algorithm.loss_terms]

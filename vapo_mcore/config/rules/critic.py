@@ -22,6 +22,35 @@ def dropout_is_of_an_mlp_head(s: Subject) -> str | None:
     return None if mlp else f"{critic.head_dropout} needs a two-layer head, but this critic's head is linear; use 0, or critic.head: mlp"
 
 
+@rule("critic.categorical", "critic.init", "algorithm.advantage.estimator")
+def categorical_head_has_a_range(s: Subject) -> str | None:
+    critic = s.config.critic
+    if not s.config.uses_critic or critic.init != "policy" or critic.categorical is None:
+        return None
+    low, high = critic.categorical.low, critic.categorical.high
+    if not low < high:
+        return f"low = {low:g} must be below high = {high:g}"
+    lowest, highest = s.config.reward.interval
+    if s.config.reward.overlong is not None:
+        lowest -= s.config.reward.overlong.penalty
+    if low <= lowest and highest <= high:
+        return None
+    return (
+        f"[{low:g}, {high:g}] does not contain the rewards, which reach from {lowest:g} to {highest:g}; give bounds around them, such as "
+        f"low: {lowest - 0.1 * (highest - lowest):g} and high: {highest + 0.1 * (highest - lowest):g}"
+    )
+
+
+@rule("algorithm.value_loss.clip", "critic.categorical", "critic.init", "critic.path", "algorithm.advantage.estimator")
+def value_clip_is_of_a_scalar_head(s: Subject) -> str | None:
+    critic = s.config.critic
+    if not s.config.uses_critic or s.config.algorithm.value_loss.clip is None:
+        return None
+    loaded = s.critic_architecture
+    categorical = critic.categorical is not None if critic.init == "policy" else loaded is not None and loaded.value_bins is not None
+    return "clips the squared error of a scalar head, and this critic's is categorical; use null" if categorical else None
+
+
 @rule("critic.value_pretraining.steps", "critic.init", "algorithm.advantage.estimator")
 def saved_critic_says_whether_to_pretrain(s: Subject) -> str | None:
     critic = s.config.critic

@@ -89,10 +89,21 @@ class CustomLossConfig(Section):
     options: dict[str, Any] = Field({})  # its keyword-only parameters
 
 
+class CovarianceConfig(Section):
+    """Of ``clip_cov`` and ``kl_cov``: which tokens of a mini-batch they treat apart, by the covariance of log-prob and advantage."""
+
+    fraction: Annotated[float, Field(gt=0, le=1)] = 2.0e-4  # of the mini-batch's tokens, at least one token
+    low: float = 1.0  # clip_cov draws them among the tokens with a covariance above it
+    high: float = 5.0  # and below it
+    kl_coef: PositiveFloat = 1.0  # kl_cov: of |log ratio| at them
+
+
 class PolicyLossConfig(Section):
-    # Clipped token ratios; clipped ratio of the whole response (arXiv 2507.18071); clipped weights of log-probs (arXiv 2506.13585).
-    kind: Literal["ppo", "gspo", "cispo", "custom"] = "ppo"
+    # Clipped token ratios; clipped ratio of the whole response (arXiv 2507.18071); clipped weights of log-probs (arXiv 2506.13585);
+    # unclipped ratios, some tokens of high covariance left out or held by a KL term (arXiv 2505.22617).
+    kind: Literal["ppo", "gspo", "cispo", "clip_cov", "kl_cov", "custom"] = "ppo"
     custom: CustomLossConfig | None = None
+    covariance: CovarianceConfig = CovarianceConfig()
     clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2  # the ratio is clipped to [1 - clip_low, 1 + clip_high]
     clip_high: PositiveFloat = 0.28  # 0.2 is the symmetric clip, 0.28 Clip-Higher
     dual_clip: Annotated[float, Field(gt=1)] | None = None  # c: where A < 0 the objective is not below c A; null: off

@@ -75,6 +75,16 @@ class ProbeConfig(Section):
     every_steps: PositiveInt = 10  # RL steps; value pretraining measures after each step
 
 
+class CategoricalConfig(Section):
+    """A head with a logit for each bin of [low, high], trained by cross-entropy on Gaussian histograms of the returns (HL-Gauss,
+    arXiv 2403.03950); the value is the expectation. More than 1 % of returns outside the bounds end the run."""
+
+    low: float = -1.2  # lower bound: below the lowest return by some sigma, since targets at a bound are cut there
+    high: float = 1.2  # upper bound, as far above the highest
+    bins: Annotated[int, Field(ge=2, le=1024)] = 51  # of equal width
+    sigma: PositiveFloat = 0.75  # standard deviation of the targets, in widths of a bin
+
+
 class CriticConfig(Section):
     epochs: PositiveInt = 1  # passes over each rollout
     # Optimizer steps a rollout in place of whole passes, through its mini-batches in turn; null: epochs decides.
@@ -86,7 +96,14 @@ class CriticConfig(Section):
     head_init: Literal["zero", "small"] = "zero"  # of a new head's last layer; small: values of about 0.1
     # Bias of a new head: 0, or the mean return of the first rollout, so that no update is spent on the mean.
     head_bias: Literal["zero", "mean_return"] = "zero"
+    categorical: CategoricalConfig | None = None  # of a new head; null: a scalar, trained by regression
     head_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0  # in training steps, before both layers of an mlp head
     optimizer: CriticOptimizerConfig = CriticOptimizerConfig()
     value_pretraining: ValuePretrainingConfig = ValuePretrainingConfig()
     probe: ProbeConfig | None = None  # null: no held-out measure
+
+    @property
+    def bins_of_new_head(self) -> tuple[float, float, int, float] | None:
+        """(low, high, bins, sigma) of a categorical head; None of a scalar."""
+        new = self.categorical
+        return None if new is None else (new.low, new.high, new.bins, new.sigma)
