@@ -55,7 +55,7 @@ _RESPONSES = (
         "responses",
         "Counts in 16 equal bins of 1 to `rollout.max_response_length` tokens; empty responses are in the first.",
     ),
-    Metric("response/truncated_frac", SAME, "responses", "Share of responses cut by `rollout.max_response_length`."),
+    Metric("response/truncated_frac", SAME, "responses", "Share of responses truncated by `rollout.max_response_length`."),
     Metric("response/count", SAME, "responses", "Responses of the step, after dynamic sampling."),
     Metric(
         "grading/failed",
@@ -94,7 +94,7 @@ _RESPONSES = (
     Metric("sampling/dropped_surplus", SAME, "groups", "Informative groups beyond a full batch, dropped."),
     Metric("turns/mean", SAME, "responses", "Mean number of the model's turns in a response (1 without an environment)."),
     Metric("turns/limit_frac", SAME, "responses", "Share of responses that the environment would have answered after `max_turns` turns."),
-    Metric("turns/observations_cut", SAME, "observations", "Observations longer than `max_observation_length`, which were cut."),
+    Metric("turns/observations_cut", SAME, "observations", "Observations longer than `max_observation_length`, which were truncated."),
     Metric("tokens/tool", SAME, "tokens", "Tokens between the turns that the environment wrote; they carry no loss."),
     Metric("tokens/response", SAME, "response tokens", "Response tokens of the step, sampled by the model."),
     Metric("tokens/total", SAME, "tokens", "Prompt and response tokens of the step."),
@@ -389,7 +389,7 @@ EVALUATION = (
     ("failed", "Responses without a verdict; left out."),
     ("length_mean", "Mean response length in tokens."),
     ("length_max", "Longest response in tokens."),
-    ("truncated_frac", "Share of responses cut by the length limit."),
+    ("truncated_frac", "Share of responses truncated by the length limit."),
 )
 
 TOKEN_LISTS = (
@@ -433,7 +433,7 @@ def render_markdown() -> str:
         "## Evaluations",
         "",
         "Evaluated steps carry, for each set of `data.eval`, `eval/<set>/...`; `time/eval` is the time of all of them, outside",
-        "`time/step`. An evaluation before the first step is a row of its own with `step` 0.",
+        "`time/step`. An evaluation before the first step is a separate row with `step` 0.",
         "",
         "| metric | meaning |",
         "|---|---|",

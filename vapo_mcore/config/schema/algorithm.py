@@ -60,7 +60,7 @@ class AdvantageConfig(Section):
     )
     # Lowest and highest advantage, after whitening; null: unbounded.
     clip: Interval | None = None
-    # After a response cut by the length limit: V = 0, the critic's V, or the response carries no loss.
+    # After a response truncated by the length limit: V = 0, the critic's V, or the response carries no loss.
     truncation: Literal["terminal", "bootstrap", "mask"] = "terminal"
 
     process: ProcessConfig = ProcessConfig()  # of grpo_process
@@ -148,10 +148,10 @@ class LossTermConfig(Section):
 
 
 class SelfImitationConfig(Section):
-    """Correct responses of the run are kept and imitated: an NLL step of its own on some of them (Oh et al., arXiv 1806.05635)."""
+    """Correct responses of the run are kept and imitated: a separate NLL step on some of them (Oh et al., arXiv 1806.05635)."""
 
     capacity: PositiveInt = 512  # responses kept
-    # Which stay: the best of all time, the newest, or the first (of value pretraining, if there is one) for good.
+    # Which stay: the best of all time, the newest, or the first ones (of value pretraining, if there is one), permanently.
     keep: Literal["top_reward", "fifo", "frozen"] = "top_reward"
     skip_overlong: bool = False  # keep none that was truncated or punished for length (reward.overlong)
     top_k: PositiveInt = 1  # of each prompt, the best in each rollout

@@ -29,7 +29,7 @@ class FieldsConfig(Section):
     # A ground truth that is a list of several answers: any of them is right, or a response must give all; null: refused.
     answer_list: Literal["any", "all"] | None = None
     id: str | None = None  # null: the row's number
-    subsets: tuple[str, ...] = Field(strict=False, default=())  # evaluations are told for each value of these fields, too
+    subsets: tuple[str, ...] = Field(strict=False, default=())  # evaluations also report each value of these fields
 
 
 class FileSource(Section):
@@ -40,7 +40,7 @@ class FileSource(Section):
     # Of its metrics and prompts; by default the file's, without the ending.
     name: Name = Field(default_factory=lambda data: data["path"].replace("\\", "/").rsplit("/", 1)[-1].split(".")[0])
     verifier: Annotated[str, AfterValidator(known_verifier)]  # a built-in one (verifiers.md), or a reference to your own
-    size: PositiveInt | None = None  # the first so many rows; null: all
+    size: PositiveInt | None = None  # at most this many rows, the first ones; null: all
     weight: PositiveFloat = 1.0  # of training sources: passes over this one relative to the others
     fields: FieldsConfig = FieldsConfig()
 
@@ -64,7 +64,7 @@ class CustomSource(Section):
     function: Reference  # package.module:name or path/to/file.py:name, with keyword-only parameters alone
     name: Name = Field(default_factory=lambda data: data["function"].rpartition(":")[2])  # of its metrics; by default the function's
     verifier: Annotated[str, AfterValidator(known_verifier)]  # a built-in one (verifiers.md), or a reference to your own
-    size: PositiveInt | None = None  # the first so many rows; null: all
+    size: PositiveInt | None = None  # at most this many rows, the first ones; null: all
     answer_list: Literal["any", "all"] | None = None  # as fields.answer_list of files
     weight: PositiveFloat = 1.0  # as for files
     options: dict[str, Any] = Field({})  # its keyword-only parameters
@@ -79,7 +79,7 @@ class DataConfig(Section):
     max_prompt_length: PositiveInt  # tokens, chat template included
     overlong_prompts: Literal["refuse", "drop"] = "refuse"  # longer ones end the start, or are dropped and counted
     deduplicate: bool = False  # training prompts whose text repeats an earlier one's are dropped and counted
-    shuffle: bool = True  # each pass over a source has an order of its own; false: the file's
+    shuffle: bool = True  # shuffle each pass over a source; false: keep the file's order
     chat_template: bool | Path = True  # true: the tokenizer's; a file: this Jinja template instead; false: a prompt is plain text
     chat_template_kwargs: dict[str, Any] = Field({})  # further variables that the template reads, as enable_thinking: false
     control_tokens: Literal["refuse", "plain"] = "refuse"  # in a row's text (<|im_end|>): a fault of the row, or ordinary text
@@ -96,6 +96,6 @@ class EvalConfig(Section):
     samples_per_prompt: PositiveInt = 1  # k
     temperature: Annotated[float, Field(ge=0, le=2), AfterValidator(greedy_or_sampled)] = 1.0  # 0: greedy
     top_p: Fraction = 0.7  # of evaluation; training samples from the whole distribution
-    max_prompts: PositiveInt | None = None  # the first so many of each set; null: all
+    max_prompts: PositiveInt | None = None  # at most this many prompts of each set, the first ones; null: all
     # Of a rollout replica, sampled at a time; what vapo-mcore eval repeats after it was killed.
     responses_per_chunk: PositiveInt = 1024

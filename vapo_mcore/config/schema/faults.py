@@ -13,7 +13,7 @@ class LossSpikeConfig(Section):
     """An update whose loss lies more than ``factor`` median absolute deviations above the median of the last ones is skipped."""
 
     factor: Annotated[float, Field(gt=1)]  # 20 lets through what training does by itself
-    window: Annotated[int, Field(ge=8, le=100_000)] = 64  # of the same model's updates; nothing is judged before there are so many
+    window: Annotated[int, Field(ge=8, le=100_000)] = 64  # of the same model's updates; no update is judged before this many
 
 
 class FaultsConfig(Section):

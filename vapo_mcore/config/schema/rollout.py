@@ -55,7 +55,7 @@ class EnvironmentConfig(Section):
 
     name: Annotated[str, AfterValidator(_known_environment)]  # calculator, or package.module:function
     max_turns: Annotated[int, Field(ge=2, lt=2**31)] = 4  # of the model; the sampled tokens of all turns share max_response_length
-    max_observation_length: PositiveInt = 128  # tokens, format included; longer observations are cut and counted
+    max_observation_length: PositiveInt = 128  # tokens, format included; longer observations are truncated and counted
     # Text around {observation}; null: the chat template's user turn, without a chat template the observation alone.
     format: str | None = None
     stop_tokens: tuple[str, ...] = Field(strict=False, default=())  # tokens that end a turn, besides the model's own stop tokens
@@ -68,7 +68,7 @@ class RolloutConfig(Section):
     temperature: SamplingTemperature = 1.0  # of training; the trainer's log-probs are at this temperature too
     top_p: Fraction = 1.0  # 1.0 alone: training samples from the whole distribution
     top_k: int = -1  # -1 alone, for the same reason
-    old_logprobs: Literal["recompute", "rollout"] = "recompute"  # recompute: by the trainer, in a pass of its own; rollout: the sampler's
+    old_logprobs: Literal["recompute", "rollout"] = "recompute"  # recompute: by the trainer, in a separate pass; rollout: the sampler's
     # These end a response, besides the EOS tokens of model and tokenizer and the chat template's end of turn.
     stop_token_ids: tuple[NonNegativeInt, ...] = Field(strict=False, default=())
     verify_weights: bool = False  # compare checksums of all tensors in each weight sync
@@ -87,7 +87,7 @@ class RewardScaleConfig(Section):
 class OverlongConfig(Section):
     """Soft overlong punishment (DAPO Eq. 13) with L_max = rollout.max_response_length."""
 
-    cache: PositiveInt  # the punishment rises over the last so many tokens before L_max
+    cache: PositiveInt  # the penalty rises over this many tokens before L_max
     penalty: PositiveFloat = 1.0  # subtracted at L_max
 
 
@@ -105,7 +105,7 @@ class RewardConfig(Section):
     thinking_tags: Annotated[tuple[str, str], Field(strict=False), AfterValidator(_two_tags)] = ("<think>", "</think>")  # open, close
     scale: RewardScaleConfig | None = None
     overlong: OverlongConfig | None = None
-    truncated_factor: UnitFloat | None = None  # multiplies the reward of a response cut by the length limit
+    truncated_factor: UnitFloat | None = None  # multiplies the reward of a response truncated by the length limit
 
     @property
     def interval(self) -> tuple[float, float]:

@@ -36,7 +36,7 @@ class RunConfig(Section):
     samples_per_step: NonNegativeInt = 4  # responses written to <dir>/samples each step
     tensorboard: bool | None = None  # null: written when tensorboard is installed; true: required
     wandb: WandbConfig | None = None  # null: not shown there
-    dump_every_steps: NonNegativeInt = 0  # the rollouts of so many-th RL steps go to <dir>/dumps for `vapo-mcore replay-step`; 0: none
+    dump_every_steps: NonNegativeInt = 0  # dump the rollout every N RL steps to <dir>/dumps for `vapo-mcore replay-step`; 0: none
     dump_steps: tuple[PositiveInt, ...] = Field(strict=False, default=())  # and those of these RL steps
 
     def dumps_step(self, step: int) -> bool:
@@ -122,7 +122,7 @@ class BestExportConfig(Section):
 
     metric: str  # a score of the evaluations, such as eval/NAME/avg@1
     mode: Literal["max", "min"] = "max"  # which scores are better: higher or lower ones
-    every_steps: PositiveInt = 1  # at most one export in so many steps
+    every_steps: PositiveInt = 1  # at most one export in this many steps
 
 
 class ExportConfig(Section):

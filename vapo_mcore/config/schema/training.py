@@ -18,7 +18,7 @@ class OptimizerConfig(Section):
     eps: PositiveFloat = 1.0e-8  # in the denominator
     weight_decay: NonNegativeFloat = 0.1  # of matrices; biases and norms have none
     clip_grad: PositiveFloat = 1.0  # largest global gradient norm
-    warmup_rollouts: NonNegativeInt = 10  # W is the number of updates of so many rollouts
+    warmup_rollouts: NonNegativeInt = 10  # W is the number of updates in this many rollouts
     # Main weights and moments stay in host memory and AdamW runs on the CPU: for few devices; an update moves gradients and weights.
     cpu_offload: bool = False
 
@@ -41,7 +41,7 @@ class UntilConfig(Section):
     explained_variance_above: Annotated[float, Field(lt=1)] | None = None  # critic/explained_variance of the step
     probe_explained_variance_above: Annotated[float, Field(lt=1)] | None = None  # critic/probe_explained_variance (critic.probe)
     window: PositiveInt = 5  # steps in a row
-    # Ends it as well: so many steps in which critic/probe_explained_variance rose by less than min_rise above its best; null: never.
+    # Ends it as well: this many steps in which critic/probe_explained_variance rose by less than min_rise above its best; null: never.
     patience: PositiveInt | None = None
     min_rise: NonNegativeFloat = 0.01  # of the probe's explained variance, for patience
     max_steps: PositiveInt  # going on with a notice when they were not enough
@@ -67,7 +67,7 @@ class ValuePretrainingConfig(Section):
 
 
 class ProbeConfig(Section):
-    """Explained variance of the critic on held-out prompts: responses of the present policy to the same prompts with the same seeds,
+    """Explained variance of the critic on held-out prompts: responses of the current policy to the same prompts with the same seeds,
     against their Monte-Carlo returns. The critic never trains on them."""
 
     prompts: PositiveInt = 64  # spread over data.eval; none may be a training prompt
