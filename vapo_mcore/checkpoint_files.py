@@ -1,13 +1,13 @@
-"""Checkpoints as folders: their names, the manifest, publishing by one rename, checking, choosing, keeping. No torch here.
+"""Checkpoint folders: names, manifest, atomic publishing, verification, listing and retention. Does not import torch.
 
 <run.dir>/checkpoints/<stage>_NNNNNN/
     manifest.json      step, stage, format, layout, package version, metrics of the step; size and SHA-256 of every other file
-    config.yaml        the configuration that the run had
-    state.json, state.safetensors     counters, cursors, whatever is the same on all ranks
-    rng/rank_NNNNN.safetensors        the random generators of each rank
+    config.yaml        the run's configuration
+    state.json, state.safetensors     state equal on all ranks: counters, data cursors, ...
+    rng/rank_NNNNN.safetensors        random generators of each rank
     policy/weights, policy/optimizer, critic/weights, critic/optimizer      Megatron distributed checkpoints
 
-A save is written to ``.incomplete-<name>`` and renamed at the end: a folder with a proper name is complete.
+A save is written to ``.incomplete-<name>`` and renamed when complete.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from vapo_mcore.errors import CheckpointError
 MANIFEST_NAME = "manifest.json"
 WEIGHTS, OPTIMIZER, HF = "weights", "optimizer", "hf"
 FORMAT_VERSION = 1
-"""Of the folder as a whole; a package reads all versions up to its own."""
+"""Version of the folder format; a package reads all versions up to its own."""
 
 Stage = Literal["value_pretraining", "rl"]
 _PREFIXES: dict[Stage, str] = {"value_pretraining": "value_pretraining", "rl": "step"}
@@ -40,17 +40,17 @@ _PIECE_BYTES = 4 << 20
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint is.
+    """Contents of a checkpoint's ``manifest.json``.
 
     Attributes:
-        stage, step: the state after that step of that stage.
-        optimizer_format: of the optimizer folders, see ``checkpoint.models``.
-        updates: optimizer updates of the schedule of each model that has an optimizer.
-        layout: degrees of parallelism it was saved with.
-        metrics: numbers of the step's row, for ``keep_best`` and for people.
+        stage, step: the checkpoint holds the state after this step of this stage.
+        optimizer_format: format of the optimizer folders, see ``checkpoint.models``.
+        updates: scheduled optimizer updates of each model with an optimizer.
+        layout: parallel degrees it was saved with.
+        metrics: numbers of the step's row, for ``keep_best`` and for inspection.
         files: relative path -> (bytes, SHA-256).
-        aside_updates: optimizer updates beside the schedule (self-imitation) of the same models. A checkpoint written before they
-            were counted does not name them: 0.
+        aside_updates: unscheduled optimizer updates (self-imitation) of the same models. Absent, meaning 0, in checkpoints written
+            before they were counted.
     """
 
     stage: Stage
@@ -65,7 +65,7 @@ class Manifest:
     aside_updates: dict[str, int] = field(default_factory=dict)
 
     def has_optimizer(self, role: str) -> bool:
-        """Whether the model's optimizer is saved: it has made an update, of the schedule or beside it."""
+        """Return whether the model's optimizer is saved, that is, whether it has made any update."""
         return self.updates[role] + self.aside_updates.get(role, 0) > 0
 
     @property
@@ -77,7 +77,7 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
-        """Raises CheckpointError where it is missing, damaged, or of a later format."""
+        """Read the manifest of ``folder``. Raises CheckpointError if it is missing, damaged or of a newer format."""
         try:
             content = json.loads((folder / MANIFEST_NAME).read_text(encoding="utf-8"))
             version = content["format_version"]
@@ -105,16 +105,16 @@ def checkpoints_folder(run_dir: str | Path) -> Path:
 
 
 def order(name: str) -> tuple[int, int]:
-    """Sort key of a checkpoint's name: value pretraining comes before the RL steps."""
+    """Return the sort key of a checkpoint's name; value pretraining comes before the RL steps."""
     match = _NAME.fullmatch(name)
     assert match is not None, name
     return int(match[1] == "step"), int(match[2])
 
 
 def saved_weights(path: str | Path, role: str) -> Path | None:
-    """The folder with the weights of one model of a run's checkpoint; None where ``path`` is no such checkpoint.
+    """Return the weights folder of one model in a run's checkpoint, or None if ``path`` is not such a checkpoint.
 
-    Raises CheckpointError where it is one without that model.
+    Raises CheckpointError if the checkpoint lacks that model.
     """
     path = Path(path)
     if not (path / MANIFEST_NAME).is_file():
@@ -125,13 +125,13 @@ def saved_weights(path: str | Path, role: str) -> Path | None:
 
 
 def model_folder(path: str | Path, role: str) -> Path:
-    """The folder with config.json of a model: a Hugging Face folder itself, or what a checkpoint of a run has of it."""
+    """Return the folder with a model's config.json: ``path`` itself if it is a Hugging Face folder, else the one in the checkpoint."""
     weights = saved_weights(path, role)
     return Path(path) if weights is None else weights / HF
 
 
 def list_checkpoints(run_dir: str | Path) -> list[Path]:
-    """The published checkpoints of a run, oldest first."""
+    """Return the published checkpoints of a run, oldest first."""
     folder = checkpoints_folder(run_dir)
     if not folder.is_dir():
         return []
@@ -145,21 +145,21 @@ def require_named(run_dir: str | Path, name: str, found: Sequence[str]) -> None:
 
 
 def incomplete(run_dir: str | Path, name: str) -> Path:
-    """Where a checkpoint is written before it is published."""
+    """Return the folder in which a checkpoint is written before it is published."""
     return checkpoints_folder(run_dir) / f"{_INCOMPLETE}{name}"
 
 
 def remove_leftovers(run_dir: str | Path) -> None:
-    """Delete what interrupted saves and deletions have left."""
+    """Delete leftovers of interrupted saves and deletions."""
     folder = checkpoints_folder(run_dir)
     for path in folder.glob(f"{_INCOMPLETE}*") if folder.is_dir() else ():
         shutil.rmtree(path, ignore_errors=True)
 
 
 def publish(temporary: Path, manifest: Manifest) -> Path:
-    """Give a completely written folder its name; durable when it returns."""
+    """Rename a completely written folder to its final name; durable on return."""
     destination = temporary.parent / manifest.name
-    if destination.exists():  # of a future that this run has left by resuming from an older checkpoint
+    if destination.exists():  # from steps that were abandoned by resuming from an older checkpoint
         set_aside(destination)
     for folder, _, _ in os.walk(temporary):
         sync_folder(Path(folder))
@@ -169,7 +169,7 @@ def publish(temporary: Path, manifest: Manifest) -> Path:
 
 
 def set_aside(path: Path) -> Path:
-    """Rename a checkpoint that is damaged, or of a future that the run has left, so that it is neither chosen nor in the way."""
+    """Rename a checkpoint that is damaged or belongs to abandoned steps, so that it is ignored; returns its new path."""
     target = path.with_name(path.name + _ASIDE)
     number = 1
     while target.exists():
@@ -180,7 +180,7 @@ def set_aside(path: Path) -> Path:
 
 
 def delete(path: Path) -> None:
-    """Delete a checkpoint so that an interruption leaves no half of it under its name. Raises OSError for what cannot be deleted."""
+    """Rename, then delete a checkpoint, so that an interruption leaves no partial one under its name. Raises OSError on failure."""
     doomed = path.with_name(_INCOMPLETE + path.name)
     if doomed.exists():
         shutil.rmtree(doomed)
@@ -189,7 +189,7 @@ def delete(path: Path) -> None:
 
 
 def faults_of(folder: Path, manifest: Manifest, names: Iterable[str]) -> list[str]:
-    """What is wrong with the named files: missing, of another size, or of other contents."""
+    """Return the faults of the named files: missing, wrong size or wrong contents."""
     faults = []
     for name in names:
         size, digest = manifest.files[name]
@@ -209,7 +209,7 @@ def faults_of(folder: Path, manifest: Manifest, names: Iterable[str]) -> list[st
 
 
 def _sha256(stream: BinaryIO) -> str:
-    """Of the rest of a large file, with a sign of life for every piece: no step begins before all of a checkpoint is read."""
+    """Hash the rest of a large file; updates the heartbeat for each piece, since reading a checkpoint may take long."""
     digest = hashlib.sha256()
     while piece := stream.read(_PIECE_BYTES):
         digest.update(piece)
@@ -218,7 +218,10 @@ def _sha256(stream: BinaryIO) -> str:
 
 
 def to_delete(found: Sequence[tuple[str, Mapping[str, float]]], *, keep_last: int, keep_best: int, best_metric: str | None) -> list[str]:
-    """Names that go, of (name, metrics) oldest first: all but the last and the best by the highest ``best_metric`` (ties: the newer)."""
+    """Return the names to delete from (name, metrics), oldest first: all but the last and those with the highest ``best_metric``.
+
+    Ties go to the newer checkpoint.
+    """
     kept = {name for name, _ in found[-keep_last:]}
     if keep_best and best_metric is not None:
         scored = [(metrics[best_metric], number, name) for number, (name, metrics) in enumerate(found) if best_metric in metrics]
@@ -227,7 +230,7 @@ def to_delete(found: Sequence[tuple[str, Mapping[str, float]]], *, keep_last: in
 
 
 def require_space(folder: Path, num_bytes: int, free: Callable[[Path], int] | None = None) -> None:
-    """Raise CheckpointError where ``num_bytes`` and 1 % for metadata do not fit on the disk of ``folder``."""
+    """Raise CheckpointError unless ``num_bytes`` and 1 % for metadata fit on the disk of ``folder``."""
     available = shutil.disk_usage(folder).free if free is None else free(folder)
     needed = num_bytes + num_bytes // 100 + (1 << 20)
     if needed > available:
@@ -238,7 +241,7 @@ def require_space(folder: Path, num_bytes: int, free: Callable[[Path], int] | No
 
 
 def write_durably(path: Path, data: bytes) -> tuple[int, str]:
-    """A new file that is on the disk when this returns; its size and SHA-256."""
+    """Write and fsync a new file; returns its size and SHA-256."""
     with path.open("xb") as stream:
         stream.write(data)
         stream.flush()
@@ -247,7 +250,7 @@ def write_durably(path: Path, data: bytes) -> tuple[int, str]:
 
 
 def seal(path: Path) -> tuple[int, str]:
-    """Have a small file on the disk; its size and SHA-256."""
+    """Fsync a small file; returns its size and SHA-256."""
     with path.open("rb") as stream:
         os.fsync(stream.fileno())
         return os.fstat(stream.fileno()).st_size, hashlib.file_digest(stream, "sha256").hexdigest()

@@ -1,26 +1,28 @@
-"""Errors that are for people: the command line prints their message alone and exits with 2.
+"""User-facing errors: the command line prints only their message and exits with 2.
 
-``assert`` is for invariants of this package. Everything that a user, a file or a machine can get wrong raises one
-of these, with a message that says what is wrong, where, with which value, and what would be right.
+Invalid input from a user, a file or a machine raises one of these, with a message that states what is wrong, where, the value, and the
+remedy. ``assert`` is for invariants of this package.
 """
 
 EXIT_REQUEUE = 75
-"""Exit code of a run that saved and stopped because of a signal (SIGTERM, SIGUSR1), or because only a new process can have a rollout
-engine: start it again with ``--resume`` (EX_TEMPFAIL of sysexits.h)."""
+"""Exit code of a run that saved and stopped on a signal (SIGTERM, SIGUSR1), or because only a new process can create a rollout engine.
+
+Restart it with ``--resume`` (EX_TEMPFAIL of sysexits.h).
+"""
 
 
 EXIT_HANG = 76
-"""Exit code of a run that the watchdog ended because no rank showed a sign of life (``faults.hang_minutes``)."""
+"""Exit code of a run that the watchdog ended because no rank made progress (``faults.hang_minutes``)."""
 
 
 class VapoError(Exception):
-    """Base of all errors whose message is meant for the user; the CLI exits with ``exit_code`` and no traceback."""
+    """Base class of user-facing errors; the CLI prints the message and exits with ``exit_code``, without a traceback."""
 
     exit_code = 2
 
 
 class ConfigError(VapoError):
-    """The configuration, the command line or the layout is wrong. One error carries all faults found."""
+    """The configuration, the command line or the layout is invalid. One error lists all faults."""
 
 
 class DataError(VapoError):
@@ -32,19 +34,19 @@ class CheckpointError(VapoError):
 
 
 class RecordError(VapoError):
-    """The records of a run (metrics, samples, an evaluation's report) cannot be written: the disk is full, a quota is used up, ..."""
+    """The records of a run (metrics, samples, evaluation reports) cannot be written, for example because the disk is full."""
 
 
 class RolloutError(VapoError):
-    """Generation or weight synchronisation cannot do what was asked (engine missing, wrong state, wrong names)."""
+    """Generation or weight synchronisation failed (engine missing, wrong state, wrong names)."""
 
 
 class EngineFailure(RolloutError):
-    """The rollout engine broke down while generating; a new one may well do it."""
+    """The rollout engine failed while generating; a new engine may succeed."""
 
 
 class EngineRemains(RolloutError):
-    """The memory of a failed rollout engine was not released: this process can have no other one, a new process can."""
+    """The memory of a failed rollout engine was not freed, so only a new process can create another engine."""
 
     exit_code = EXIT_REQUEUE
 
@@ -54,17 +56,17 @@ class RewardError(VapoError):
 
 
 class TrainingError(VapoError):
-    """The training itself cannot go on (for example NaN log-probs at response tokens); names the response."""
+    """Training cannot continue (for example NaN log-probs at response tokens); the message names the response."""
 
 
 class StepBroken(TrainingError):
-    """A step whose numbers cannot be trained on, raised on all ranks together: the run ends, with the checkpoint that was under way."""
+    """A step has invalid numbers. Raised on all ranks together; the run ends after publishing a checkpoint in progress."""
 
 
 class StepAbandoned(TrainingError):
-    """A step that cannot be done, raised on all ranks before it changed a model: the run stops with a checkpoint of the step before.
+    """A step cannot be run. Raised on all ranks before it changes a model; the run stops with a checkpoint of the previous step.
 
-    ``exit_code``: EXIT_REQUEUE where a new start may well do the step.
+    ``exit_code``: EXIT_REQUEUE if a restart may succeed.
     """
 
     def __init__(self, message: str, exit_code: int = 2) -> None:
@@ -73,7 +75,7 @@ class StepAbandoned(TrainingError):
 
 
 class RunStopped(VapoError):
-    """The run ended early in good order: between two steps, with a checkpoint to continue from. ``exit_code`` says why."""
+    """The run stopped early and cleanly: between two steps, with a checkpoint to resume from. ``exit_code`` gives the reason."""
 
     def __init__(self, message: str, exit_code: int = 2) -> None:
         super().__init__(message)

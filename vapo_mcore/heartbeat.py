@@ -1,7 +1,7 @@
-"""Signs of life of this process: what it is doing, since when, and when it last got on with it.
+"""Heartbeat of this process: the current phase, when it began, and when the process last made progress.
 
-Whatever takes long says so: ``entering`` names the phase, ``alive`` is called for every micro-batch, every step of a rollout engine,
-every tensor. All of it is an assignment or two; ``launch/watchdog.py`` reads it from a separate thread.
+Long operations report progress: ``entering`` sets the phase, ``alive`` is called per micro-batch, rollout-engine step and tensor. Both are
+a few assignments; ``launch/watchdog.py`` reads the heartbeat from a separate thread.
 """
 
 from __future__ import annotations
@@ -14,7 +14,10 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Heartbeat:
-    """``step``: such as "rl 12", empty outside steps. ``since``: when the phase began; ``last``: the last sign of life; monotonic clock."""
+    """State of the process. ``step``: such as "rl 12", empty outside steps; ``since``: start of the phase; ``last``: last progress.
+
+    Times are from the monotonic clock.
+    """
 
     phase: str = "start"
     step: str = ""
@@ -23,7 +26,7 @@ class Heartbeat:
 
     @property
     def idle(self) -> float:
-        """Seconds since the last sign of life."""
+        """Seconds since the last progress."""
         return time.monotonic() - self.last
 
     def describe(self) -> str:
@@ -34,19 +37,19 @@ CURRENT = Heartbeat()
 
 
 def alive() -> None:
-    """Work is going on."""
+    """Record progress."""
     CURRENT.last = time.monotonic()
 
 
 def at_step(step: str) -> None:
-    """From now on this step, or none ("")."""
+    """Set the current step ("": none) and record progress."""
     CURRENT.step = step
     alive()
 
 
 @contextmanager
 def entering(phase: str) -> Iterator[None]:
-    """The work inside is this phase; afterwards what was before."""
+    """Set the phase within the block and restore the previous one afterwards."""
     before = CURRENT.phase
     _enter(phase)
     try:

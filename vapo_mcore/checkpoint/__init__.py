@@ -1,1 +1,1 @@
-"""Training checkpoints: what they hold, how they are written while training goes on, and how a run continues from one."""
+"""Training checkpoints: asynchronous saving of models, optimizers and state, and resuming a run from one."""

@@ -1,4 +1,4 @@
-"""What a resumed run's configuration may change: differences to the saved one, and which of them change what is learned. No torch here."""
+"""Compare a resumed run's configuration with the saved one, and reject changes that affect what is learned. Does not import torch."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ HARMLESS = (
     "reward.workers",
     "reward.timeout_seconds",
 )
-"""Sections and keys that say how, where or how long a run computes, and not what it learns. Rounding may change with some of them."""
+"""Sections and keys that affect how, where or how long a run computes, but not what it learns. Some of them change rounding."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """One differing key, with both values (``None``: not there).
+    """One differing key with both values (None: absent).
 
-    ``kind``: ``unsaved`` keys are not in the checkpoint, and ``before`` is their default; ``removed`` ones this package does not have.
+    ``kind``: ``unsaved`` keys are not in the checkpoint, and ``before`` is their default; ``removed`` keys do not exist in this version.
     """
 
     key: str
@@ -67,11 +67,10 @@ class Change:
 
 
 def changes(before: str, after: str) -> list[Change]:
-    """Differences of two resolved configurations in YAML, by key.
+    """Return the differences of two resolved configurations in YAML, by key.
 
-    A key that ``before`` lacks, because the package that wrote it did not have it or because it had no effect in that mode, counts as
-    its default there (in the second case the key that chose the mode differs and is listed). A ``null`` that is not there any more is
-    no difference.
+    A key that ``before`` lacks, because it is newer or had no effect in that mode, is compared by its default (in the second case the
+    key that selects the mode differs and is listed). A removed ``null`` is no difference.
     """
     try:
         old, new = yaml.safe_load(before), yaml.safe_load(after)
@@ -103,7 +102,7 @@ _NONE: Any = object()
 
 
 def _completed(value: Any, models: Sequence[type[BaseModel]]) -> Any:
-    """``value`` with the defaults of the keys that it lacks; ``models``: those of the schema that it may be of, or its entries."""
+    """Fill in the defaults of keys that ``value`` lacks; ``models``: the schema models that it, or its entries, may be instances of."""
     if isinstance(value, list):
         return [_completed(entry, models) for entry in value]
     model = next((model for model in models if _is_of(model, value)), None) if isinstance(value, dict) else None
@@ -118,13 +117,13 @@ def _completed(value: Any, models: Sequence[type[BaseModel]]) -> Any:
 
 
 def _is_of(model: type[BaseModel], value: Mapping[str, Any]) -> bool:
-    """Returns the model class that matches the entry's ``kind``, or the only one if there is a single class."""
+    """Return whether ``model`` matches the entry's ``kind``, or has no ``kind`` to match."""
     kind = model.model_fields.get("kind")
     return kind is None or not kind.is_required() or value.get("kind") in get_args(kind.annotation)
 
 
 def _default(field: FieldInfo, before: dict[str, Any]) -> Any:
-    """As it stands in YAML; derived ones from the keys ``before`` it. ``_NONE``: the key is required, or what it derives from is odd."""
+    """Return the default as in YAML, derived ones from the keys ``before`` it; ``_NONE`` if the key is required or cannot be derived."""
     if field.is_required():
         return _NONE
     try:
@@ -134,7 +133,7 @@ def _default(field: FieldInfo, before: dict[str, Any]) -> Any:
 
 
 def _known(key: str) -> bool:
-    """Whether the schema has this key, or a mapping of the user's that it is in."""
+    """Return whether the schema has this key, or it lies in a user-defined mapping."""
     models: list[type[BaseModel]] = [Config]
     for name in key.split("."):
         fields = [model.model_fields[name] for model in models if name in model.model_fields]
@@ -156,7 +155,7 @@ def _leaves(tree: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]
 
 
 def compare_configs(config: Config, checkpoint: Path, *, allow: bool, say: Callable[[str], None]) -> None:
-    """Say what differs from the saved configuration. Raises ConfigError for differences that change what is learned, unless allowed."""
+    """Print the differences to the saved configuration. Raises ConfigError for those that affect what is learned, unless allowed."""
     try:
         before = (checkpoint / "config.yaml").read_text(encoding="utf-8")
     except OSError as error:

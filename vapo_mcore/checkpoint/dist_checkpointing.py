@@ -1,8 +1,8 @@
-"""``megatron.core.dist_checkpointing`` as its versions have it: 0.16 takes strategies for all that is written and read, 0.19 does not.
+"""Version-independent ``save`` and ``load`` of ``megatron.core.dist_checkpointing``: 0.16 takes strategies for all I/O, 0.19 does not.
 
-From 0.19.2 on ``load`` reads what is common to all ranks by itself, from metadata that it unpickles, and ``save`` puts it among the
-sharded objects. There, both are made here of the functions that Megatron's own consist of, so that folders are the same with each
-version, are read by each, and nothing in them is executed.
+From 0.19.2 on, Megatron's ``load`` reads the rank-independent state itself, from metadata that it unpickles, and ``save`` stores it
+among the sharded objects. For these versions both are reimplemented here from Megatron's building blocks, so that every version writes
+the same folders, reads those of the others, and executes nothing from them.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ else:
 def begin_save(
     state: dict[str, Any], folder: Path, strategy: FullyParallelSaveStrategyWrapper, *, validate: bool, content: Any
 ) -> AsyncRequest:
-    """The request of ``strategy`` for ``state``; what is common to all ranks is written to ``common.pt``. A collective.
+    """Begin saving ``state``: write the rank-independent part to ``common.pt`` and return the strategy's request. A collective.
 
-    ``validate``: whether all ranks together save each part of each tensor once is found out, as for the first save of a structure.
+    ``validate``: check that the ranks together save each part of each tensor exactly once (needed once per structure).
     """
     if HAS_STRATEGIES:
         return dist_checkpointing.save(
@@ -70,9 +70,9 @@ def begin_save(
 def load(
     state: dict[str, Any], folder: Path, sharded: LoadShardedStrategy, common: TorchCommonLoadStrategy
 ) -> tuple[dict[str, Any], set[str], set[str]]:
-    """(what is found for ``state``, keys that are stored and not asked for, keys that are asked for and not stored). A collective.
+    """Return (loaded state, keys stored but not requested, keys requested but not stored). A collective.
 
-    Raises Megatron's CheckpointingException or ValueError for what does not fit, CheckpointError for what is no checkpoint.
+    Raises Megatron's CheckpointingException or ValueError on a mismatch, CheckpointError if the folder is not a checkpoint.
     """
     if HAS_STRATEGIES:
         return dist_checkpointing.load(state, str(folder), sharded, common, strict="return_all")

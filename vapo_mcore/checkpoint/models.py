@@ -1,13 +1,12 @@
-"""Policy and critic with their optimizers as Megatron distributed checkpoints: one folder for the weights, one for the optimizer.
+"""Save and load policy and critic as Megatron distributed checkpoints: one folder for the weights, one for the optimizer.
 
-``weights`` loads at any layout, and with it the conversion to Hugging Face works (its subfolder ``hf`` has config and tokenizer).
-``optimizer`` (main parameters and both moments) has one of Megatron's two forms:
+``weights`` loads at any layout and can be converted to Hugging Face (its subfolder ``hf`` holds config and tokenizer). ``optimizer``
+(main parameters and both moments) has one of Megatron's two formats:
 
-- ``dp_reshardable``: each rank writes its own shard as it lies, nothing is gathered. It loads where TP, PP and virtual PP are the same;
-  DP and CP may differ.
-- ``fully_reshardable``: gathered over data parallelism when it is saved, by parameter. It loads at any layout.
+- ``dp_reshardable``: each rank writes its shard without gathering. Loads at the same TP, PP and virtual PP; DP and CP may differ.
+- ``fully_reshardable``: gathered over data parallelism on save, by parameter. Loads at any layout.
 
-An optimizer that has made no update is not saved: it follows from the weights.
+An optimizer without any update is not saved, because its state follows from the weights.
 """
 
 from __future__ import annotations
@@ -34,8 +33,10 @@ OptimizerFormat = Literal["dp_reshardable", "fully_reshardable"]
 
 
 class FolderSave:
-    """One save of one dist_checkpointing folder: the snapshot is taken when it is made, ``write`` runs in a thread, ``finish`` (a
-    collective) completes the folder."""
+    """One save of one dist_checkpointing folder.
+
+    Construction takes the snapshot, ``write`` runs in a thread, and ``finish`` (a collective) completes the folder.
+    """
 
     def __init__(self, strategy: SnapshotSave, request: Any) -> None:
         self.strategy = strategy
@@ -43,25 +44,25 @@ class FolderSave:
 
     @property
     def num_bytes(self) -> int:
-        """What this rank writes."""
+        """Bytes that this rank writes."""
         return self.strategy.num_bytes
 
     def write(self) -> None:
-        """Write this rank's files and have them on the disk. OSError where the disk does not take them."""
+        """Write and fsync this rank's files. Raises OSError if that fails."""
         self._request.async_fn(*self._request.async_fn_args)
 
     def finish(self) -> dict[str, tuple[int, str]]:
-        """Complete the folder from what all ranks have written; the files of this rank: name -> (size, SHA-256).
+        """Complete the folder after all ranks have written; returns this rank's files: name -> (size, SHA-256).
 
-        The first of the request's own steps alone: Megatron's last one writes ``metadata.json`` between collectives, where a full disk
-        on one rank would leave the others waiting.
+        Runs only the first of the request's finalize functions: Megatron's last one writes ``metadata.json`` between collectives, where
+        a full disk on one rank would leave the others waiting.
         """
         self._request.finalize_fns[0]()
         return self.strategy.written
 
 
 class ModelSaver:
-    """Takes snapshots of models into host buffers that are used again; keeps what Megatron needs to plan only once."""
+    """Takes snapshots of models into reused host buffers; caches Megatron's save plans."""
 
     def __init__(self, parallel: ParallelContext) -> None:
         self.parallel = parallel
@@ -69,17 +70,17 @@ class ModelSaver:
         self._strategies: dict[tuple[str, str], tuple[SnapshotSave, Any]] = {}  # by owner and form
 
     def weights(self, model: MegatronModel, folder: Path) -> FolderSave:
-        """Take a snapshot of the weights, to be written into ``folder`` (which exists on rank 0). A collective."""
+        """Take a snapshot of the weights, to be written into ``folder``, which must exist on rank 0. A collective."""
         with megatron_scope():
             return self._save(f"{model.role}/{WEIGHTS}", weights_state(model.chunks), folder)
 
     def optimizer(self, model: MegatronModel, folder: Path, form: OptimizerFormat) -> FolderSave:
-        """A snapshot of the optimizer's state, as :meth:`weights`."""
+        """Take a snapshot of the optimizer's state, like :meth:`weights`."""
         with megatron_scope():
             return self._save(f"{model.role}/{OPTIMIZER}", optimizer_state(model, form, is_loading=False), folder, form)
 
     def forget(self, role: str) -> None:
-        """The model of that role was made anew: other tensors, so other plans and buffers."""
+        """Drop plans and buffers of a model that was rebuilt with new tensors."""
         for owner, form in [key for key in self._strategies if key[0].startswith(f"{role}/")]:
             del self._strategies[owner, form]
             self.pool.release(owner)
@@ -88,7 +89,7 @@ class ModelSaver:
         known = (owner, form) in self._strategies
         if not known:
             base = SnapshotSave(self.pool, owner)
-            # Replicas share the writing: each data-parallel rank takes a part of the weights.
+            # Each data-parallel replica writes a part of the weights.
             group = self.parallel.data_context_parallel_group
             self._strategies[owner, form] = (
                 base,
@@ -100,12 +101,12 @@ class ModelSaver:
 
 
 def weights_state(chunks: Sequence[Any]) -> dict[str, Any]:
-    """Megatron's sharded state of a model's chunks, by chunk."""
+    """Return Megatron's sharded state of a model, by chunk."""
     return {f"chunk{number}": chunk.sharded_state_dict() for number, chunk in enumerate(chunks)}
 
 
 def optimizer_state(model: MegatronModel, form: OptimizerFormat, *, is_loading: bool) -> dict[str, Any]:
-    """Megatron's sharded state of main parameters and moments, by optimizer; empty on a rank that trains nothing."""
+    """Return Megatron's sharded state of main parameters and moments, by optimizer; empty on a rank without trained parameters."""
     assert model.optimizer is not None
     metadata = {"distrib_optim_sharding_type": form, "chained_optim_avoid_prefix": True}
     weights = weights_state(model.chunks) if form == "fully_reshardable" else {}
@@ -120,7 +121,7 @@ def optimizer_state(model: MegatronModel, form: OptimizerFormat, *, is_loading: 
 
 
 def _clear_padding(shards: dict[Any, Any]) -> None:
-    """Gaps between parameters are stored too; Megatron leaves in them what the memory held before."""
+    """Zero the padding between parameters, which is saved too; Megatron leaves it uninitialised."""
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
     for buffers in (value for key, value in shards.items() if isinstance(key, int)):
@@ -135,7 +136,7 @@ def _clear_padding(shards: dict[Any, Any]) -> None:
 def fill_chunks(chunks: Sequence[Any], folder: str | Path) -> None:
     """Fill a model's chunks from a ``weights`` folder saved at any layout. A collective.
 
-    Raises CheckpointError on all ranks where a tensor is missing, surplus, of another shape, or damaged.
+    Raises CheckpointError on all ranks if a tensor is missing, unexpected, damaged or of the wrong shape.
     """
     with megatron_scope():
         loaded = _load(weights_state(chunks), folder)
@@ -145,7 +146,7 @@ def fill_chunks(chunks: Sequence[Any], folder: str | Path) -> None:
 
 @torch.no_grad()
 def load_weights(model: MegatronModel, folder: str | Path) -> None:
-    """:func:`fill_chunks` for a model that may have an optimizer already, whose main parameters follow."""
+    """Load weights like :func:`fill_chunks`, and update the main parameters of the model's optimizer, if any."""
     fill_chunks(model.chunks, folder)
     if model.optimizer is not None:
         with megatron_scope():
@@ -154,9 +155,9 @@ def load_weights(model: MegatronModel, folder: str | Path) -> None:
 
 @torch.no_grad()
 def load_optimizer(model: MegatronModel, folder: str | Path, form: OptimizerFormat, updates: int, *, aside_updates: int = 0) -> None:
-    """Fill the optimizer from an ``optimizer`` folder that has made ``updates`` updates of the schedule and ``aside_updates`` beside it.
+    """Load an ``optimizer`` folder saved after ``updates`` scheduled and ``aside_updates`` unscheduled updates.
 
-    A collective; errors as :func:`load_weights`.
+    A collective; raises the same errors as :func:`load_weights`.
     """
     assert model.optimizer is not None
     with megatron_scope():
@@ -174,14 +175,14 @@ def load_optimizer(model: MegatronModel, folder: str | Path, form: OptimizerForm
 
 
 def set_updates(model: MegatronModel, updates: int) -> None:
-    """Let the schedule go on after ``updates`` updates."""
+    """Set the schedule to ``updates`` completed updates."""
     assert model.optimizer is not None
     model.optimizer.scheduler.num_steps = 0
     model.optimizer.scheduler.step(updates)
 
 
 def _inner(model: MegatronModel) -> list[Any]:
-    """The distributed optimizers of this rank that have parameters."""
+    """Return this rank's distributed optimizers that have parameters."""
     assert model.optimizer is not None
     found = [optimizer for optimizer in model.optimizer.megatron.chained_optimizers if not getattr(optimizer, "is_stub_optimizer", False)]
     for optimizer in found:
@@ -190,10 +191,10 @@ def _inner(model: MegatronModel) -> list[Any]:
 
 
 def _correct_positions(optimizer: Any) -> None:
-    """Megatron's table of which main parameter belongs to which parameter of the model, where float32 ones are among others (a value head).
+    """Correct Megatron's map from model parameters to main parameters for models with some float32 parameters (a value head).
 
-    The table follows the order of the parameters in their buffers, but the optimizer holds those that are float32 in the model first:
-    without this their states would be saved and loaded under each other's names.
+    The map follows the order of the parameters in their buffers, but the optimizer holds float32 model parameters first; without the
+    correction, parameters would be saved and loaded with each other's state.
     """
     for number, group in enumerate(optimizer.opt_group_ranges):
         ordered = sorted(group["params"], key=lambda parameter: parameter.dtype != torch.float32)
@@ -201,13 +202,12 @@ def _correct_positions(optimizer: Any) -> None:
 
 
 def _load(state: dict[str, Any], folder: str | Path) -> dict[str, Any]:
-    """What ``dist_checkpointing.load`` finds for ``state``; nothing may be missing, nothing surplus."""
+    """Load ``state`` with ``dist_checkpointing.load``. Raises CheckpointError for missing and unexpected keys."""
     from megatron.core.dist_checkpointing.mapping import CheckpointingException
 
-    # Megatron's collectives are over before a rank reads its own part, so a read error is raised on all ranks.
+    # Megatron finishes its collectives before a rank reads its part, so a read error can be raised on all ranks.
     with fail_together():
         try:
-            # Megatron's second result is what is stored and not asked for, its third what is asked for and not stored.
             loaded, surplus, missing = dist_checkpointing.load(state, Path(folder), SafeLoad(), SafeCommonLoad())
         except (CheckpointingException, ValueError) as error:  # ValueError: keys that do not match, found while it puts tensors together
             raise CheckpointError(f"{folder} does not fit the model: {error}") from error
@@ -228,7 +228,7 @@ def _allocate(optimizer: Any) -> None:
         optimizer.optimizer._sync_sub_optimizers_state_to_hdo()
     elif not isinstance(optimizer.optimizer, torch.optim.Optimizer) or type(optimizer.optimizer).__module__.startswith("torch."):
         _allocate_adam(optimizer.optimizer)
-    else:  # Apex's or Transformer Engine's Adam, whose state Megatron allocates
+    else:  # Apex or Transformer Engine: Megatron allocates the state
         optimizer.load_state_dict(optimizer.state_dict())
 
 
@@ -246,8 +246,8 @@ def _allocate_adam(adam: Any) -> None:
 def _into_own_tensors(optimizer: Any) -> Iterator[None]:
     """What Megatron loads for an optimizer on the CPU is copied into its own tensors.
 
-    Megatron's loaders put into its state, in place of these, whatever they have read: slices that keep whole parameters alive, a main
-    parameter that is not the one that is updated, and in one of the forms its own notes on padding.
+    Megatron's loaders replace these tensors: with slices that keep whole parameters alive, with a main parameter other than the one that
+    is updated, and in one format with bookkeeping entries for padding.
     """
     if not is_hybrid(optimizer.optimizer):
         yield
@@ -255,7 +255,7 @@ def _into_own_tensors(optimizer: Any) -> Iterator[None]:
     own = {parameter: dict(values) for parameter, values in optimizer.optimizer.state.items()}
     yield
     for parameter, values in own.items():
-        loaded = optimizer.optimizer.state[parameter]  # the dictionary that the optimizer inside has too
+        loaded = optimizer.optimizer.state[parameter]  # shared with the inner optimizer, so modify it in place
         for key, value in values.items():
             value.copy_(loaded[key])
         loaded.clear()
@@ -266,7 +266,7 @@ def _into_own_tensors(optimizer: Any) -> Iterator[None]:
 def _steps_apart(optimizer: Any, all_updates: int) -> Iterator[None]:
     """Load tensors without the step counters, which Megatron's loaders stumble over, and set them to ``all_updates`` afterwards.
 
-    torch's Adam has one a parameter (each its own, they are advanced in place), Apex's and Transformer Engine's one a group.
+    torch's Adam has one tensor per parameter (advanced in place, so not shared), Apex and Transformer Engine have one per group.
     """
     inner = optimizer.optimizer
     with_steps = [state for state in inner.state.values() if "step" in state]
@@ -281,7 +281,7 @@ def _steps_apart(optimizer: Any, all_updates: int) -> Iterator[None]:
 
 
 def check_steps(model: MegatronModel) -> None:
-    """The counters inside the optimizer are the updates of the schedule and beside it, which is what is saved of them."""
+    """Assert that the optimizer's step counters equal the scheduled plus unscheduled updates, from which loading restores them."""
     assert model.optimizer is not None
     for optimizer in _inner(model):
         steps = {int(state["step"]) for state in optimizer.optimizer.state.values() if "step" in state}
@@ -292,7 +292,7 @@ def check_steps(model: MegatronModel) -> None:
 
 
 def inspect(path: Path, prefix: str = "") -> tuple[Manifest | None, list[str]]:
-    """The manifest and what is wrong with the files below ``prefix``, the same on all ranks; each rank reads its share of the files."""
+    """Return the manifest and the faults of the files below ``prefix``, equal on all ranks. A collective; each rank reads some files."""
     rank, size = world()
     found: Manifest | None = None
     faults: list[str] = []
@@ -309,9 +309,9 @@ def inspect(path: Path, prefix: str = "") -> tuple[Manifest | None, list[str]]:
 
 
 def require_intact(path: str | Path, role: str) -> Path:
-    """The weights of one model of a run's checkpoint, all of whose files are as they were written. A collective.
+    """Verify the files of one model in a run's checkpoint and return its weights folder. A collective.
 
-    Raises CheckpointError naming what is damaged.
+    Raises CheckpointError naming the damaged files.
     """
     weights = saved_weights(path, role)
     assert weights is not None, f"{path} is no checkpoint of a run"

@@ -1,4 +1,4 @@
-"""Continuing a run: choosing a complete checkpoint, comparing configurations, loading everything on all ranks."""
+"""Resume a run: choose an intact checkpoint, and load models, state and random generators on all ranks."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class ResumeOptions:
     """Options of ``train --resume``.
 
     Attributes:
-        checkpoint: name of the one to continue from; None: the newest complete one.
-        allow_config_change: accept differences that change what is learned.
-        restart_data: begin the training prompts anew instead of where the checkpoint stopped.
+        checkpoint: name of the checkpoint to resume from; None: the newest intact one.
+        allow_config_change: accept configuration changes that affect what is learned.
+        restart_data: restart the training prompts instead of continuing where the checkpoint stopped.
     """
 
     checkpoint: str | None = None
@@ -38,17 +38,17 @@ class ResumeOptions:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint whose files are all there, unchanged."""
+    """A checkpoint whose files have been verified."""
 
     path: Path
     manifest: Manifest
 
 
 def choose(run_dir: str, name: str | None, say: Say) -> Checkpoint | None:
-    """The newest complete checkpoint of a run (or the named one); None where the run has none. A collective; the ranks share the reading.
+    """Return the newest intact checkpoint of a run (or the named one), None if the run has none. A collective; ranks share the reading.
 
-    A damaged one is named and set aside, and the one before is looked at. Raises CheckpointError where the named one is missing or
-    damaged, or where there are checkpoints and all are damaged.
+    Prints a warning for a damaged checkpoint and tries the one before. Raises CheckpointError if the named one is missing or damaged, or
+    if all checkpoints are damaged.
     """
     candidates = broadcast_object([path.name for path in files.list_checkpoints(run_dir)])
     if name is not None:
@@ -74,16 +74,16 @@ def choose(run_dir: str, name: str | None, say: Say) -> Checkpoint | None:
 
 
 def leave_newer(run_dir: str, chosen: Checkpoint, say: Say) -> None:
-    """Move checkpoints newer than the chosen one aside: damaged ones and those of the abandoned future. Rank 0 only."""
+    """Rename checkpoints newer than the chosen one, which are damaged or belong to the abandoned steps. Rank 0 only."""
     for path in files.list_checkpoints(run_dir):
         if files.order(path.name) > files.order(chosen.path.name):
             say(f"checkpoint {path.name} is newer than the one the run continues from; renamed to {files.set_aside(path).name}")
 
 
 def load_models(config: Config, models: Models, parallel: ParallelContext, checkpoint: Checkpoint) -> None:
-    """Weights, optimizers and schedules of policy and critic. A collective.
+    """Load weights, optimizers and schedules of policy and critic. A collective.
 
-    Raises CheckpointError where the checkpoint has other models, or optimizer state that this layout cannot take.
+    Raises CheckpointError if the checkpoint has other models or optimizer state that cannot be loaded at this layout.
     """
     manifest = checkpoint.manifest
     if manifest.stage == "rl":
@@ -133,7 +133,7 @@ def _format(path: Path) -> str | None:
 
 
 def load_state(checkpoint: Checkpoint) -> Mapping[str, Any]:
-    """The state besides the models; each rank reads it."""
+    """Read the state besides the models, on every rank."""
     with fail_together():
         try:
             text, tensors = ((checkpoint.path / name).read_bytes() for name in ("state.json", "state.safetensors"))
@@ -146,7 +146,7 @@ def load_state(checkpoint: Checkpoint) -> Mapping[str, Any]:
 
 
 def restore_random(checkpoint: Checkpoint, rank: int) -> None:
-    """This rank's generators. A rank that the saved run did not have keeps those it was seeded with."""
+    """Restore this rank's random generators. A rank that the saved run did not have keeps its freshly seeded ones."""
     path = checkpoint.path / "rng" / f"rank_{rank:05d}.safetensors"
     with fail_together():
         if path.is_file():

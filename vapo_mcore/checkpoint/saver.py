@@ -1,8 +1,8 @@
-"""Saving a run: when, the snapshot, the thread that writes, publishing, retrying, keeping.
+"""Asynchronous saving of a run: schedule, snapshot, writer thread, publishing, retries, and deletion of old checkpoints.
 
-A save has four moments, all of them on all ranks together: ``begin`` inside the step, when the models are final and the rollout engine
-sleeps, copies the models into host buffers; ``commit`` after the step adds everything else and lets a thread write; ``poll`` after
-each later step publishes once every rank has written; the next ``begin`` waits for a save that is still under way.
+A save has four stages, each on all ranks together. ``begin``, inside the step when the models are final and the rollout engine sleeps,
+copies the models into host buffers. ``commit``, after the step, adds the remaining state and starts a writer thread. ``poll``, after
+each later step, publishes the checkpoint once every rank has written. The next ``begin`` waits for a save in progress.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ LAYOUT = (
 
 @dataclass
 class _Save:
-    """A save under way."""
+    """A save in progress."""
 
     manifest: Manifest
     folder: Path
@@ -52,10 +52,10 @@ class _Save:
 
 
 class Checkpointer:
-    """Saves the models of a run with the state it is handed. Every method is a collective, unless it says otherwise.
+    """Saves the models of a run and the state passed to ``commit``. Methods are collectives unless noted otherwise.
 
     Args:
-        models: whose critic may be replaced between stages.
+        models: the models to save; the critic may be replaced between stages.
         say: prints on rank 0.
     """
 
@@ -79,7 +79,7 @@ class Checkpointer:
     # ---------------------------------------------------------------------------------------------------------------- when
 
     def is_due(self, step: int) -> bool:
-        """Returns whether to save after this step: by the step interval, by rank 0's clock, or to retry a failed save."""
+        """Return whether to save after this step: by the step interval, by rank 0's clock, or to retry a failed save."""
         if self._retry_after is not None:
             self._retry_after -= 1
             if self._retry_after <= 0:
@@ -92,7 +92,7 @@ class Checkpointer:
     # -------------------------------------------------------------------------------------------------------------- saving
 
     def begin(self, stage: Stage, step: int, *, final: bool = False) -> None:
-        """Take the models' snapshot. A failure (no space) is reported and counted, leaves nothing behind, and is retried later."""
+        """Take the models' snapshot. A failure (no space) is printed and counted, its files are removed, and the save is retried later."""
         self.wait()
         self._last = time.monotonic()
         self._retry_after = None
@@ -123,9 +123,9 @@ class Checkpointer:
         self._begun = _Save(manifest, temporary, folders)
 
     def commit(self, registry: Mapping[str, Any] | None, metrics: Mapping[str, Any]) -> None:
-        """Add the state after the step and start writing; without ``checkpoint.asynchronous`` it is published on return.
+        """Add the state after the step and start writing; without ``checkpoint.asynchronous``, wait until it is published.
 
-        ``registry``: plain values and tensors; those of rank 0 are saved. ``metrics``: the step's row.
+        ``registry``: plain values and tensors; rank 0's are saved. ``metrics``: the step's row.
         """
         save, self._begun = self._begun, None
         if save is None:
@@ -140,7 +140,7 @@ class Checkpointer:
             self.wait()
 
     def poll(self) -> None:
-        """Publish a save that every rank has written; report one that failed."""
+        """Publish the save in progress once every rank has written it; print a warning if it failed."""
         if self._pending is None:
             return
         save = self._pending
@@ -149,7 +149,7 @@ class Checkpointer:
             self._settle(save)
 
     def wait(self) -> None:
-        """Wait for the save under way and publish it."""
+        """Wait for the save in progress and publish it."""
         if self._pending is not None:
             assert self._pending.future is not None
             with heartbeat.entering("checkpoint"):
@@ -158,17 +158,17 @@ class Checkpointer:
 
     @property
     def has_begun(self) -> bool:
-        """Whether a snapshot waits for ``commit``; no collective, the same on all ranks."""
+        """Whether a snapshot waits for ``commit``; equal on all ranks, not a collective."""
         return self._begun is not None
 
     @property
     def under_way(self) -> tuple[Stage, int] | None:
-        """(stage, step) of the save that has begun and is not published; no collective."""
+        """(stage, step) of the save that has begun and is not yet published; not a collective."""
         save = self._begun or self._pending
         return None if save is None else (save.manifest.stage, save.manifest.step)
 
     def close(self) -> None:
-        """Let the thread finish what it has; no collective."""
+        """Wait for the writer thread and shut it down; not a collective."""
         self._writer.shutdown(wait=True)
 
     # ------------------------------------------------------------------------------------------------------------ internal
@@ -180,7 +180,7 @@ class Checkpointer:
         return models
 
     def _snapshots(self, folder: Path, manifest: Manifest) -> dict[str, FolderSave]:
-        """One model after the other on the device, as in an update."""
+        """Take the snapshots model by model, with one model on the device at a time, as in an update."""
         if self.models.critic is not self._critic:
             self._saver.forget("critic")
             self._critic = self.models.critic
@@ -195,7 +195,7 @@ class Checkpointer:
         return found
 
     def _require_space(self, folder: Path, reshardable: bool) -> None:
-        """Before anything is written: this rank's share of the weights and its shard of main parameters and moments, over all ranks."""
+        """Check the free disk space against the total size of weights, main parameters and moments, before anything is written."""
         mine = 0
         for model in self._models().values():
             for parameter in (parameter for chunk in model.chunks for parameter in chunk.parameters()):
@@ -207,7 +207,7 @@ class Checkpointer:
                 files.require_space(folder, total)
 
     def _write(self, save: _Save, random_state: bytes, encoded: tuple[bytes, bytes] | None) -> None:
-        """In the thread: this rank's files; no collective here."""
+        """Write this rank's files. Runs in the writer thread, so it must not call collectives."""
         for folder in save.folders.values():
             folder.write()
         rng = save.folder / "rng" / f"rank_{self.parallel.rank:05d}.safetensors"
@@ -261,7 +261,7 @@ class Checkpointer:
         self._writer.submit(self._keep)
 
     def _keep(self) -> None:
-        """Runs in the writer thread after a save: report what cannot be deleted and retry after the next save."""
+        """Delete old checkpoints, in the writer thread; failures are printed and retried after the next save."""
         settings = self.settings
         try:
             keep(self.config.run.dir, settings.keep_last, settings.keep_best, settings.best_metric)
@@ -278,13 +278,13 @@ class Checkpointer:
 
 
 def keep(run_dir: str, keep_last: int, keep_best: int, best_metric: str | None) -> None:
-    """Delete the checkpoints that are no longer kept."""
+    """Delete checkpoints beyond ``keep_last`` and ``keep_best``."""
     found = []
     for path in files.list_checkpoints(run_dir):
         try:
             found.append((path.name, Manifest.read(path).metrics))
         except CheckpointError:
-            continue  # damaged: for a person, or the next resume, to look at
+            continue  # damaged: left for the user or the next resume
     for name in files.to_delete(found, keep_last=keep_last, keep_best=keep_best, best_metric=best_metric):
         files.delete(files.checkpoints_folder(run_dir) / name)
 

@@ -1,7 +1,7 @@
-"""State besides the models: named objects with ``state_dict`` and ``load_state_dict``, and the random generators.
+"""State of a run besides the models: named objects with ``state_dict`` and ``load_state_dict``, and the random generators.
 
-States are trees of dicts (with string keys), lists, strings, numbers, booleans, None and tensors. Tensors go to a safetensors file,
-everything else to JSON: reading executes nothing. Tuples come back as lists.
+States are trees of dicts (with string keys), lists, strings, numbers, booleans, None and tensors. Tensors are saved to a safetensors
+file, everything else to JSON, so loading executes no code. Tuples are loaded as lists.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _TENSOR = "__tensor__"
 
 
 class Stateful(Protocol):
-    """What can be registered: a state of plain values and tensors, the same on all ranks."""
+    """An object whose state, plain values and tensors equal on all ranks, can be registered."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -32,7 +32,7 @@ class Stateful(Protocol):
 
 
 class StateRegistry:
-    """The objects whose state belongs to a checkpoint, by name. What is registered is saved and must be found again."""
+    """The objects saved in a checkpoint, by name. Loading requires a state for exactly the registered objects."""
 
     def __init__(self) -> None:
         self._objects: dict[str, Stateful] = {}
@@ -45,7 +45,7 @@ class StateRegistry:
         return {name: thing.state_dict() for name, thing in self._objects.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Raises CheckpointError naming what is missing or surplus, before anything is loaded."""
+        """Load all states. Raises CheckpointError naming missing and unexpected ones before anything is loaded."""
         missing, surplus = sorted(self._objects.keys() - state.keys()), sorted(state.keys() - self._objects.keys())
         if missing or surplus:
             parts = [f"{what}: {', '.join(names)}" for what, names in (("missing", missing), ("surplus", surplus)) if names]
@@ -55,7 +55,7 @@ class StateRegistry:
 
 
 def encode(state: Any) -> tuple[bytes, bytes]:
-    """(JSON, safetensors) of a state."""
+    """Serialise a state as (JSON, safetensors)."""
     tensors: dict[str, Tensor] = {}
 
     def strip(value: Any, path: str) -> Any:
@@ -70,12 +70,12 @@ def encode(state: Any) -> tuple[bytes, bytes]:
         assert value is None or isinstance(value, str | int | float | bool), f"{path}: a state cannot hold a {type(value).__name__}"
         return value
 
-    text = json.dumps(strip(state, ""))  # NaN and inf are kept, in Python's spelling
+    text = json.dumps(strip(state, ""))  # NaN and inf as Python's json writes them
     return text.encode(), save_tensors(tensors or {"_": torch.zeros(0)})
 
 
 def decode(text: bytes, tensors: bytes) -> Any:
-    """The state of :func:`encode`. Raises CheckpointError for anything else."""
+    """Deserialise the output of :func:`encode`. Raises CheckpointError if it is damaged."""
     try:
         found = load_tensors(tensors)
 
@@ -90,7 +90,7 @@ def decode(text: bytes, tensors: bytes) -> Any:
 
 
 def random_state() -> bytes:
-    """All random generators of this process: Python, NumPy, torch, CUDA, Megatron's tracker. As a safetensors file."""
+    """Return the state of all random generators of this process (Python, NumPy, torch, CUDA, Megatron) as a safetensors file."""
     version, words, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     assert version == 3 and kind == "MT19937"
@@ -109,7 +109,7 @@ def random_state() -> bytes:
 
 
 def restore_random_state(data: bytes) -> None:
-    """Continue all generators where :func:`random_state` was taken; CUDA's only where both have it."""
+    """Restore all generators from :func:`random_state`; CUDA's only if both machines have CUDA."""
     try:
         found = load_tensors(data)
         gauss = found["python_gauss"].tolist()

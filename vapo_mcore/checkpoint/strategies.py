@@ -1,9 +1,9 @@
-"""How ``megatron.core.dist_checkpointing`` writes and reads here: strategies for its ``save`` and ``load``.
+"""Save and load strategies for ``megatron.core.dist_checkpointing``.
 
-Saving: this rank's chunks are copied into host buffers that are allocated once and used again for every save, and a thread writes them
-(Megatron's own asynchronous writer forks processes and starts a server, which a process with CUDA, vLLM and threads should not).
-Loading: metadata by an unpickler that knows the format's classes alone, everything else with ``weights_only``: nothing in a checkpoint
-is executed. The files are those of the ``torch_dist`` format; Megatron's own loader reads them too.
+Saving copies this rank's shards into host buffers, which are allocated once and reused, and a thread writes them. (Megatron's
+asynchronous writer forks processes and starts a server, which is unsafe in a process with CUDA, vLLM and threads.) Loading reads metadata
+with an unpickler restricted to the format's classes and everything else with ``weights_only``, so nothing in a checkpoint is executed.
+The files have the ``torch_dist`` format and can be read by Megatron's own loader.
 """
 
 from __future__ import annotations
@@ -34,14 +34,11 @@ from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 
 _ALIGNMENT = 64
 EXTRA_STATE = "_extra_state"
-"""Part of the keys of Transformer Engine's own state: empty without fp8, and not there without Transformer Engine."""
+"""Part of the keys of Transformer Engine's extra state, which is empty without fp8 and absent without Transformer Engine."""
 
 
 class HashingFile(io.RawIOBase):
-    """A new file that knows the SHA-256 of what was written to it, and is on the disk once it is closed.
-
-    It is written at its end alone, and can be read anywhere meanwhile.
-    """
+    """A new append-only file that computes the SHA-256 of its contents and is fsynced on close. Readable at any position."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -114,18 +111,18 @@ class _RankWriter(DistributedCheckpointWriter):
         return self.files[name]
 
     def _finish(self) -> None:
-        """Nothing: what all ranks have written is put together later."""
+        """Do nothing here: ``_complete`` writes the metadata of all ranks later."""
 
 
 class SnapshotSave(AsyncSaveShardedStrategy):
-    """Copies now, writes later: ``async_save`` returns once the chunks of this rank are in host buffers.
+    """Snapshot strategy: ``async_save`` returns once this rank's shards are copied into host buffers; a thread writes them later.
 
     Args:
-        pool, owner: where the copies live and under whose name; the same owner uses the same memory again, in whatever form it is
-            saved, so its last save must be over before the next begins.
+        pool, owner: pool of host buffers, and the name the copies are allocated under. All saves of an owner reuse the same memory, so
+            the previous one must have finished before the next begins.
 
-    Raises CheckpointError on all ranks where the host of one has no memory for the copy. ``num_bytes`` is what this rank writes in the
-    save last begun; ``written`` its files (name -> size, SHA-256) once written.
+    Raises CheckpointError on all ranks if one of them has no host memory for the copy. ``num_bytes``: bytes that this rank writes in
+    the latest save; ``written``: its files (name -> size, SHA-256) after it is written.
     """
 
     can_handle_sharded_objects = True  # type: ignore[assignment]
@@ -176,7 +173,7 @@ class SnapshotSave(AsyncSaveShardedStrategy):
         return AsyncRequest(write, (), [finish])
 
     def _copy(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Copies of tensors in the owner's memory, one behind the other."""
+        """Copy tensors consecutively into the owner's buffer."""
         self.num_bytes = sum(tensor.nbytes for tensor in tensors)
         ends = list(itertools.accumulate(-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors))
         try:
@@ -206,7 +203,7 @@ def _complete(folder: Path, parts: list[WrittenPart]) -> None:
 
 
 class SafeLoad(LoadShardedStrategy):
-    """Reads the regions that this rank asks for. Raises CheckpointError for what is missing or damaged."""
+    """Load strategy that reads the regions requested by this rank. Raises CheckpointError for missing or damaged data."""
 
     can_handle_sharded_objects = True  # type: ignore[assignment]
 
@@ -241,7 +238,7 @@ class SafeLoad(LoadShardedStrategy):
 
 
 def _read_tensor(reader: DistributedCheckpointReader, item: ShardedTensor) -> Tensor:
-    """The region of ``item``. Rows of the vocabulary that only pad it to another layout's multiple read as zeros."""
+    """Read the region of ``item``. Vocabulary padding rows that the stored layout lacks are read as zeros."""
     sizes = (1,) * item.prepend_axis_num + tuple(item.local_shape)
     if item.key not in reader:
         raise CheckpointError(f"{reader.folder}: {item.key} is missing")
@@ -258,7 +255,7 @@ def _read_tensor(reader: DistributedCheckpointReader, item: ShardedTensor) -> Te
 
 
 class SafeCommonLoad(TorchCommonLoadStrategy):
-    """``common.pt`` with ``weights_only``, whatever the environment says."""
+    """Loads ``common.pt`` with ``weights_only=True``, regardless of environment variables."""
 
     def load_common(self, checkpoint_dir: str | Path) -> Any:
         path = Path(checkpoint_dir) / "common.pt"

@@ -1,8 +1,8 @@
-"""What answers a model between its turns: tools and games, as pure functions in killable worker processes.
+"""Environments (tools and games) that reply to a model between its turns, as pure functions in killable worker processes.
 
-An environment is a module-level function ``(turns, ground_truth, metadata) -> Observation | None``. ``turns`` are the texts of all turns
-that the model has taken so far, the newest last; ``None`` ends the response. It keeps no state: what it knows follows from the turns,
-so it may run in any process, be killed and be asked again.
+An environment is a module-level function ``(turns, ground_truth, metadata) -> Observation | None``. ``turns`` are the texts of all of the
+model's turns so far, oldest first; returning ``None`` ends the response. An environment is stateless: its reply depends only on its
+arguments, so it may run in any process, be killed and be called again.
 
 Importing this package imports neither torch nor any environment.
 """

@@ -1,4 +1,4 @@
-"""Exact arithmetic on text that a model wrote: sums, products and brackets of decimal numbers. Nothing is ever executed."""
+"""Exact arithmetic on model-written text: sums, products and brackets of decimal numbers, evaluated without executing code."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _SPELLINGS = str.maketrans({"\u00d7": "*", "\u00b7": "*", "\u00f7": "/", "\u2212
 
 
 class ArithmeticFault(ValueError):
-    """The text is not arithmetic, or too large to be worked out; the message says why."""
+    """The text is not arithmetic, or too large to be evaluated; the message gives the reason."""
 
 
 def evaluate(text: str) -> Fraction:
-    """The value of an expression of numbers, ``+ - * /`` (the signs of printed mathematics too) and brackets, with the usual precedence.
+    """Evaluate an expression of numbers, ``+ - * /`` (also their typographic signs) and brackets, with the usual precedence.
 
-    Raises ArithmeticFault for anything else, a division by zero, and expressions of more than 200 characters, numbers of more
-    than 40 digits or more than 25 nested brackets or signs.
+    Raises ArithmeticFault for anything else, for division by zero, and for expressions of more than 200 characters, numbers of more than
+    40 digits or more than 25 nested brackets or signs.
     """
     if len(text) > MAX_LENGTH:
         raise ArithmeticFault(f"the expression is longer than {MAX_LENGTH} characters")
@@ -29,7 +29,7 @@ def evaluate(text: str) -> Fraction:
 
 
 def written(value: Fraction) -> str:
-    """The number as text: an integer, a decimal of at most 12 places where that is exact, else a fraction ``p/q``."""
+    """Format a number as an integer, a decimal of at most 12 places if that is exact, else a fraction ``p/q``."""
     if value.denominator == 1:
         return str(value.numerator)
     scaled = value * 10**12

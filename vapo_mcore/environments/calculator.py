@@ -1,4 +1,4 @@
-"""The ``calculator`` environment: a turn that ends with ``<calc>expression</calc>`` is answered with the expression's value."""
+"""The ``calculator`` environment: replies to a turn that ends with ``<calc>expression</calc>`` with the expression's value."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _CALL = re.compile(r"<calc>([^<>]*)</calc>\s*\Z")
 
 
 def calculator(turns: Sequence[str], ground_truth: str, metadata: Mapping[str, Any]) -> Observation | None:
-    """The value of the call that ends the newest turn, or why there is none (``error: division by zero``); None without a call."""
+    """Return the value of the call that ends the newest turn, or its error (``error: division by zero``); None without a call."""
     call = _CALL.search(turns[-1])
     if call is None:
         return None

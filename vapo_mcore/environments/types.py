@@ -1,4 +1,4 @@
-"""What goes to an environment and what comes back."""
+"""Requests to environments and their replies."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 SAMPLE_SEED = "sample_seed"
-"""Key of the metadata under which environments and verifiers find the response's sampling seed."""
+"""Metadata key of the response's sampling seed, for environments and verifiers."""
 
 ANSWER_START = "answer_region_start"
 """Key of the metadata under which verifiers find how many characters of the response precede the region where its answer counts."""
@@ -25,27 +25,27 @@ RESERVED = {
 
 
 def with_sample_seed(metadata: Mapping[str, Any], seed: int) -> dict[str, Any]:
-    """A row's metadata with the response's sampling seed (``rollout.seeds.sampling_seed``), from which chance is to be drawn.
+    """Add the response's sampling seed (``rollout.seeds.sampling_seed``) to a row's metadata, as the source of randomness.
 
-    The environment at each turn and the verifier of one response get the same seed; two responses to a prompt get different ones.
+    All turns of the environment and the verifier of one response get the same seed; two responses to a prompt get different ones.
     """
     return {**metadata, SAMPLE_SEED: seed}
 
 
 @dataclass(frozen=True)
 class Observation:
-    """An environment's answer to the newest turn.
+    """An environment's reply to the newest turn.
 
     Attributes:
-        text: what the model reads next; None ends the response here (as returning None in place of an Observation does).
-        reward: of the newest turn, given to its last token; any finite number.
+        text: text that the model reads next; None ends the response (like returning None instead of an Observation).
+        reward: reward of the newest turn, placed on its last token; any finite number.
     """
 
     text: str | None
     reward: float = 0.0
 
     def fault(self) -> str | None:
-        """What is wrong with it, or None."""
+        """Return a description of what is invalid, or None."""
         if self.text is not None and not isinstance(self.text, str):
             return f"an observation of type {type(self.text).__name__}, must be text or None"
         if not isinstance(self.reward, int | float) or not math.isfinite(self.reward):
@@ -55,9 +55,9 @@ class Observation:
 
 @dataclass(frozen=True)
 class TurnRequest:
-    """One response whose newest turn has ended: the texts of its turns, the ground truth and the other columns of its prompt's row.
+    """A response whose newest turn has ended: the texts of its turns, the ground truth and the other columns of the prompt's row.
 
-    ``metadata`` also holds the response's sampling seed (``SAMPLE_SEED``) when a rollout asks.
+    During a rollout ``metadata`` also holds the response's sampling seed (``SAMPLE_SEED``).
     """
 
     turns: tuple[str, ...]
@@ -67,7 +67,7 @@ class TurnRequest:
 
 @dataclass(frozen=True)
 class Reply:
-    """What became of a request: an observation, or the reason why there is none (time-out, crash, exception)."""
+    """Result of a request: an observation, or the reason why there is none (time-out, crash, exception)."""
 
     observation: Observation
     error: str | None = None

@@ -1,5 +1,5 @@
-"""A user's own estimator, loss term, verifier or task: one file outside the package, named in the configuration.
+"""Extensions: user-defined advantage estimators, objectives, and loss terms, in a file that the configuration names.
 
-``loading`` imports what a reference names, ``signature`` says which inputs and options a function asks for, ``points`` which there
-are, ``check`` tries everything before a model loads. How to write one: ``docs/extending.md``.
+``loading`` imports the function that a reference names. ``signature`` reads the inputs and options from its parameters. ``points``
+defines the inputs of each extension point and calls the function. How to write an extension: ``docs/extending.md``.
 """

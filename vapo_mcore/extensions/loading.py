@@ -1,4 +1,4 @@
-"""Importing what a reference names: ``package.module:name`` or ``path/to/file.py:name``. The one way in which a user's code comes in."""
+"""Import of the function that a reference names: ``package.module:name`` or ``path/to/file.py:name``. All user code is loaded here."""
 
 from __future__ import annotations
 
@@ -17,13 +17,12 @@ from vapo_mcore.errors import ConfigError
 
 
 def load_function(reference: str) -> Callable[..., Any]:
-    """The function that ``reference`` names. Importing runs the module's code, with all rights of the user.
+    """Return the function that ``reference`` names. The import executes the module's code with the permissions of the user.
 
-    A file is imported once a process, whatever it is called by, under a name of its own; a relative path starts at the current
-    directory.
+    A file is imported once per process, under a unique module name. A relative path is resolved against the current directory.
 
     Raises:
-        ConfigError: the form is wrong, there is no such module, file or function, or the import failed (with the line).
+        ConfigError: ``reference`` is malformed, the module, file, or function does not exist, or the import failed (with the line).
     """
     fault = reference_fault(reference)
     if fault is not None:
@@ -44,7 +43,7 @@ def load_function(reference: str) -> Callable[..., Any]:
 def _load_module(name: str) -> ModuleType:
     try:
         return importlib.import_module(name)
-    except Exception as error:  # whatever a user's module raises
+    except Exception as error:  # user code may raise any exception
         raise _import_error(name, error) from error
 
 
@@ -58,7 +57,7 @@ def _load_file(path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, resolved)
     assert spec is not None and spec.loader is not None, "a name that ends in .py has a loader"
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # before its code runs: dataclasses and pickle look it up
+    sys.modules[name] = module  # before the code is executed: dataclasses and pickle look the module up
     try:
         spec.loader.exec_module(module)
     except BaseException as error:
@@ -74,7 +73,7 @@ def _import_error(place: str, error: Exception) -> ConfigError:
 
 
 def describe(error: Exception) -> str:
-    """Type and message of an exception of a user's code, with the innermost line of it."""
+    """Return the type and message of an exception raised in user code, with its innermost file and line."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "importlib" not in frame.filename]
     own = [frame for frame in frames if frame.filename != __file__]
     line = f" ({own[-1].filename}, line {own[-1].lineno})" if own else ""

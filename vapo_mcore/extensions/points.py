@@ -1,8 +1,8 @@
-"""The places where a user's function comes in, what each can ask for, and how it is called.
+"""Extension points: the available inputs of each, and the wrappers that call the user's function and check its result.
 
 - *Advantage estimator*: token-aligned packed tensors of this rank and the table of the whole rollout -> advantages.
-- *Objective*: tensors of a micro-batch and its sequences -> one number a token, in place of the surrogate.
-- *Loss term*: tensors of response tokens -> one number a token; the trainer weighs and sums, as it does with its own terms.
+- *Objective*: tensors of a micro-batch and its sequences -> one value per token, which replaces the surrogate.
+- *Loss term*: tensors of response tokens -> one value per token; the trainer weights and sums them like its own terms.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ TERM_INPUTS = (
 )  # fmt: skip
 OBJECTIVE_INPUTS = (*TERM_INPUTS, "mask", "sequences")
 ROW_PREFIX = "row_"
-"""What is known of a token's whole response; the same number at all its tokens."""
+"""Prefix of the inputs that describe the whole response of a token: every token of a response has the same value."""
 
 
 def missing_estimator_inputs(config: Config) -> dict[str, str]:
-    """Inputs of an estimator that this configuration does not have, with the reason."""
+    """Return the estimator inputs that this configuration does not provide, with the reason."""
     missing: dict[str, str] = {}
     if not config.uses_critic:
         missing["values"] = "which needs a critic: set algorithm.advantage.custom.critic: true"
@@ -48,7 +48,7 @@ def missing_estimator_inputs(config: Config) -> dict[str, str]:
 
 
 def missing_term_inputs(config: Config) -> dict[str, str]:
-    """Inputs of a loss term that this configuration does not have, with the reason."""
+    """Return the loss-term inputs that this configuration does not provide, with the reason."""
     missing: dict[str, str] = {}
     if not config.uses_critic:
         missing |= dict.fromkeys(("values", "returns"), "which needs a critic, and this estimator builds none")
@@ -58,7 +58,7 @@ def missing_term_inputs(config: Config) -> dict[str, str]:
 
 
 class CustomEstimator:
-    """A user's advantage estimator, bound to its options."""
+    """User-defined advantage estimator with its options."""
 
     def __init__(self, settings: CustomEstimatorConfig) -> None:
         self.reference = settings.function
@@ -67,9 +67,9 @@ class CustomEstimator:
         self.options = dict(settings.options)
 
     def __call__(self, available: Mapping[str, Any]) -> Tensor:
-        """float32 [total] advantages, 0 at masked tokens. ``available``: by name, at least ``inputs``, ``mask`` and ``rewards``.
+        """Return float32 [total] advantages, 0 at masked tokens. ``available``: tensors by name, including ``mask``, ``rewards``.
 
-        Raises TrainingError if the function returns anything but one floating-point number a token.
+        Raises TrainingError if the function does not return one floating-point value per token.
         """
         rewards, mask = available["rewards"], available["mask"]
         with torch.no_grad():
@@ -82,7 +82,7 @@ class CustomEstimator:
 
 
 class CustomTerm:
-    """A user's loss term, bound to its options: one number for each response token, weighed like the surrogate."""
+    """User-defined loss term with its options: one value per response token, weighted like the surrogate."""
 
     def __init__(self, settings: LossTermConfig) -> None:
         self.name, self.coef = settings.name, settings.coef
@@ -97,22 +97,22 @@ class CustomTerm:
 
     @property
     def stored(self) -> tuple[str, ...]:
-        """The inputs that are tensors of the rollout (the others come out of the model, ``tokens`` are its labels)."""
+        """Inputs that are tensors of the rollout (the others are model outputs; ``tokens`` are the labels)."""
         return tuple(name for name in self.inputs if name not in ("logprobs", "entropy", "tokens"))
 
     def __call__(self, available: Mapping[str, Tensor], mask: Tensor, weights: Tensor) -> Tensor:
-        """sum_t w_t term_t over the unmasked tokens: a scalar with a gradient, before ``coef``.
+        """Return sum_t w_t term_t over the unmasked tokens: a differentiable scalar, not yet multiplied with ``coef``.
 
         available: [T] tensors in any order or layout; mask: bool [T]; weights: float [T], fixed for the whole mini-batch. The function
-        sees the unmasked tokens alone, so nothing at a masked one can reach the loss or its gradient.
+        receives the unmasked tokens only, so values at masked tokens cannot affect the loss or its gradient.
         """
-        # One synchronisation with the device, for terms that ask for something; the built-in terms have none.
+        # nonzero() synchronises with the device once; the built-in terms do not synchronise.
         chosen = mask.nonzero().flatten()
         found = self.terms({name: available[name].index_select(0, chosen) for name in self.inputs})
         return (found * weights.index_select(0, chosen)).sum()
 
     def terms(self, inputs: Mapping[str, Tensor]) -> Tensor:
-        """The function's numbers for inputs [tokens]; TrainingError if they are not one floating-point number a token."""
+        """Return the values of the function for inputs [tokens]. Raises TrainingError unless it is one float value per token."""
         found = self.function(*(inputs[name] for name in self.inputs), **self.options)
         (shape,) = {tuple(inputs[name].shape) for name in self.inputs}
         if not isinstance(found, Tensor) or tuple(found.shape) != shape or not found.is_floating_point():
@@ -123,7 +123,7 @@ class CustomTerm:
 
 
 class CustomObjective:
-    """A user's objective in place of the surrogate, bound to its options: one number for each token, which may read whole sequences."""
+    """User-defined objective that replaces the surrogate, with its options: one value per token, computed from whole sequences."""
 
     def __init__(self, settings: CustomLossConfig) -> None:
         self.reference = settings.function
@@ -137,13 +137,13 @@ class CustomObjective:
 
     @property
     def stored(self) -> tuple[str, ...]:
-        """The inputs that are tensors of the rollout."""
+        """Inputs that are tensors of the rollout."""
         return tuple(name for name in self.inputs if name not in ("logprobs", "entropy", "tokens", "mask", "sequences"))
 
     def __call__(self, available: Mapping[str, Tensor], mask: Tensor, sequences: Sequences) -> Tensor:
-        """float [T], 0 at masked tokens. The function sees the tokens of a micro-batch in order, 0 in place of what is masked.
+        """Return float [T], 0 at masked tokens. The function receives the tokens of a micro-batch in order; masked values are 0.
 
-        Raises TrainingError if it returns anything but one floating-point number a token.
+        Raises TrainingError if it does not return one floating-point value per token.
         """
         given: dict[str, Any] = {"mask": mask, "sequences": sequences}
         for name in self.inputs:
@@ -157,7 +157,7 @@ class CustomObjective:
 
 
 def loss_terms(settings: Sequence[LossTermConfig]) -> tuple[CustomTerm, ...]:
-    """The configured terms, imported."""
+    """Import the configured loss terms."""
     return tuple(CustomTerm(term) for term in settings)
 
 

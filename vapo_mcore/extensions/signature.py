@@ -1,4 +1,4 @@
-"""What a function asks for, read off its parameters: positional ones are inputs by name, keyword-only ones are options."""
+"""Inputs and options of a user's function, read from its signature: positional parameters are inputs, keyword-only ones are options."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Signature:
-    """Names of the inputs in order, all options, and those of them that have no default."""
+    """Input names in order, option names, and the options without a default."""
 
     inputs: tuple[str, ...]
     options: tuple[str, ...]
@@ -19,7 +19,7 @@ class Signature:
 
 
 def read_signature(function: Callable[..., Any]) -> Signature:
-    """The names that ``function`` asks for. Raises ValueError for ``*args``, ``**kwargs`` or what has no signature."""
+    """Return the inputs and options of ``function``. Raises ValueError if it has ``*args``, ``**kwargs``, or no signature."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError) as error:
@@ -35,9 +35,9 @@ def read_signature(function: Callable[..., Any]) -> Signature:
 def signature_faults(
     function: Callable[..., Any], available: Collection[str], options: Mapping[str, Any], unavailable: Mapping[str, str]
 ) -> list[str]:
-    """Returns the mismatches between a function's parameters, the available inputs and the configured options.
+    """Return the mismatches between a function's parameters, the available inputs, and the configured options.
 
-    ``unavailable``: inputs that exist in other modes, with the reason why they do not in this one.
+    ``unavailable``: inputs that only other configurations provide, with the reason.
     """
     try:
         signature = read_signature(function)

@@ -1,4 +1,4 @@
-"""Starting the processes of a run."""
+"""Start the processes of a run: on this machine, by torchrun, or as Slurm jobs with nemo-run."""
 
 STAGES = ("doctor", "pretrain", "train", "eval")
-"""Names of the jobs of a run, in the order in which they run."""
+"""Names of the jobs of a run, in execution order."""

@@ -1,4 +1,4 @@
-"""What is looked at before anything is submitted: Slurm's commands, the container runtime, the folders, Slurm's own opinion."""
+"""Checks before submission: Slurm's commands, the container runtime, folders, and ``sbatch --test-only``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SECONDS = 60.0
 
 
 def check_slurm(cluster: SlurmConfig) -> None:
-    """Raise ConfigError when this machine cannot submit to Slurm, or Slurm cannot run containers and the settings ask for one."""
+    """Raise ConfigError if this machine cannot submit to Slurm, or a container is configured that Slurm cannot run."""
     missing = [name for name in ("sbatch", "srun", "scontrol", "scancel") if shutil.which(name) is None]
     if missing:
         raise ConfigError(f"--executor slurm: {', '.join(missing)} not found in PATH; start launch where jobs are submitted (a login node)")
@@ -28,7 +28,7 @@ def check_slurm(cluster: SlurmConfig) -> None:
 
 
 def check_jobs_are_known(job_ids: Sequence[str]) -> None:
-    """Raise ConfigError naming the jobs that Slurm has no record of: it would start what depends on them at once."""
+    """Raise ConfigError naming jobs unknown to Slurm, which would start dependent jobs immediately."""
     unknown = [job_id for job_id in job_ids if _run(["scontrol", "show", "job", job_id]).returncode != 0]
     if unknown:
         raise ConfigError(
@@ -38,7 +38,7 @@ def check_jobs_are_known(job_ids: Sequence[str]) -> None:
 
 
 def check_folder_writable(name: str, folder: Path) -> None:
-    """Raise ConfigError unless ``folder`` can be made and files can be written in it. What it makes, it removes."""
+    """Raise ConfigError unless ``folder`` can be created and written. Leaves nothing behind."""
     existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
     try:
         if not existing.is_dir():
@@ -50,9 +50,9 @@ def check_folder_writable(name: str, folder: Path) -> None:
 
 
 def check_scripts(scripts: Mapping[str, str]) -> None:
-    """Let Slurm judge the scripts with ``sbatch --test-only``. Raises ConfigError with Slurm's own words."""
+    """Validate the scripts with ``sbatch --test-only``. Raises ConfigError with Slurm's message."""
     for name, text in scripts.items():
-        # The job it depends on does not exist yet, or the test would wait for it.
+        # Remove the dependency: that job does not exist yet, or the test would wait for it.
         script = "\n".join(line for line in text.splitlines() if not line.startswith("#SBATCH --dependency"))
         with tempfile.NamedTemporaryFile("w", suffix=".sbatch", encoding="utf-8") as file:
             file.write(script)

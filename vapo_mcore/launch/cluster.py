@@ -1,7 +1,8 @@
-"""Where a run runs: the settings of an executor, in a YAML file of their own, apart from the recipe.
+"""Executor settings (Slurm or local), kept in a YAML file separate from the recipe.
 
-``load_cluster`` reads a file of ``examples/configs/clusters/`` (``extends:`` works as in recipes); ``check_layout`` compares it
-with the recipe. Secrets are given by the names of environment variables; no value of one is read here or written anywhere.
+``load_slurm`` and ``load_local`` read a file such as those in ``examples/configs/clusters/`` (``extends:`` works as in recipes);
+``check_layout`` checks it against the recipe. Secrets are given as names of environment variables; their values are never read or
+written.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from vapo_mcore.config.schema.base import NonNegativeInt, PositiveInt, possible_
 from vapo_mcore.config.yaml_text import shown
 from vapo_mcore.errors import ConfigError
 
-# Names of secrets anywhere in a name (but not of tokenizers, and of numbers of tokens), or a whole part of one between underscores.
+# Matches names of secrets: certain words anywhere (except TOKENIZER and numbers of TOKENS), or whole parts between underscores.
 _SECRET_NAME = re.compile(
     r"TOKEN(?!IZ|S(_|$))|SECRET|PASSWORD|PASSWD|PASSPHRASE|API_?KEY|CREDENTIAL|AUTHORIZATION|_PWD(_|$)"
     r"|(^|_)(KEYS?|PASS|PAT|AUTH|BEARER)(_|$)",
@@ -29,7 +30,7 @@ _SECRET_NAME = re.compile(
 )
 _PASSWORD_IN_ADDRESS = re.compile(r"://[^/\s:@]*:[^/\s@]+@")
 _ASSIGNMENT = re.compile(r"\b([A-Za-z_][A-Za-z0-9_]*)=")
-# nemo-run quotes nothing of what it writes behind srun, so nothing that a shell would change may stand there.
+# nemo-run does not quote srun's arguments, so they must not contain anything that a shell would interpret.
 _SHELL_CHARACTERS = re.compile(r"[\s\"'$`\\;&|<>()*?\[\]{}!~\0]|^#")
 
 
@@ -62,7 +63,7 @@ def _absolute(text: str) -> str:
 
 def _variable(name: str) -> str:
     if not re.fullmatch(r"[A-Z_][A-Z0-9_]*", name):
-        name, assigned, _ = name.partition("=")  # whose value is not to be shown
+        name, assigned, _ = name.partition("=")  # do not show the value
         name += assigned and "=..."
         raise ValueError(f"{shown(name)} is not the name of an environment variable in capitals")
     return name
@@ -110,7 +111,7 @@ Words = Annotated[tuple[Word, ...], Field(strict=False)]
 
 
 class ContainerConfig(Section):
-    """A container run by pyxis/enroot."""
+    """Container settings, for Slurm with pyxis/enroot."""
 
     image: Word  # what srun --container-image takes: a .sqsh file or registry#image:tag
     mounts: Annotated[tuple[Annotated[str, AfterValidator(_mount)], ...], Field(strict=False)] = ()  # HOST:CONTAINER[:FLAGS]
@@ -118,7 +119,7 @@ class ContainerConfig(Section):
 
 
 class SlurmConfig(Section):
-    """``--executor slurm``."""
+    """Settings of ``--executor slurm``."""
 
     account: Word  # --account
     partition: Word  # --partition
@@ -144,7 +145,7 @@ class SlurmConfig(Section):
 
 
 class LocalConfig(Section):
-    """``--executor local``: all processes on this machine."""
+    """Settings of ``--executor local``, which runs all processes on this machine."""
 
     logs: AbsolutePath | None = None  # null: <run.dir>.logs
     environment: Environment = Field(default_factory=dict)
@@ -157,12 +158,12 @@ _Model = TypeVar("_Model", SlurmConfig, LocalConfig)
 
 
 def load_slurm(path: str | Path, overrides: Iterable[str] = ()) -> SlurmConfig:
-    """The checked file. Raises ConfigError with every fault."""
+    """Load and validate a file of Slurm settings. Raises ConfigError with every fault."""
     return _load(SlurmConfig, path, overrides)
 
 
 def load_local(path: str | Path | None, overrides: Iterable[str] = ()) -> LocalConfig:
-    """The checked file, or the defaults without one. Raises ConfigError with every fault."""
+    """Load and validate a file of local settings, or return the defaults without one. Raises ConfigError with every fault."""
     return _load(LocalConfig, path, overrides)
 
 
@@ -200,7 +201,7 @@ _SENSELESS |= {"chdir", "export_file", "ntasks_per_core", "ntasks_per_socket", "
 
 
 def _slurm_faults(settings: SlurmConfig) -> list[Fault]:
-    """Rules over several keys."""
+    """Check rules that involve several keys."""
     faults = []
     if settings.container is not None and settings.path is not None:
         faults.append(Fault("path", f"{settings.path!r} has no effect in a container, whose image has its own PATH; remove one of the two"))
@@ -231,7 +232,7 @@ def _slurm_faults(settings: SlurmConfig) -> list[Fault]:
 
 
 def _mounted(path: str, container: ContainerConfig) -> str | None:
-    """The mount under which ``path`` is visible in the container at the same place."""
+    """Return the mount that makes ``path`` visible in the container at the same path, or None."""
     for mount in container.mounts:
         host, inside = (mount.split(":") * 2)[:2]
         if host == inside and (path == host or path.startswith(host.rstrip("/") + "/")):
@@ -240,7 +241,7 @@ def _mounted(path: str, container: ContainerConfig) -> str | None:
 
 
 def check_layout(config: Config, cluster: SlurmConfig, directory: str) -> int:
-    """The number of nodes. Raises ConfigError when the recipe's processes do not fill them, or a container does not see ``directory``."""
+    """Return the number of nodes. Raises ConfigError if the processes do not fill them or the container lacks ``directory``."""
     faults = []
     world, per_node = config.parallel.world_size, cluster.processes_per_node
     nodes = cluster.nodes if cluster.nodes is not None else world // per_node

@@ -1,4 +1,4 @@
-"""``vapo-mcore launch``: start a run on this machine or on Slurm. Importing this imports no package from elsewhere."""
+"""Command line of ``vapo-mcore launch``: start a run on this machine or on Slurm. Importing it imports no third-party package."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the command to a parser; FILE and KEY=VALUE are those of all commands."""
+    """Add the options of the command to a parser; FILE and KEY=VALUE are common to all commands."""
     parser.add_argument("--executor", choices=("local", "slurm"), required=True, help="where the processes run")
     parser.add_argument("--cluster", type=Path, metavar="FILE", help="YAML settings of the executor (needed for slurm)")
     parser.add_argument(
@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Check everything, then submit or start. Returns the exit code; raises ConfigError with everything that is wrong."""
+    """Check everything, then submit or start the jobs. Returns the exit code; raises ConfigError with all faults."""
     from vapo_mcore.launch.cluster import SlurmConfig
     from vapo_mcore.launch.stages import stage_jobs
 
@@ -43,7 +43,7 @@ def run(options: argparse.Namespace) -> int:
     name = options.name or Path(options.file).stem
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9.-]*(_[A-Za-z0-9.-]+)*", name):
         raise ConfigError(f"--name {name!r} must consist of letters, digits, '.', '-' and '_', with a letter or digit first")
-    directory = Path(os.environ.get("PWD", ""))  # as the nodes know it: not resolved, where the file system is mounted through a link
+    directory = Path(os.environ.get("PWD", ""))  # not resolved: the nodes may mount the file system through a symbolic link
     if not directory.is_absolute() or not directory.is_dir() or not directory.samefile(Path.cwd()):
         directory = Path.cwd()
     if isinstance(cluster, SlurmConfig):
@@ -101,7 +101,7 @@ def _local(options: argparse.Namespace, name: str, jobs: list[StageJob], cluster
 
 
 def _check_local_paths(jobs: list[StageJob], logs: Path) -> None:
-    """nemo-run quotes the words of a command as for a shell, and starts it on this machine without one."""
+    """Reject arguments that need quoting: nemo-run quotes them as for a shell, but starts local commands without one."""
     words = dict.fromkeys(word for job in jobs for word in job.arguments(logs) if shlex.quote(word) != word)
     if words:
         raise ConfigError(
@@ -143,7 +143,7 @@ def _follows(jobs: list[StageJob], name: str) -> str:
 
 
 def _together(*actions: Callable[[], object]) -> list:
-    """The results of all, or one ConfigError with the faults of all."""
+    """Run all actions and return their results, or raise one ConfigError with the faults of all."""
     results, faults = [], []
     for action in actions:
         try:

@@ -1,7 +1,7 @@
-"""Environment variables that the processes of a node need and that are not set yet, and limits that they inherit.
+"""Default environment variables and limits of the processes on a node.
 
-``launch/node.py`` sets them on each node of a job, for sbatch and nemo-run and inside the container alike; the local launcher sets
-those of threads and devices. A variable that the user has set stays.
+``launch/node.py`` sets them on each node of a job, with sbatch, with nemo-run and in containers; the local launcher sets those for
+threads and devices. Variables set by the user are kept.
 """
 
 from __future__ import annotations
@@ -20,17 +20,18 @@ CACHES = {
     "VLLM_CACHE_ROOT": "vllm",
     "FLASHINFER_WORKSPACE_BASE": "flashinfer",
 }
-"""Compiled kernels. On a shared file system hundreds of ranks write the same files; an unwritable HOME makes flashinfer's import fail."""
+"""Caches of compiled kernels. On a shared file system hundreds of ranks would write the same files, and with an unwritable HOME importing
+flashinfer fails."""
 _BLACKWELL = 10.0
-"""Compute capability from which CUDA_DEVICE_MAX_CONNECTIONS=1 is not needed."""
+"""Compute capability from which on CUDA_DEVICE_MAX_CONNECTIONS=1 is not needed."""
 
 
 def process_defaults(processes: int, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Variables of threads and devices for ``processes`` processes on this node, without those that ``environment`` has.
+    """Return variables for threads and devices of ``processes`` processes on this node, without those already in ``environment``.
 
-    ``OMP_NUM_THREADS``: the cores of this process divided by the processes; torchrun would set 1, and the CPU optimizer runs on these
-    threads. ``CUDA_DEVICE_MAX_CONNECTIONS=1``, up to Hopper: Megatron-Core overlaps tensor-parallel communication with computation only
-    if kernels start in the order in which they are queued.
+    ``OMP_NUM_THREADS``: cores available to this process divided by the processes; torchrun would set 1, but the CPU optimizer uses these
+    threads. ``CUDA_DEVICE_MAX_CONNECTIONS=1`` (up to Hopper): Megatron-Core overlaps tensor-parallel communication with computation only
+    if kernels start in queue order.
     """
     defaults = {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // processes))}
     capabilities = compute_capabilities()
@@ -42,14 +43,14 @@ def process_defaults(processes: int, environment: Mapping[str, str] = os.environ
 
 
 def node_defaults(command: Sequence[str], environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """``process_defaults`` for a torchrun command, and caches in a folder of this node and user."""
+    """Return ``process_defaults`` for a torchrun command, and cache folders local to this node and user."""
     folder = Path(tempfile.gettempdir()) / f"vapo_mcore_cache_{os.getuid()}"
     caches = {name: str(folder / part) for name, part in CACHES.items() if name not in environment}
     return process_defaults(processes_of(command), environment) | caches
 
 
 def processes_of(command: Sequence[str]) -> int:
-    """The number behind torchrun's ``--nproc-per-node``; 1 without it, as torchrun has it."""
+    """Return the value of torchrun's ``--nproc-per-node``, default 1."""
     for index, word in enumerate(command):
         option, assigned, value = word.partition("=")
         if option.replace("_", "-") == "--nproc-per-node":
@@ -59,7 +60,7 @@ def processes_of(command: Sequence[str]) -> int:
 
 
 def compute_capabilities() -> list[float]:
-    """Of the GPUs of this node, from the driver's tool: asking CUDA would take memory of the device for this process."""
+    """Return the compute capabilities of this node's GPUs from nvidia-smi; CUDA calls would allocate device memory."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return []
@@ -72,6 +73,6 @@ def compute_capabilities() -> list[float]:
 
 
 def raise_locked_memory() -> None:
-    """Raise the limit of locked memory as far as this user may: RDMA and page-locked buffers need it. The doctor reports the rest."""
+    """Raise the limit on locked memory to the hard limit, for RDMA and page-locked buffers. The doctor reports a low hard limit."""
     _, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     resource.setrlimit(resource.RLIMIT_MEMLOCK, (hard, hard))

@@ -1,7 +1,7 @@
-"""The processes of a run on this machine: torchrun's elastic agent inside the launching process, and errors told once.
+"""Run the ranks on this machine with torchrun's elastic agent in the launching process, and print each error once.
 
-A worker that stops with a ``VapoError`` leaves its message and exit code in a folder that the launcher reads, so that an error
-all ranks have is printed once, and one rank's own error with its rank. ``node.py`` does the same around torchrun.
+A worker that stops with a ``VapoError`` writes its message and exit code to a folder that the launcher reads. The launcher prints an error
+of all ranks once, and an error of some ranks with their numbers. ``node.py`` does the same around torchrun.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from vapo_mcore.launch.environment import process_defaults
 ERRORS_VARIABLE = "VAPO_MCORE_ERRORS"  # folder for the workers' error messages, set by the launcher
 LAUNCHER_VARIABLE = "VAPO_MCORE_LAUNCHER"  # process id of the launcher, for its workers
 _WAIT_FOR_OTHERS_SECONDS = 2.0
-SECONDS_BEFORE_KILL = 30.0  # that the agent leaves the other workers after SIGTERM, once one has failed; torch's default
+SECONDS_BEFORE_KILL = 30.0  # between SIGTERM and SIGKILL, when the agent ends the workers after one has failed; torch's default
 _PASSED_ON = (signal.SIGTERM, signal.SIGUSR1)
-_STOPPABLE = "stoppable_"  # file of the folder, with the worker's process id
+_STOPPABLE = "stoppable_"  # prefix of a file in the folder, followed by the worker's process id
 
 
 def under_torchrun() -> bool:
@@ -36,7 +36,7 @@ def under_torchrun() -> bool:
 
 
 def become_single_process() -> None:
-    """Give this process the environment that torchrun gives the only process of a world of one."""
+    """Set the environment variables that torchrun sets for a single process."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -47,17 +47,17 @@ def become_single_process() -> None:
 def launch(module: str, arguments: list[str], processes: int) -> int:
     """Run ``python -m module arguments`` in ``processes`` processes and return the exit code of the run.
 
-    SIGTERM and SIGUSR1 are passed on to workers that train, which then save and end by themselves, however long it takes; their exit
-    code is the result. Before that, and with other signals, the workers are ended (within 30 s) and the result is 128 + signal. One
-    failed worker ends the others; its exit code is the result. Workers end with the launcher, however it ends (launch/ranks.py).
+    SIGTERM and SIGUSR1 are forwarded to workers that train; they save and exit without a time limit, and their exit code is the result.
+    Before training, and for other signals, the workers are killed within 30 s and the result is 128 + signal. If a worker fails, the
+    others are killed and its exit code is the result. Workers die with the launcher, however it ends (launch/ranks.py).
     """
     with importing():
         from torch.distributed.elastic.multiprocessing import SignalException
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
         from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # its reports repeat what the workers say
-    logging.getLogger("torch.numa").setLevel(logging.CRITICAL)  # without numactl it prints a traceback; the doctor reports it
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # its reports repeat the workers' messages
+    logging.getLogger("torch.numa").setLevel(logging.CRITICAL)  # prints a traceback without numactl; the doctor reports that
     os.environ.update(process_defaults(processes))
     config = LaunchConfig(
         min_nodes=1,
@@ -108,12 +108,12 @@ def _pass_signals_on(folder: Path, processes: int) -> None:
 
 
 def stoppable_workers(folder: Path) -> list[int]:
-    """Process ids of the workers that have become stoppable, from the launcher's folder."""
+    """Return the process ids of the workers that have called ``become_stoppable``, from the launcher's folder."""
     return [int(path.name.removeprefix(_STOPPABLE)) for path in folder.glob(f"{_STOPPABLE}*")]
 
 
 def become_stoppable() -> None:
-    """Tell the launcher, if there is one, that this worker handles the signals of ``_PASSED_ON`` itself."""
+    """Notify the launcher, if any, that this worker handles the signals of ``_PASSED_ON`` itself."""
     folder = os.environ.get(ERRORS_VARIABLE)
     if folder is not None and Path(folder).is_dir():
         (Path(folder) / f"{_STOPPABLE}{os.getpid()}").touch()
@@ -122,9 +122,9 @@ def become_stoppable() -> None:
 def _report(folder: Path, exits: dict[int, tuple[int, int]], processes: int) -> int:
     """Print the workers' messages and return the run's exit code.
 
-    ``exits``: exit code of each failed worker, and how many seconds after the first one it ended. One that was ended because another
-    failed has -SIGTERM, or -SIGKILL if it did not listen: it is named only when nothing else failed. That the run hung outweighs the
-    codes of the ranks that were ended with it, and whatever went wrong outweighs a stop in good order.
+    ``exits``: exit code of each failed worker, and seconds between the first worker's end and its own. A worker that was killed because
+    another failed has -SIGTERM, or -SIGKILL if it did not react; it is named only if nothing else failed. A hang takes precedence over
+    the codes of the ranks killed with it, and any failure over a clean stop.
     """
     told = read_errors(folder)
     print_errors(told, processes)
@@ -146,14 +146,14 @@ def _report(folder: Path, exits: dict[int, tuple[int, int]], processes: int) -> 
 
 @dataclass(frozen=True)
 class WorkerError:
-    """What one rank ended with; the message is empty where it has told the user itself."""
+    """Error of one rank; the message is empty if the rank has already printed it."""
 
     message: str
     exit_code: int
 
 
 def read_errors(folder: Path) -> dict[int, WorkerError]:
-    """What the ranks have left in the folder of ``VAPO_MCORE_ERRORS``, by rank."""
+    """Read the errors that the ranks wrote to the folder of ``VAPO_MCORE_ERRORS``, by rank."""
     errors = {}
     for path in sorted((path for path in folder.iterdir() if path.name.isdigit()), key=lambda path: int(path.name)):
         code, _, message = path.read_text(encoding="utf-8").partition("\n")
@@ -162,13 +162,13 @@ def read_errors(folder: Path) -> dict[int, WorkerError]:
 
 
 def exit_code_of(codes: Iterable[int]) -> int:
-    """One exit code for those of several ranks (-N: ended by signal N): the gravest."""
+    """Return the most severe of the ranks' exit codes (-N: killed by signal N)."""
     code = max(codes, key=_weight)
     return code if code > 0 else 128 - code
 
 
 def _weight(code: int) -> tuple[int, int]:
-    """Order of exit codes of ranks: a hang, then signals, other codes, an error that was explained, a crash, a stop in good order."""
+    """Rank exit codes by severity: a hang, then signals, other codes, a reported error, a crash, a clean stop."""
     if code == EXIT_HANG:
         return 5, 0
     if code == EXIT_REQUEUE:
@@ -177,7 +177,7 @@ def _weight(code: int) -> tuple[int, int]:
 
 
 def print_errors(errors: dict[int, WorkerError], processes: int) -> None:
-    """One line for what all ranks say, else one for each message with the ranks that said it."""
+    """Print each distinct message once, with the ranks that reported it unless all did."""
     for error in dict.fromkeys(errors[rank] for rank in sorted(errors) if errors[rank].message):
         ranks = [rank for rank, other in sorted(errors.items()) if other == error]
         same_everywhere = len(ranks) == processes
@@ -186,12 +186,12 @@ def print_errors(errors: dict[int, WorkerError], processes: int) -> None:
 
 
 def _label(exit_code: int) -> str:
-    """What a line on stderr begins with; a stop in good order is no error."""
+    """Return the prefix of a line on stderr; a clean stop is not an error."""
     return "stopped" if exit_code == EXIT_REQUEUE else "error"
 
 
 def report_error(message: str, exit_code: int = 2) -> None:
-    """Tell the user of the error that ends this process with ``exit_code``: through the launcher if there is one, else on stderr."""
+    """Report the error that ends this process with ``exit_code``, through the launcher if there is one, else on stderr."""
     rank, processes = int(os.environ.get("RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     folder = os.environ.get(ERRORS_VARIABLE)
     if folder is None or not Path(folder).is_dir():
@@ -199,17 +199,17 @@ def report_error(message: str, exit_code: int = 2) -> None:
         print(f"{_label(exit_code)}{where}: {message}", file=sys.stderr, flush=True)
         return
     _leave(Path(folder), rank, WorkerError(message, exit_code))
-    # The agent ends the other workers as soon as one is gone: those with the same error get time to say so.
+    # The agent kills the other workers as soon as one ends: wait for those with the same error to report it.
     deadline = time.monotonic() + _WAIT_FOR_OTHERS_SECONDS
     while sum(path.name.isdigit() for path in Path(folder).iterdir()) < processes and time.monotonic() < deadline:
         time.sleep(0.05)
 
 
 def hand_exit_code(code: int) -> int:
-    """The exit code for this rank of a command whose ranks all have the result ``code`` and have told it.
+    """Return the exit code of this rank for a command that has already printed its result, ``code`` on all ranks.
 
-    torchrun makes 1 of every code and prints a traceback for it. Where a launcher of ours collects the ranks' codes, it gets ``code``, and
-    torchrun 0.
+    torchrun turns every nonzero code into 1 and prints a traceback. If our launcher collects the codes, ``code`` is written for it and
+    torchrun gets 0.
     """
     folder = os.environ.get(ERRORS_VARIABLE)
     if code == 0 or folder is None or not Path(folder).is_dir():

@@ -1,4 +1,7 @@
-"""Jobs as nemo-run experiments: torchrun on this machine, or on Slurm's nodes under ``launch/node.py``. nemo-run is imported here only."""
+"""Submit jobs as nemo-run experiments: torchrun on this machine, or on Slurm nodes under ``launch/node.py``.
+
+Only this module imports nemo-run.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ from vapo_mcore.errors import EXIT_REQUEUE, ConfigError, VapoError
 from vapo_mcore.launch.cluster import LocalConfig, SlurmConfig
 from vapo_mcore.launch.stages import StageJob
 
-_SECONDS_FOR_OTHER_NODES = 30  # to end after the first node has
+_SECONDS_FOR_OTHER_NODES = 30  # for the other nodes to end after the first one has
 
 
 class LaunchError(VapoError):
@@ -31,7 +34,7 @@ class LaunchError(VapoError):
 
 @dataclass(frozen=True)
 class Submission:
-    """What ``launch`` has to do: jobs that follow each other, where, and under which name."""
+    """A sequence of dependent jobs to launch, with their name and place of execution."""
 
     name: str
     jobs: Sequence[StageJob]
@@ -43,8 +46,8 @@ class Submission:
 
 
 def import_nemo_run(logs: Path) -> ModuleType:
-    """nemo-run, which remembers its jobs in the folder ``logs``. Raises ConfigError when it is not installed."""
-    os.environ.setdefault("NEMORUN_HOME", str(logs))  # read when it is imported
+    """Import nemo-run, with its records in the folder ``logs``. Raises ConfigError if it is not installed."""
+    os.environ.setdefault("NEMORUN_HOME", str(logs))  # read on import
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -55,8 +58,10 @@ def import_nemo_run(logs: Path) -> ModuleType:
 
 
 def render(submission: Submission) -> dict[str, str]:
-    """The sbatch scripts that would be submitted, by job; ``JOB_ID`` stands where an id is not known yet. Nothing outside a
-    temporary folder is written."""
+    """Render the sbatch scripts, by job, without submitting them; ``JOB_ID`` replaces ids that are not known yet.
+
+    Writes only to a temporary folder.
+    """
     with tempfile.TemporaryDirectory(prefix="vapo_mcore_launch_") as folder:
         run = import_nemo_run(submission.logs)
         with _experiment(run, submission, Path(folder)) as (experiment, output):
@@ -66,8 +71,10 @@ def render(submission: Submission) -> dict[str, str]:
 
 
 def submit(submission: Submission) -> dict[str, str]:
-    """Submit all jobs to Slurm and return their ids, by job; each depends on the one before. Raises LaunchError after having
-    cancelled what was submitted, when one cannot be."""
+    """Submit all jobs to Slurm, each depending on the one before; returns their ids, by job.
+
+    If a job cannot be submitted, cancels those already submitted and raises LaunchError.
+    """
     run = import_nemo_run(submission.logs)
     with _experiment(run, submission, submission.logs) as (experiment, output):
         try:
@@ -82,13 +89,13 @@ def submit(submission: Submission) -> dict[str, str]:
 
 
 def run_here(submission: Submission) -> int:
-    """Run the jobs on this machine, one after the other, with their output; returns 0, or 1 when one failed."""
+    """Run the jobs on this machine one after the other, printing their output; returns 0, or 1 if one failed."""
     run = import_nemo_run(submission.logs)
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     for job in submission.jobs:
         one = Submission(submission.name, [job], submission.cluster, 1, submission.directory, submission.logs)
         with _experiment(run, one, submission.logs, quiet=False) as (experiment, _):
-            experiment.run(detach=False, tail_logs=True)  # it ends when the block does
+            experiment.run(detach=False, tail_logs=True)  # the job ends when the block does
         state = str(getattr(experiment.jobs[0].state, "name", experiment.jobs[0].state))
         if state != "SUCCEEDED":
             print(f"error: job {job.name} ended as {state}; logs in {experiment._exp_dir}", file=sys.stderr)
@@ -98,7 +105,7 @@ def run_here(submission: Submission) -> int:
 
 @contextmanager
 def _experiment(run: ModuleType, submission: Submission, base: Path, *, quiet: bool = True) -> Iterator[tuple[Any, io.StringIO]]:
-    """An experiment with all jobs added, the configuration of each in a file; ``quiet``: nemo-run's own output goes into the buffer."""
+    """Create an experiment with all jobs and write their configuration files; ``quiet``: capture nemo-run's output in the buffer."""
     identifier = f"{submission.name}_{time.strftime('%Y%m%d-%H%M%S')}-{time.time_ns() % 10**6:06d}"
     output = io.StringIO()
     experiment = run.Experiment(
@@ -164,12 +171,12 @@ def _executor(run: ModuleType, submission: Submission, base: Path, *, first: boo
 
 
 def _srun_arguments(cluster: SlurmConfig, directory: Path) -> list[str]:
-    """What stands between nemo-run's own options of srun and torchrun. Later options win over nemo-run's.
+    """Return the arguments between nemo-run's srun options and torchrun; they override nemo-run's options.
 
-    A node that ends is no reason to end the others at once: they may be ending with the same exit code.
+    The end of a node must not kill the others at once, because they may be about to end with the same exit code.
     """
     arguments = ["--kill-on-bad-exit=0", f"--wait={_SECONDS_FOR_OTHER_NODES}"]
-    # srun does not take it from sbatch, and would give the one task of a node one core.
+    # srun does not inherit this from sbatch and would give the single task of a node one core.
     arguments.append(f"--cpus-per-task={cluster.cpus_per_task or '$SLURM_CPUS_ON_NODE'}")
     arguments += cluster.srun
     if cluster.container is not None and not cluster.container.mount_home:
@@ -178,7 +185,7 @@ def _srun_arguments(cluster: SlurmConfig, directory: Path) -> list[str]:
 
 
 def _setup_lines(cluster: SlurmConfig) -> list[str]:
-    lines = ["head_node_ip=${head_node_ip%% *}"]  # of a node with several addresses the first
+    lines = ["head_node_ip=${head_node_ip%% *}"]  # the first address if the node has several
     if cluster.path is not None:
         lines.append(f'export PATH={cluster.path}:"$PATH"')
     lines += cluster.setup
@@ -200,12 +207,12 @@ def _script(experiment: Any, name: str) -> str:
 
 
 def _job_ids(experiment: Any) -> dict[str, str]:
-    """Slurm's ids from nemo-run's handles ``slurm_tunnel://SESSION/ID/...``."""
+    """Extract Slurm's job ids from nemo-run's handles ``slurm_tunnel://SESSION/ID/...``."""
     return {job.id: job.handle.partition("://")[2].split("/")[1] for job in experiment.jobs if job.handle}
 
 
 def _quietly(output: io.StringIO, action: Callable[[], None]) -> None:
-    """Do ``action`` with its output in the buffer and nothing to read: nemo-run's commands would take what waits on our stdin."""
+    """Run ``action`` with its output captured and an empty stdin, which nemo-run's commands would otherwise consume."""
     stdin = sys.stdin
     with redirect_stdout(output), redirect_stderr(output), open(os.devnull, encoding="utf-8") as nothing:
         sys.stdin = nothing
@@ -216,7 +223,7 @@ def _quietly(output: io.StringIO, action: Callable[[], None]) -> None:
 
 
 def _reason(error: BaseException) -> str:
-    """Slurm's own words: what sbatch wrote to stderr, else the message of nemo-run's error."""
+    """Return what sbatch wrote to stderr, else the message of nemo-run's error."""
     result = getattr(error, "result", None)
     text = (getattr(result, "stderr", "") or "").strip() or str(error).strip()
     return text or type(error).__name__

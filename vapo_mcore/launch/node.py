@@ -1,10 +1,9 @@
-"""What Slurm starts once on each node: ``python -m vapo_mcore.launch.node [--directory DIR] torchrun ...``.
+"""Wrapper of torchrun that Slurm starts once per node: ``python -m vapo_mcore.launch.node [--directory DIR] torchrun ...``.
 
-torchrun alone is not enough there. Slurm gives its warning signal to the processes that it started itself, so torchrun would get
-it and not the ranks, and would die of it; and torchrun ends with 1 whatever its workers ended with. This process passes SIGUSR1 and
-SIGTERM on to the ranks once all of them can stop in good order (before that it ends torchrun), prints the ranks' errors once and
-ends with their exit code: 75 asks for the job to be queued again (docs/cluster.md). It also sets the variables of
-``launch/environment.py``.
+torchrun alone is not sufficient. Slurm sends its warning signal only to the processes it has started, so it would kill torchrun and not
+reach the ranks; and torchrun exits with 1 regardless of its workers' exit codes. This process forwards SIGUSR1 and SIGTERM to the ranks
+once all of them can stop cleanly (before that it terminates torchrun), prints each error of the ranks once and exits with their exit
+code: 75 requests that the job is requeued (docs/cluster.md). It also sets the variables of ``launch/environment.py``.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from vapo_mcore.launch.ranks import ranks_below
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command and return the exit code of the job on this node."""
+    """Run the command; returns the exit code of the job on this node."""
     parser = argparse.ArgumentParser(prog="python -m vapo_mcore.launch.node", description=__doc__.splitlines()[0])
     parser.add_argument("--directory", type=Path, help="working directory of the command")
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="COMMAND", help="torchrun and its arguments")
@@ -76,7 +75,7 @@ def _run(command: list[str], directory: Path | None, folder: Path) -> int:
 
 
 def _send(process: int, number: int) -> None:
-    with contextlib.suppress(ProcessLookupError):  # it has ended since
+    with contextlib.suppress(ProcessLookupError):  # it has ended in the meantime
         os.kill(process, number)
 
 

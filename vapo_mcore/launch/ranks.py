@@ -1,7 +1,7 @@
-"""What a rank knows of the processes around it: the launcher that started it, and the other ranks on its node.
+"""End a rank when its launcher dies or another rank of its node exits early.
 
-The launcher is torchrun's elastic agent, in torchrun itself or in ``vapo-mcore train``. It ends all ranks when one fails, but not when it
-is killed itself (-9), and not when a rank ends with exit code 0 before the others: those would wait for it in a collective.
+The launcher is torchrun's elastic agent, in torchrun or in ``vapo-mcore train``. It kills all ranks when one fails, but not when it is
+itself killed (SIGKILL), and not when a rank exits with code 0 before the others, which would then wait for it in a collective.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from vapo_mcore.launch.local import LAUNCHER_VARIABLE, SECONDS_BEFORE_KILL, repo
 _PR_SET_PDEATHSIG = 1
 _LOOK_SECONDS = 2.0
 _GRACE_SECONDS = SECONDS_BEFORE_KILL + 10.0
-"""How long a rank may be missing: the launcher takes up to ``SECONDS_BEFORE_KILL`` to end this one after another has failed."""
+"""How long a rank may be missing. The launcher takes up to ``SECONDS_BEFORE_KILL`` to kill this rank after another has failed."""
 
 
 def agent() -> int | None:
-    """Process id of the launcher, if this process is a rank that it started; None elsewhere, in a rank's own child processes too."""
+    """Return the launcher's process id if this process is a rank started by it; None otherwise, also in child processes of a rank."""
     if not {"RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID"} <= os.environ.keys():
         return None
     parent = os.getppid()
@@ -36,9 +36,9 @@ def agent() -> int | None:
 
 
 def end_with_launcher() -> None:
-    """Have the kernel kill this rank (SIGKILL) when its launcher ends, however it ends.
+    """Make the kernel kill this rank (SIGKILL) when its launcher ends for any reason.
 
-    The kernel sends the signal when the *thread* ends that started this process: the agent starts ranks from the main thread.
+    The kernel sends the signal when the *thread* that started this process ends; the agent starts ranks from its main thread.
     """
     launcher, parent = os.environ.get(LAUNCHER_VARIABLE), agent()
     if parent is not None:
@@ -46,14 +46,14 @@ def end_with_launcher() -> None:
         orphaned = os.getppid() != parent
     else:
         orphaned = launcher is not None and not Path(f"/proc/{launcher}").exists()
-    if orphaned:  # the launcher ended before the kernel was asked
+    if orphaned:  # the launcher ended before prctl took effect
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 class SiblingWatch:
-    """Ends this rank when another rank of this node is gone while the run goes on.
+    """Ends this rank if another rank of this node has exited during the run.
 
-    The launcher ends the run when a rank fails, so a rank that is missing for longer than that takes has ended with exit code 0.
+    The launcher ends the run when a rank fails, so a rank that stays missing for longer has exited with code 0.
     """
 
     def __init__(self, *, look_seconds: float = _LOOK_SECONDS, grace_seconds: float = _GRACE_SECONDS) -> None:
@@ -61,13 +61,13 @@ class SiblingWatch:
         self._over = threading.Event()
 
     def start(self) -> None:
-        """Watch from a thread until ``stop``, if a launcher started this process with others."""
+        """Start the watching thread, if a launcher started this process together with others."""
         launcher = agent()
         if launcher is not None and int(os.environ["LOCAL_WORLD_SIZE"]) > 1:
             threading.Thread(target=self._watch, args=(launcher,), name="sibling ranks", daemon=True).start()
 
     def stop(self) -> None:
-        """All ranks have reached the end of the run: each may end when it likes."""
+        """Stop watching: all ranks have reached the end of the run and may exit."""
         self._over.set()
 
     def _watch(self, launcher: int) -> None:
@@ -92,16 +92,16 @@ class SiblingWatch:
 
 
 SIBLINGS = SiblingWatch()
-"""Of this process; the command line starts it, ``ending_together`` stops it."""
+"""The watch of this process; the command line starts it, ``ending_together`` stops it."""
 
 
 def ranks_below(launcher: int) -> dict[int, int]:
-    """Process id -> rank of the processes that torchrun (process ``launcher``) has started as ranks and that live."""
+    """Return process id -> rank of the live ranks started by torchrun (process ``launcher``)."""
     ranks = {}
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit() or not _is_child(int(entry.name), launcher):
             continue
-        with contextlib.suppress(OSError, KeyError):  # it has ended, or is not ours, or has not become the rank's program yet
+        with contextlib.suppress(OSError, KeyError):  # it has ended, belongs to another user, or has not yet exec'd the rank
             variables = dict(item.split(b"=", 1) for item in (entry / "environ").read_bytes().split(b"\0") if b"=" in item)
             if b"LOCAL_RANK" in variables:
                 ranks[int(entry.name)] = int(variables[b"RANK"])
@@ -109,7 +109,7 @@ def ranks_below(launcher: int) -> dict[int, int]:
 
 
 def _is_child(process: int, parent: int) -> bool:
-    """Whether ``process`` lives (is no zombie) and is a child of ``parent``."""
+    """Return whether ``process`` is alive (not a zombie) and a child of ``parent``."""
     try:
         state, parent_of_it = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[:2]
     except OSError:

@@ -1,4 +1,4 @@
-"""The jobs of a run: value pretraining, training, evaluation, each one ``vapo-mcore`` command with its configuration."""
+"""Split a run into jobs (doctor, value pretraining, training, evaluation), each a ``vapo-mcore`` command with its configuration."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from vapo_mcore.launch import STAGES
 
 @dataclass(frozen=True)
 class StageJob:
-    """One job: its name, the configuration it runs with, and the arguments of ``vapo-mcore`` before and after the file."""
+    """One job: its name and configuration, and the command and options of ``vapo-mcore``."""
 
     name: str
     config: Config
@@ -21,16 +21,16 @@ class StageJob:
     options: tuple[str, ...]
 
     def arguments(self, file: Path) -> list[str]:
-        """The command line of ``vapo-mcore`` with the configuration stored in ``file``."""
+        """Return the arguments of ``vapo-mcore`` with the configuration stored in ``file``."""
         return [self.command, str(file), *self.options]
 
 
 def stage_jobs(file: str | Path, overrides: Sequence[str], stages: Iterable[str], *, check_paths: bool = True) -> list[StageJob]:
-    """The jobs of ``stages``, in their order. Raises ConfigError for a bad configuration or stages that do not fit it.
+    """Return the jobs of ``stages`` in execution order. Raises ConfigError for an invalid configuration or stages that it cannot run.
 
-    Value pretraining as a job of its own is a run with no RL steps in ``<run.dir>_value_pretraining``; the training job takes its
-    critic. What such a job will make is not there yet, so only the recipe itself is checked against the file system
-    (``check_paths=False``: nor is that, for a machine other than the cluster).
+    A separate value-pretraining job is a run without RL steps in ``<run.dir>_value_pretraining``; the training job loads its critic.
+    Outputs of earlier jobs do not exist yet, so only the paths of the recipe itself are checked (``check_paths=False``: not even those,
+    for use on a machine other than the cluster).
     """
     chosen = [name for name in STAGES if name in set(stages)]
     whole = load_config(file, overrides, check_paths=check_paths)
@@ -41,7 +41,7 @@ def stage_jobs(file: str | Path, overrides: Sequence[str], stages: Iterable[str]
     if {"train", "eval"} <= set(chosen) and not whole.export.at_end:
         raise ConfigError("stage eval: export.at_end = false, so the training job leaves no model to evaluate; set export.at_end=true")
     folder = Path(whole.run.dir)
-    pretrained = f"{folder}_value_pretraining"  # not inside: a run directory holds one run
+    pretrained = f"{folder}_value_pretraining"  # not inside run.dir, which holds one run
     jobs = []
     for name in chosen:
         changes: list[str] = []

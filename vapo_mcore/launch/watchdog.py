@@ -1,12 +1,12 @@
-"""Ends a run that hangs: a thread on every rank that watches the signs of life of all ranks.
+"""Watchdog that ends a hung run: a thread on every rank monitors the heartbeats of all ranks.
 
-<run.dir>/heartbeats/rank_0001.json    phase, step, since when, last sign of life; rewritten while the process lives
+<run.dir>/heartbeats/rank_0001.json    phase, step, start of the phase, last heartbeat; rewritten while the process is alive
 <run.dir>/heartbeats/rank_0001.stacks  stacks of all threads, if the run hung
 
-A rank may well wait long for another one that is busy. So a rank counts as hung when it has shown no sign of life for the limit and
-neither has any other rank; then every rank writes the stacks of all its threads and ends with ``EXIT_HANG``. The thread runs while
-the main thread is in a collective or in other code that leaves the interpreter free; for code that does not, faulthandler's timer,
-set anew as long as the thread runs, does the same without the interpreter, and can only end the process with exit code 1.
+A rank may legitimately wait long for a busy one, so a run counts as hung only if no rank has had a heartbeat within the limit. Then every
+rank writes the stacks of all its threads and exits with ``EXIT_HANG``. The thread runs while the main thread is in a collective or in
+other code that releases the GIL. For code that holds the GIL, faulthandler's timer, which the thread keeps resetting, dumps the stacks
+without the interpreter; it can only exit with code 1.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from vapo_mcore.errors import EXIT_HANG, ConfigError
 from vapo_mcore.launch.local import report_error
 
 _TICK_SECONDS = 1.0
-_REFRESHES = 20  # of a heartbeat file within the limit
+_REFRESHES = 20  # minimum rewrites of a heartbeat file within the limit
 _SHOWN = 8
-_HUNG = "hung"  # file made by the rank that finds the run hung
+_HUNG = "hung"  # marker file created by the rank that detects the hang
 
 
 def heartbeat_folder(run_dir: str | Path) -> Path:
@@ -37,7 +37,7 @@ def heartbeat_folder(run_dir: str | Path) -> Path:
 
 
 def read_heartbeats(run_dir: str | Path) -> dict[int, dict[str, Any]]:
-    """The ranks' files, as far as they can be read: what each was doing when it last wrote."""
+    """Return the readable heartbeat files, by rank: what each rank was doing when it last wrote."""
     found: dict[int, dict[str, Any]] = {}
     for path in sorted(heartbeat_folder(run_dir).glob("rank_*.json")):
         with contextlib.suppress(OSError, ValueError):
@@ -48,16 +48,16 @@ def read_heartbeats(run_dir: str | Path) -> dict[int, dict[str, Any]]:
 
 
 def has_hung(run_dir: str | Path) -> bool:
-    """Whether the watchdog ended the run when it was last started."""
+    """Return whether the watchdog ended the last start of the run."""
     return (heartbeat_folder(run_dir) / _HUNG).exists()
 
 
 class Watchdog:
-    """Watches this process while the block runs; with ``None`` for a limit it does nothing.
+    """Context manager that watches this process; does nothing if the limit is None.
 
     Args:
-        limit_seconds: longest time without a sign of life of any rank.
-        rank, world_size: of this process.
+        limit_seconds: maximum time without a heartbeat of any rank.
+        rank, world_size: rank of this process and number of ranks.
     """
 
     def __init__(self, limit_seconds: float | None, *, rank: int, world_size: int) -> None:
@@ -79,7 +79,7 @@ class Watchdog:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """The process ends by itself from here on; files of a run that did not hang are left, but no empty ones."""
+        """Stop watching; keeps the heartbeat file and deletes an empty stacks file."""
         if self.limit is None:
             return
         self._done.set()
@@ -93,9 +93,9 @@ class Watchdog:
                     path.unlink()
 
     def clear(self, run_dir: str | Path) -> None:
-        """Make the folder, without what an earlier start of the run left in it; on one rank, before any rank attaches.
+        """Create the folder and delete the files of earlier starts. Call it on one rank, before any rank attaches.
 
-        Raises ConfigError where that cannot be done.
+        Raises ConfigError if that fails.
         """
         if self.limit is None:
             return
@@ -109,7 +109,7 @@ class Watchdog:
             raise ConfigError(f"run.dir: {str(folder)!r} cannot be written: {error}") from error
 
     def attach(self, run_dir: str | Path) -> None:
-        """The run has its directory, cleared of old heartbeats: from now on ranks see each other's. Raises ConfigError where it cannot."""
+        """Start exchanging heartbeats in the run directory, after ``clear``. Raises ConfigError if it cannot be written."""
         if self.limit is None:
             return
         folder = heartbeat_folder(run_dir)
@@ -128,7 +128,7 @@ class Watchdog:
         assert self.limit is not None
         while not self._done.wait(self._tick):
             self._arm()
-            with contextlib.suppress(OSError):  # a file system that fails for a while is no hang; the next tick tries again
+            with contextlib.suppress(OSError):  # a temporary file-system failure is not a hang; retry at the next tick
                 self._write()
                 if self._folder is not None and (self._folder / _HUNG).exists():
                     self._end(first=False)
@@ -136,13 +136,12 @@ class Watchdog:
                 self._end(first=True)
 
     def _arm(self) -> None:
-        """Set faulthandler's timer anew: it ends only if the thread cannot run for so long, which code that holds the interpreter keeps
-        it from."""
+        """Reset faulthandler's timer, which expires only if this thread cannot run, that is, if other code holds the GIL."""
         assert self.limit is not None
         faulthandler.dump_traceback_later(self.limit + 2 * self._tick, exit=True, file=self._stacks or sys.stderr)
 
     def _write(self, *, force: bool = False) -> None:
-        """Rewrite this rank's file when phase or step changed, or it grows old."""
+        """Rewrite this rank's file if phase or step changed, or it is older than its refresh interval."""
         now, current = time.time(), heartbeat.CURRENT
         assert self.limit is not None
         phase, step, at = self._written
@@ -168,18 +167,18 @@ class Watchdog:
         return self._folder / f"rank_{self.rank:04d}.{ending}"
 
     def _others(self) -> dict[int, dict[str, Any]]:
-        """The other ranks' files, as far as they can be read."""
+        """Return the readable heartbeat files of the other ranks."""
         found = {} if self._folder is None else read_heartbeats(self._folder.parent)
         return {rank: record for rank, record in found.items() if rank != self.rank and rank < self.world_size}
 
     def _others_are_idle(self) -> bool:
-        """No other rank has shown a sign of life within the limit. A rank without a file has shown none."""
+        """Return whether no other rank had a heartbeat within the limit; ranks without a file count as idle."""
         assert self.limit is not None
         oldest = time.time() - self.limit
         return all(record["last"] < oldest for record in self._others().values())
 
     def _end(self, *, first: bool) -> None:
-        """Write the stacks, tell the other ranks and the launcher, and end the process."""
+        """Write the stacks, notify the other ranks and the launcher, and exit."""
         faulthandler.cancel_dump_traceback_later()
         current = heartbeat.CURRENT
         seconds = current.idle
@@ -200,7 +199,7 @@ class Watchdog:
         os._exit(EXIT_HANG)
 
     def _comparison(self) -> str:
-        """What the other ranks are doing, for telling which one was the first to stop."""
+        """Describe the other ranks' phases and which rank stopped first."""
         others = self._others()
         if not others:
             return ""

@@ -1,1 +1,1 @@
-"""Megatron-Core models for policy and critic: one engine, on CUDA devices or, for development and tests, on CPU."""
+"""Megatron-Core models of policy and critic: building, forward and training steps, optimizer, offloading; on GPUs or on CPU."""

@@ -1,11 +1,11 @@
-"""Packed (THD) self-attention where Transformer Engine is not installed, and the norm that goes with it.
+"""Packed (THD) self-attention and RMSNorm for machines without Transformer Engine.
 
-Megatron-Core hands ``core_attention`` the packed query, key and value of this rank, [tokens, heads, head_dim]. The two
-implementations here compute causal attention inside each packed sequence:
+Megatron-Core passes the packed query, key and value of this rank, [tokens, heads, head_dim], to ``core_attention``. The two
+implementations compute causal attention within each packed sequence:
 
-- :class:`SegmentAttention`: one scaled-dot-product call a sequence, on CPU and on GPUs; with context parallelism
-  keys and values are gathered over the CP group and each rank attends with its two zig-zag chunks.
-- :class:`VarlenAttention`: torch's variable-length kernel, one call a micro-batch, on GPUs without context parallelism.
+- :class:`SegmentAttention`: one scaled-dot-product call per sequence, on CPU and on GPUs; with context parallelism
+  keys and values are gathered over the CP group and each rank computes its two zig-zag chunks.
+- :class:`VarlenAttention`: torch's variable-length kernel, one call per micro-batch, on GPUs without context parallelism.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from torch import Tensor
 
 
 class RMSNorm(torch.nn.Module):
-    """Root-mean-square norm in float32, the result cast back before the weight is applied (as the HF models do).
+    """Root-mean-square norm computed in float32 and cast back before the weight is applied, as in the Hugging Face models.
 
-    Signature as Megatron-Core builds norms. The weight is marked for gradient reduction under sequence parallelism.
+    Has the constructor signature Megatron-Core expects. The weight is marked for gradient reduction under sequence parallelism.
     """
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-6, **_kwargs: Any) -> None:
@@ -55,7 +55,7 @@ class _GatherContext(torch.autograd.Function):
 
 
 class SegmentAttention(torch.nn.Module):
-    """Causal attention inside each sequence of a packed micro-batch by one SDPA call a sequence (two with CP)."""
+    """Causal attention within each sequence of a packed micro-batch, with one SDPA call per sequence (two with CP)."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class SegmentAttention(torch.nn.Module):
         attention_bias: Tensor | None = None,
         packed_seq_params: Any = None,
     ) -> Tensor:
-        """[tokens, heads, head_dim] each (key and value with their own head count) -> [tokens, heads * head_dim]."""
+        """Map [tokens, heads, head_dim] each (key and value may have fewer heads) to [tokens, heads * head_dim]."""
         lengths = packed_seq_params.padded_lengths
         world = self.group.size()
         if world == 1:
@@ -94,7 +94,7 @@ class SegmentAttention(torch.nn.Module):
         return torch.cat(out).flatten(1)
 
     def _attend_zigzag(self, query: Tensor, key: Tensor, value: Tensor, local_lengths: list[int]) -> list[Tensor]:
-        """Chunks r and 2 CP - 1 - r of each sequence against all keys up to their own ends."""
+        """Compute chunks r and 2 CP - 1 - r of each sequence against all keys up to the end of the chunk."""
         world, rank = self.group.size(), self.group.rank()
         both = _GatherContext.apply(torch.stack((key, value)), self.group)
         out = []
@@ -112,7 +112,7 @@ class SegmentAttention(torch.nn.Module):
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
-    """SDPA over one sequence, [tokens, heads, head_dim]; causal where no mask is given."""
+    """Run SDPA over one sequence, [tokens, heads, head_dim]; causal if ``mask`` is None."""
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
     grouped = q.shape[1] != k.shape[1]
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped)
@@ -136,7 +136,7 @@ class VarlenAttention(torch.nn.Module):
         attention_bias: Tensor | None = None,
         packed_seq_params: Any = None,
     ) -> Tensor:
-        """[tokens, heads, head_dim] each -> [tokens, heads * head_dim]."""
+        """Map [tokens, heads, head_dim] each to [tokens, heads * head_dim]."""
         from torch.nn.attention.varlen import varlen_attn
 
         offsets, longest = packed_seq_params.cu_seqlens_q, packed_seq_params.max_seqlen_q
@@ -149,8 +149,8 @@ class VarlenAttention(torch.nn.Module):
             longest,
             longest,
             scale=self.scale,
-            window_size=(-1, 0),  # everything before, nothing after: causal
+            window_size=(-1, 0),  # causal: unlimited to the left, none to the right
             enable_gqa=query.shape[1] != key.shape[1],
         )
-        assert isinstance(out, Tensor)  # a tuple only where auxiliary outputs are asked for
+        assert isinstance(out, Tensor)  # a tuple only if auxiliary outputs are requested
         return out.flatten(1)

@@ -1,4 +1,4 @@
-"""Whether the processes of a node have the GPUs that they need, told before the first one is used."""
+"""Check that each process of a node has a usable GPU, before the first one is used."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _OLDEST_DRIVERS = {12: 525, 13: 580}
 
 
 def device_fault(processes: int, environment: Mapping[str, str] = os.environ, root: Path = Path("/")) -> str | None:
-    """What keeps ``processes`` processes of this node from using one GPU each, or None; None also where no GPU is meant to be used.
+    """Return why ``processes`` processes of this node cannot use one GPU each, or None if they can or no GPU is to be used.
 
-    ``root`` holds ``dev`` and ``proc``.
+    ``root`` contains ``dev`` and ``proc``.
     """
     if torch.version.cuda is None:
         return None

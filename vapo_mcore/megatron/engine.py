@@ -1,12 +1,12 @@
 """One engine for policy and critic: forward passes and training steps over packed micro-batches.
 
-Everything runs through Megatron-Core's pipeline schedules. Two conventions meet here and nowhere else:
+All passes run through Megatron-Core's pipeline schedules. The engine alone converts between two conventions:
 
-- *Frames.* Callers hold token-aligned tensors (entry t is about token t). A model's output i predicts token i + 1, so loss
-  inputs are shifted left inside each sequence, padded and split over context parallelism; outputs go the other way.
-- *Scaling.* Losses arrive as sums of terms already divided by the whole mini-batch's denominators. Gradients are summed
-  over data and context parallelism and over micro-batches, and divided by nothing (see ``_ready_sum``). Policy and critic
-  use the same path, so packing, the number of micro-batches and the layout cannot change a step.
+- *Alignment.* Callers hold token-aligned tensors (entry t belongs to token t). Output i of a model predicts token i + 1, so loss
+  inputs are shifted left within each sequence, padded and split over context parallelism; outputs are converted back.
+- *Scaling.* Losses are sums of terms already divided by the mini-batch's denominators. Gradients are summed over data and context
+  parallelism and over micro-batches, without any division (see ``_finalize_gradients``). Policy and critic use the same path, so
+  packing, the number of micro-batches and the layout do not change a step.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class LossFunction(Protocol):
-    """A loss over one micro-batch, as a sum of per-token terms that already carry their weights.
+    """A loss over one micro-batch: a sum of weighted per-token terms.
 
     Attributes:
         tensors: names of the MicroBatch tensors it reads, besides ``response_mask``.
@@ -48,24 +48,25 @@ class LossFunction(Protocol):
     needs_entropy: bool
 
     def __call__(self, outputs: dict[str, Tensor], batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        """Loss and statistics of the local tokens.
+        """Compute loss and statistics of the local tokens.
 
         Args:
             outputs: ``logprobs`` (and ``entropy``) of a policy or ``values`` of a critic, float32 [local tokens].
             batch: the named tensors and ``mask`` (bool), output-aligned, [local tokens]; ``cu_seqlens``, int64 bounds of this rank's part
-                of each sequence, padding included, which are as many on all context-parallel ranks.
+                of each sequence, padding included; all context-parallel ranks have the same number of sequences.
 
         Returns:
-            The scalar loss to sum over everything, and detached scalar statistics: sums, or maxima where the name ends in
-            ``_max``. The same names on every call.
+            The scalar loss, to be summed over micro-batches and ranks, and detached scalar statistics: sums, or maxima if the name
+            ends in ``_max``. The names are the same in every call.
         """
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """One optimizer step: statistics summed (``_max``: maximised) over the mini-batch, the same on all ranks.
+    """Result of one optimizer step, equal on all ranks.
 
-    ``grad_norm`` is the norm before clipping. ``skipped``: why no rank changed anything, None after an update.
+    ``metrics``: statistics summed (``_max``: maximised) over the mini-batch; ``grad_norm``: norm before clipping; ``skipped``: why all
+    ranks skipped the update, None after an update.
     """
 
     metrics: dict[str, float]
@@ -76,31 +77,32 @@ class StepResult:
 
 @dataclass
 class _Feed:
-    """What a forward step needs besides the model: prepared inputs, one list for all chunks of this rank."""
+    """Inputs of a forward step: the micro-batches, and a cache of prepared tensors shared by this rank's chunks."""
 
     microbatches: Sequence[MicroBatch]
     tensors: tuple[str, ...] = ()
     prepared: dict[int, dict[str, Tensor]] = field(default_factory=dict)
 
     def iterators(self, count: int) -> Any:
-        """One iterator a model chunk, a plain one for a single chunk, as the schedules want it."""
+        """Return one iterator per model chunk, or a single iterator for a single chunk, as the schedules require."""
         chunks: list[Iterator[int]] = [iter(range(len(self.microbatches))) for _ in range(count)]
         return chunks if count > 1 else chunks[0]
 
 
 class MegatronModel:
-    """A policy or critic of this rank, with its optimizer if it is trained.
+    """This rank's shard of a policy or critic, with its optimizer if it is trained.
 
     Args:
-        role: what the model is; a critic has a scalar head and gives ``values``.
-        architecture: of the HF folder that its weights come from.
-        model, parallel: dtype, attention and recompute choices, and the layout.
-        load_weights: fills the built chunks, before gradient buffers and optimizer exist.
-        optimizer: its settings; None for a model that is never trained.
+        role: policy or critic; a critic has a scalar head and returns ``values``.
+        architecture: architecture of the Hugging Face folder with its weights.
+        model, parallel: dtype, attention and recompute settings, and the layout.
+        load_weights: fills the built chunks, before gradient buffers and optimizer are created.
+        optimizer: optimizer settings; None for a model that is not trained.
         warmup_updates: optimizer steps over which the learning rate rises linearly to its peak.
-        head_only: train the value head alone, the trunk stays as loaded.
-        head_dropout: of a critic's head of two layers, in training steps.
-        unknown_token_ids: ids of the model that its tokenizer lacks: outside a policy's softmax, so no probability and no gradient.
+        head_only: train only the value head and freeze the trunk.
+        head_dropout: dropout of a two-layer value head, in training steps.
+        unknown_token_ids: vocabulary ids that the tokenizer does not define; excluded from a policy's softmax, so they get neither
+            probability nor gradient.
     """
 
     def __init__(
@@ -147,16 +149,16 @@ class MegatronModel:
     def forward(
         self, microbatches: Sequence[MicroBatch], *, temperature: float = 1.0, outputs: tuple[str, ...] | None = None
     ) -> dict[str, list[Tensor]]:
-        """Outputs without gradients, token-aligned, on every rank that holds these sequences.
+        """Compute outputs without gradients, token-aligned, on every rank that holds these sequences.
 
         Args:
-            microbatches: each with ``tokens``; the same count on all data-parallel ranks.
-            temperature: of the softmax; values are never divided by it.
+            microbatches: each with ``tokens``; all data-parallel ranks must pass the same number.
+            temperature: softmax temperature of a policy; does not affect values.
             outputs: for a policy a subset of ("logprobs", "entropy"); for a critic "values" and "bootstrap_values".
 
         Returns:
-            name -> one float32 tensor a micro-batch. ``logprobs`` and ``entropy`` [tokens]: of token t and of the distribution
-            it was drawn from. ``values`` [tokens]: V(s_t), the raw output at t - 1. 0 at each first token.
+            name -> one float32 tensor per micro-batch. ``logprobs`` and ``entropy`` [tokens]: of token t, and of the distribution
+            it was sampled from. ``values`` [tokens]: V(s_t), the raw output at t - 1; 0 at the first token of each sequence.
             ``bootstrap_values`` [rows]: the raw output at each sequence's last token.
         """
         names = outputs or (("values",) if self.role == "critic" else ("logprobs",))
@@ -178,7 +180,7 @@ class MegatronModel:
         return result
 
     def _gather_outputs(self, microbatches: Sequence[MicroBatch], local: list[Tensor] | None) -> list[Tensor]:
-        """Last stage's local outputs -> packed tensors on all ranks of the pipeline: one broadcast for all micro-batches."""
+        """Gather the last stage's local outputs as packed tensors on all pipeline ranks, with one broadcast for all micro-batches."""
         sizes = [microbatch.layout.num_tokens for microbatch in microbatches]
         flat = torch.empty(sum(sizes), dtype=torch.float32, device=self.parallel.device)
         if local is not None:
@@ -199,12 +201,11 @@ class MegatronModel:
         is_spike: Callable[[float], bool] = lambda _: False,
         aside_lr: float | None = None,
     ) -> StepResult:
-        """Forward and backward over a mini-batch's share of this rank, then one optimizer step, or on no rank any.
+        """Run forward and backward over this rank's share of a mini-batch, then one optimizer step on all ranks or on none.
 
-        All data-parallel ranks call it with the same number of micro-batches (dummies included). The update is skipped where the loss or
-        a gradient is not finite on any rank, or ``is_spike`` (of the mini-batch's loss) says so on any. ``aside_lr``: the rate of a step
-        that the learning-rate schedule does not count (None: one of the schedule). Raises AssertionError on a model built without an
-        optimizer.
+        All data-parallel ranks must pass the same number of micro-batches (dummies included). All ranks skip the update if on any rank
+        the loss or a gradient is not finite or ``is_spike`` returns True for the mini-batch's loss. ``unscheduled_lr``: learning rate of a
+        step outside the learning-rate schedule (None: a step of the schedule). Raises AssertionError if the model has no optimizer.
         """
         assert self.optimizer is not None, f"the {self.role} was built without an optimizer"
         metrics = self.accumulate(microbatches, loss)
@@ -217,7 +218,7 @@ class MegatronModel:
         return StepResult(metrics, grad_norm, self.optimizer.learning_rate if aside_lr is None else aside_lr, skipped)
 
     def accumulate(self, microbatches: Sequence[MicroBatch], loss: LossFunction) -> dict[str, float]:
-        """Forward and backward alone: gradients of the mini-batch in the buffers, and its reduced statistics."""
+        """Run forward and backward; leaves the mini-batch's gradients in the buffers and returns its reduced statistics."""
         assert self.optimizer is not None, f"the {self.role} was built without an optimizer"
         feed = _Feed(self._equal_shapes(microbatches), tuple(loss.tensors))
         for chunk in self.wrapped:
@@ -231,14 +232,14 @@ class MegatronModel:
             batch = self._prepare(feed, number)
             outputs = self._head_outputs(output, batch, loss.temperature, loss.needs_entropy)
             total, stats = loss(outputs, batch)
-            # Megatron's third form: with calculate_per_token_loss it scales nothing; the token count is not used
+            # Megatron's three-value form: with calculate_per_token_loss it does not scale the loss; the token count is unused
             return total, torch.zeros((), dtype=torch.int, device=total.device), {"loss": total.detach(), **stats}
 
         stored = self._run(feed, compute, forward_only=False)
         return self._reduce_stats(stored)
 
     def _reduce_stats(self, stored: list[dict[str, Tensor]]) -> dict[str, float]:
-        """Sums and maxima over micro-batches, data and context parallel ranks; then told to the other pipeline stages."""
+        """Reduce statistics over micro-batches, data- and context-parallel ranks, and broadcasts them to the other pipeline stages."""
         result: dict[str, float] = {}
         if stored:
             group = self.parallel.data_context_parallel_group
@@ -272,14 +273,14 @@ class MegatronModel:
     # ------------------------------------------------------------------ shared
 
     def _equal_shapes(self, microbatches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
-        """The same micro-batches, padded to one size where pipeline stages exchange no shapes (``ParallelContext.variable_lengths``)."""
+        """Pad micro-batches to one size if pipeline stages do not exchange shapes (``ParallelContext.variable_lengths``)."""
         if self.parallel.variable_lengths:
             return microbatches
         size = max(microbatch.layout.num_padded_tokens for microbatch in microbatches)
         return [replace(microbatch, layout=microbatch.layout.with_padding(size)) for microbatch in microbatches]
 
     def _run(self, feed: _Feed, finish: Callable[[Tensor, int], Any], *, forward_only: bool) -> list[Any]:
-        """Drive Megatron's schedule; ``finish`` turns an output of the last stage into what is stored."""
+        """Run Megatron's pipeline schedule; ``finish`` converts each output of the last stage into the stored result."""
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
         def forward_step(iterator: Iterator[int], chunk: Any) -> tuple[Tensor, Callable[..., Any]]:
@@ -294,7 +295,7 @@ class MegatronModel:
                 data_iterator=feed.iterators(len(self.wrapped)),
                 model=self.wrapped if len(self.wrapped) > 1 else self.wrapped[0],
                 num_microbatches=len(feed.microbatches),
-                # with variable_seq_lengths shapes travel with the tensors and this is ignored
+                # ignored with variable_seq_lengths, where the stages exchange shapes
                 seq_length=feed.microbatches[0].layout.num_padded_tokens,
                 micro_batch_size=1,
                 forward_only=forward_only,
@@ -309,7 +310,7 @@ class MegatronModel:
         return chunk(tokens, None, None, packed_seq_params=params)
 
     def _prepare(self, feed: _Feed, number: int) -> dict[str, Tensor]:
-        """Output-aligned, local tensors of one micro-batch: labels, mask and what the loss reads."""
+        """Return the output-aligned local tensors of one micro-batch: labels, mask and the inputs of the loss."""
         if number not in feed.prepared:
             microbatch = feed.microbatches[number]
             layout = microbatch.layout
@@ -327,7 +328,7 @@ class MegatronModel:
         return feed.prepared[number]
 
     def _head_outputs(self, output: Tensor, batch: dict[str, Tensor], temperature: float, entropy: bool) -> dict[str, Tensor]:
-        """[1, local tokens, shard] of the output layer -> float32 [local tokens] of each quantity."""
+        """Convert the output layer's [1, local tokens, shard] to float32 [local tokens] per quantity."""
         if self.role == "critic":
             return critic_outputs(output[0], self.architecture)
         logprobs, entropies = vocab_parallel_logprobs(
@@ -343,16 +344,16 @@ class MegatronModel:
 
 
 def critic_outputs(output: Tensor, architecture: ModelArchitecture) -> dict[str, Tensor]:
-    """[local tokens, outputs] of a value head -> ``values`` float32 [local tokens] and, of a categorical one, ``value_logits``."""
+    """Convert the value head's [local tokens, outputs] to float32 ``values`` [local tokens]; if categorical, also ``value_logits``."""
     if architecture.value_bins is None:
         return {"values": output[:, 0]}
     return {"values": expected_values(output, architecture.value_bins), "value_logits": output}
 
 
 def _softmax_columns(vocab_size: int, unknown: Sequence[int], parallel: ParallelContext) -> tuple[int, Tensor | None]:
-    """Columns of the output layer that count: all below the first number but those of the tensor, int64, columns of this rank's shard.
+    """Return the softmax's vocabulary size, and the columns of this rank's shard below it to exclude (int64, None: no columns).
 
-    Unknown ids at the end of the vocabulary, the usual ones, shorten it; those in between are listed (None: there are none here).
+    Unknown ids at the end of the vocabulary, the usual case, reduce the size; those in between are excluded.
     """
     outside = set(unknown)
     size = vocab_size
@@ -368,7 +369,7 @@ def _softmax_columns(vocab_size: int, unknown: Sequence[int], parallel: Parallel
 
 @torch.no_grad()
 def output_row_norms(model: MegatronModel) -> Tensor:
-    """Norm of each row of a policy's output layer, float32 ``[vocab_size]`` on the host, the same on all ranks. A collective."""
+    """Compute the norm of each row of a policy's output layer, float32 ``[vocab_size]`` on the host of every rank. A collective."""
     norms: Tensor | None = None
     parallel = model.parallel
     if parallel.pipeline_model_parallel_rank == parallel.pipeline_model_parallel_size - 1:
@@ -385,9 +386,9 @@ def output_row_norms(model: MegatronModel) -> Tensor:
 
 
 def wrap_chunks(chunks: list[Any], *, overlap: bool = HAS_CUDA, device: torch.device | None = None) -> list[Any]:
-    """Megatron's DDP around each chunk: parameters move into flat buffers, with float32 gradient buffers beside them.
+    """Wrap each chunk in Megatron's DDP, which moves parameters into flat buffers and allocates float32 gradient buffers.
 
-    ``overlap``: the reduction of gradients overlaps the backward pass, bucket by bucket. ``device``: as of ``build_chunks``.
+    ``overlap``: overlap gradient reduction with the backward pass, bucket by bucket. ``device``: as in ``build_chunks``.
     """
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
@@ -399,7 +400,7 @@ def wrap_chunks(chunks: list[Any], *, overlap: bool = HAS_CUDA, device: torch.de
 def _ready_sum(chunks: list[Any], num_tokens: Tensor | None = None, **kwargs: Any) -> None:
     """Megatron's reduction of gradients over DP, CP, sequence parallelism and tied embeddings, without its division.
 
-    The only place that decides about loss scaling: the losses are ready sums, so the token count is dropped.
+    This is the only place that affects loss scaling: losses are already normalised sums, so the token count is dropped.
     """
     from megatron.core.distributed import finalize_model_grads
 

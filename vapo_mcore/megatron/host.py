@@ -1,9 +1,9 @@
-"""Megatron-Core on a machine without CUDA.
+"""Run Megatron-Core on machines without CUDA.
 
-Megatron-Core names CUDA in many places ("cuda" as a device string, ``torch.cuda.current_device()``, streams, typed
-tensor names). :func:`megatron_scope` makes these mean the CPU while Megatron code runs and puts everything back on
-exit, so that other libraries of the process (vLLM above all) never see a changed torch. Where CUDA exists the scope
-does nothing at all. Every use of Megatron in this package happens inside the scope.
+Megatron-Core refers to CUDA in many places (the device string "cuda", ``torch.cuda.current_device()``, streams, tensor type
+names). :func:`megatron_scope` redirects these to the CPU while Megatron code runs and restores them on exit, so that other libraries in
+the process, such as vLLM, never see a patched torch. With CUDA the scope does nothing. All Megatron code of this package runs inside
+the scope.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ HAS_CUDA = torch.cuda.is_available()
 
 
 def compute_device() -> torch.device:
-    """The device this process computes on: its current CUDA device, else the CPU."""
+    """Return the device this process computes on: its current CUDA device, else the CPU."""
     return torch.device("cuda", torch.cuda.current_device()) if HAS_CUDA else CPU
 
 
 class HostPlatform:
-    """The replacements, and which device stands for CUDA: the CPU, or ``meta`` to build models without memory."""
+    """Replacements for CUDA functions, with ``device`` in place of CUDA: the CPU, or ``meta`` to build models without memory."""
 
     def __init__(self, device: torch.device = CPU) -> None:
         self.device = device
 
     def replacements(self) -> list[tuple[Any, str, Any]]:
-        """(owner, attribute, value) of everything that is replaced inside the scope."""
+        """Return (owner, attribute, value) for everything replaced inside the scope."""
         import megatron.core.tensor_parallel.random as megatron_random
 
         def nothing(*_args: object, **_kwargs: object) -> None:
@@ -81,7 +81,7 @@ class HostPlatform:
 
 
 class _HostStream:
-    """Stands for a CUDA stream and for its events: work on the CPU is done when the call returns, so there is nothing to order."""
+    """Replaces CUDA streams and events with no-ops; CPU work is synchronous."""
 
     def __init__(self, *_args: object, **_kwargs: object) -> None:
         pass
@@ -114,7 +114,7 @@ def _names_cuda(device: Any) -> bool:
 
 
 class _CudaMeansHost(TorchFunctionMode):
-    """Turns ``device="cuda"`` arguments of torch calls into the host platform's device."""
+    """Replaces ``device="cuda"`` arguments of torch calls by the host platform's device."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -134,10 +134,10 @@ _depth = 0
 
 @contextlib.contextmanager
 def megatron_scope(device: torch.device | None = None) -> Iterator[None]:
-    """Run Megatron-Core code: on CUDA as it is, without CUDA with ``device`` (default: the CPU) in CUDA's place.
+    """Run Megatron-Core code: unchanged with CUDA, with ``device`` (default: the CPU) in place of CUDA without it.
 
     Scopes nest; the outermost one installs and removes the replacements. ``device=torch.device("meta")`` builds models
-    of any size without memory and is honoured with CUDA present too.
+    of any size without memory, also on machines with CUDA.
     """
     global _depth
     if (HAS_CUDA and device is None) or _depth > 0:
@@ -159,9 +159,9 @@ def megatron_scope(device: torch.device | None = None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def counted_as_device(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Without CUDA, ``is_cuda`` says True for these tensors and all views of them, and False for everything else; with it nothing changes.
+    """Make ``is_cuda`` True for these tensors and their views and False for all others; does nothing if CUDA is available.
 
-    Megatron's CPU-offloaded optimizer asks it while it is built, to tell the parameters of the device from its own copies in host memory.
+    Megatron's CPU-offloaded optimizer reads it while it is built, to distinguish device parameters from its copies in host memory.
     """
     if HAS_CUDA:
         yield
@@ -171,18 +171,18 @@ def counted_as_device(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
     try:
         yield
     finally:
-        del torch.Tensor.is_cuda  # that of the base class is seen again
+        del torch.Tensor.is_cuda  # uncovers the attribute of the base class
 
 
 def import_megatron() -> None:
-    """Import Megatron-Core once, without its warnings about libraries that a CPU machine cannot have.
+    """Import Megatron-Core once, suppressing its warnings about libraries that a CPU machine cannot have.
 
-    Megatron decorates its fused functions with ``torch.compile`` when it is imported. Without CUDA that is left out: the
-    compiler would trace through the replacements above, and on CPU the functions are not worth a compilation.
+    Megatron decorates its fused functions with ``torch.compile`` on import. Without CUDA this is disabled: the compiler would trace
+    through the replacements above, and on CPU compiling these functions does not pay off.
     """
     if "megatron.core" in sys.modules:
         return
-    for module in ("megatron", "torch.distributed"):  # deprecations inside the libraries: nothing a user can act on
+    for module in ("megatron", "torch.distributed"):  # deprecations inside the libraries, which users cannot act on
         warnings.filterwarnings("ignore", module=module + r"\b")
     warnings.filterwarnings("ignore", message="TypedStorage is deprecated")  # Megatron's buffer offload uses it
     compile_function = torch.compile
@@ -191,14 +191,14 @@ def import_megatron() -> None:
         logging.getLogger("megatron").setLevel(logging.WARNING)
         try:
             if not HAS_CUDA:
-                importlib.import_module("torch._dynamo")  # it tables the functions of torch when imported: it must see the real ones
+                importlib.import_module("torch._dynamo")  # records torch's functions on import; must see the original ones
 
                 torch.compile = _leave_uncompiled  # type: ignore[assignment]
             import megatron.core.jit
             import megatron.core.optimizer  # noqa: F401
             from megatron.core.transformer.moe import moe_utils
 
-            if not hasattr(moe_utils, "te_general_gemm"):  # the router asks for it, defined or not (0.16.1)
+            if not hasattr(moe_utils, "te_general_gemm"):  # the router reads it even if it is undefined (0.16.1)
                 moe_utils.te_general_gemm = None
         finally:
             torch.compile = compile_function

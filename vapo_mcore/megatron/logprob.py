@@ -1,8 +1,8 @@
 """Token log-probabilities and entropies over a vocabulary that is split across tensor-parallel ranks.
 
-One autograd function serves both. It works in chunks of tokens in float32, so the full float32 [tokens, vocabulary] never exists.
-Forward leaves one buffer in the logits' own dtype, the softmax of this rank's shard; backward turns it into the gradient in place.
-The label's entry, where 1 - p would suffer from a rounded p, is written from the float32 log-probability.
+One autograd function computes both, in chunks of tokens in float32, so the full float32 [tokens, vocabulary] is never materialised.
+Forward saves one buffer in the logits' dtype, the softmax of this rank's shard; backward turns it into the gradient in place. The entry
+of the label is computed from the float32 log-probability, because 1 - p would lose precision with a rounded p.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 CHUNK_ELEMENTS = {"cpu": 1 << 19, "cuda": 1 << 25}
-"""float32 elements of a working chunk by device: tokens a chunk = this / local vocabulary, at least one. 2 MiB stay in a CPU's cache
-(and below the size from which the C library maps fresh, zeroed pages for every allocation); a GPU wants fewer, larger kernels."""
+"""float32 elements of a working chunk by device; a chunk has this / local vocabulary tokens, at least one. On CPU 2 MiB fit the cache (and
+stay below the size at which malloc maps fresh zeroed pages for every allocation); a GPU is faster with fewer, larger kernels."""
 
 
 def vocab_parallel_logprobs(
@@ -29,16 +29,16 @@ def vocab_parallel_logprobs(
     excluded: Tensor | None = None,
     chunk_elements: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probability of each label and, if asked, the entropy of each distribution.
+    """Compute the log-probability of each label and, with ``entropy``, the entropy of each distribution.
 
     Args:
         logits: [tokens, local vocabulary], this rank's contiguous shard of the padded vocabulary, any float dtype.
         labels: int64 [tokens], global token ids, the same on all ranks of ``group``, below ``vocab_size``.
-        vocab_size: real vocabulary; columns at or above it are padding and outside of the softmax.
-        group: tensor-parallel group, None for a whole vocabulary.
+        vocab_size: unpadded vocabulary size; columns from it on are excluded from the softmax.
+        group: tensor-parallel group, None for an unsharded vocabulary.
         temperature: the distribution is softmax(logits / temperature).
-        entropy: also return entropies (with a gradient of their own).
-        excluded: int64 [n], columns of this shard, below ``vocab_size``, that are outside of the softmax as well; None: none.
+        entropy: also return entropies (differentiable).
+        excluded: int64 [n], further columns of this shard, below ``vocab_size``, to exclude from the softmax (None: no columns).
         chunk_elements: elements of a working chunk, by default :data:`CHUNK_ELEMENTS`.
 
     Returns:
@@ -53,14 +53,18 @@ def vocab_parallel_logprobs(
 
 
 def _float_chunk(logits: Tensor, scale: float) -> Tensor:
-    """Logits over the temperature in float32 (a view where they already are that). Scaled in float32, since a product rounded to
-    bfloat16 would not be the distribution at T; converted first, since mixed-type arithmetic is slow on CPU."""
+    """Return the logits in float32 divided by the temperature (a view if they already are).
+
+    Scales after the conversion: a product rounded to bfloat16 would change the distribution, and mixed-dtype arithmetic is slow on CPU.
+    """
     return logits.float() if scale == 1.0 else logits.float() * scale
 
 
 class _VocabParallelLogprobs(torch.autograd.Function):
-    """Each rank works with the softmax over its own shard, torch's one fused kernel, and the shards are combined by one gather of a few
-    numbers a token: shard r's probabilities are its own softmax times ``share``, the shard's part of the whole mass."""
+    """Computes the softmax over each rank's shard with torch's fused kernel and combines the shards by gathering four numbers per token.
+
+    The probabilities of shard r are its local softmax times ``share``, the shard's fraction of the total mass.
+    """
 
     @staticmethod
     def forward(
@@ -119,7 +123,7 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         shares = (masses - log_sum).exp()
         entropies = log_sum - (shares * (everyone[:, 3] + above)).sum(0) if entropy else logprobs.new_zeros(())
         if keep:
-            # The logits again for the entropy's gradient alone, which needs log p to more digits than the buffer has.
+            # Save the logits only for the entropy's gradient, which needs log p more precisely than the buffer holds it.
             log_normalizer = stats[0] - above[rank] + log_sum
             ctx.save_for_backward(softmax, label, owned, shares[rank], logprobs, entropies, *((logits, log_normalizer) if entropy else ()))
         ctx.valid, ctx.scale, ctx.step, ctx.used = valid, scale, step, False

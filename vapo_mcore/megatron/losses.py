@@ -1,7 +1,7 @@
-"""The losses that the training engine evaluates on each micro-batch, composed from the terms of ``vapo_mcore.algorithm``.
+"""Loss functions of the training engine, composed from the terms of ``vapo_mcore.algorithm``.
 
-Each is a ``LossFunction`` of the engine: it sees output-aligned, context-parallel-local tensors and returns a sum of per-token
-terms times weights that were fixed for the whole mini-batch, and sums of statistics (maxima where the name ends in ``_max``).
+Each is a ``LossFunction`` of the engine: it receives the output-aligned, context-parallel-local tensors of a micro-batch and returns the
+sum of per-token terms times their mini-batch weights, and sums of statistics (maxima if the name ends in ``_max``).
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ COVARIANCE_KINDS = ("clip_cov", "kl_cov")
 """Objectives that treat some tokens of a mini-batch apart; the trainer marks them in the tensor ``covarying``."""
 
 TERM_STATISTIC = "term/"
-"""What the statistics of a user's terms begin with; behind the name stands "/sum", since names that end in "_max" are maxima."""
+"""Prefix of the statistics of user-defined terms. The suffix "/sum" keeps a term named "*_max" from being reduced as a maximum."""
 
 
 class PolicyLoss:
-    """Surrogate of ``policy_loss.kind`` + coef x positive-example NLL [+ coef x KL to the reference] [- coef x entropy] [+ own terms].
+    """Policy loss: surrogate of ``policy_loss.kind`` + coef x positive-example NLL [+ coef x KL] [- coef x entropy] [+ user-defined terms].
 
-    Reads ``old_logprobs``, ``advantages``, ``policy_weights`` (from ``token_weights``; KL and entropy use them too) and
+    Reads ``old_logprobs``, ``advantages``, ``policy_weights`` (from ``token_weights``; also used for KL and entropy),
     ``positive_weights`` (from ``positive_token_weights``: nonzero at tokens of correct responses), ``importance_weights`` with
-    an importance correction, ``covarying`` with clip_cov and kl_cov, ``ref_logprobs`` with a KL term, what the user's terms ask for.
+    an importance correction, ``covarying`` with clip_cov and kl_cov, ``ref_logprobs`` with a KL term, and the inputs of user-defined terms.
 
     Statistics: ``surrogate``, ``nll``, ``kl`` are parts of the loss before their coefficients; ``tokens``, ``clip_high``, ``clip_low``,
-    ``clip_dual``, ``approx_kl``, ``ratio`` are sums over response tokens, and so are ``entropy`` and the ``mismatch_*`` if measured.
+    ``clip_dual``, ``approx_kl``, ``ratio`` and, if measured, ``entropy`` and ``mismatch_*`` are sums over response tokens.
     """
 
     def __init__(self, config: Config, context_parallel_group: dist.ProcessGroup | None = None) -> None:
-        """``context_parallel_group``: over which the sequences of a micro-batch are split; None: they are whole."""
+        """``context_parallel_group``: the group that splits the sequences of a micro-batch; None: sequences are whole."""
         self.context_parallel_group = context_parallel_group
         algorithm, rollout = config.algorithm, config.rollout
         self.clip = algorithm.policy_loss
@@ -49,7 +49,7 @@ class PolicyLoss:
         self.kl_coef = algorithm.kl.coef if algorithm.kl.place == "loss" else 0.0
         self.kl_kind: KLKind = algorithm.kl.kind
         self.kl_clamp = algorithm.kl.clamp
-        # Old log-probs that come from the rollout leave this pass as the first sight of the trainer's own.
+        # With old log-probs from the rollout, this pass is the first to compute the trainer's own log-probs.
         self.measure_mismatch = rollout.old_logprobs == "rollout"
         self.temperature = rollout.temperature
         self.terms = loss_terms(algorithm.loss_terms)
@@ -103,7 +103,7 @@ class PolicyLoss:
         return total, stats
 
     def _surrogate_terms(self, outputs: dict[str, Tensor], batch: dict[str, Tensor]) -> tuple[Tensor, Stats]:
-        """Per-token terms and indicators of the configured kind; of a sequence-level one a collective over context parallelism."""
+        """Compute per-token terms and indicators of the configured kind; sequence-level kinds communicate over the CP group."""
         clip, logprobs = self.clip, outputs["logprobs"]
         read = (logprobs, batch["old_logprobs"], batch["advantages"], batch["mask"])
         weights = batch.get("importance_weights")
@@ -124,7 +124,7 @@ class PolicyLoss:
         return policy_loss_terms(*read, importance_weights=weights, **clips)
 
     def _mismatch(self, logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> Stats:
-        """Sums over tokens of |difference| and of the weights w = exp(trainer - rollout), for the first update of a step."""
+        """Sum |difference| and the weights w = exp(trainer - rollout) over tokens, for the first update of a step."""
         difference = masked_difference(logprobs, rollout_logprobs, mask)
         ratio = torch.where(mask, difference.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP).exp(), 0.0).double()
         return {
@@ -137,11 +137,10 @@ class PolicyLoss:
 
 
 class CriticLoss:
-    """Value loss 1/2 (V - R)^2 (clipped around ``values``, the predictions before the update, if configured), token mean; with ``bins``
-    the cross-entropy of a categorical head.
+    """Critic loss: token mean of 1/2 (V - R)^2, optionally clipped around ``values``, the predictions before the update.
 
-    Reads ``returns``, ``value_weights`` and with a clip ``values``. Statistics: ``tokens`` and ``clip``, sums over response tokens;
-    with ``bins`` ``squared``, the token mean of 1/2 (V - R)^2.
+    With ``bins``, the loss is the cross-entropy of a categorical head. Reads ``returns``, ``value_weights`` and, with a clip, ``values``.
+    Statistics: ``tokens`` and ``clip``, sums over response tokens; with ``bins`` also ``squared``, the token mean of 1/2 (V - R)^2.
     """
 
     temperature = 1.0
@@ -164,9 +163,9 @@ class CriticLoss:
 
 
 class SupervisedLoss:
-    """Plain negative log-likelihood of the masked tokens, weighted by ``loss_weights`` (1 / tokens of the mini-batch for a mean).
+    """Negative log-likelihood of the target tokens (``response_mask``), weighted by ``loss_weights`` (1 / mini-batch tokens for a mean).
 
-    For warm starts and self-imitation: ``response_mask`` marks the target tokens. Statistics: ``tokens`` and ``nll``, sums over these.
+    Used for warm starts and self-imitation. Statistics: ``tokens`` and ``nll``, sums over the target tokens.
     """
 
     needs_entropy = False

@@ -1,4 +1,4 @@
-"""Megatron ``GPTModel`` chunks for a Hugging Face architecture: the policy, or the critic with its scalar head."""
+"""Build Megatron ``GPTModel`` chunks for a Hugging Face architecture: the policy, or the critic with its scalar head."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def choose_attention(requested: str, context_parallel_size: int, dtype: str) -> Attention:
-    """The attention implementation: the requested one, or for ``auto`` the best that this machine has.
+    """Return the attention implementation: the requested one, or for ``auto`` the best available on this machine.
 
-    ``auto`` takes ``sdpa`` for float32: Transformer Engine computes float32 matrix products in TF32 (10 bits of mantissa) and its flash
-    attention, like torch's variable-length kernel, takes 16-bit types only.
+    ``auto`` selects ``sdpa`` for float32: Transformer Engine computes float32 matrix products in TF32 (10 bits of mantissa), and its flash
+    attention, like torch's variable-length kernel, supports only 16-bit types.
 
-    Raises ConfigError when the requested one cannot run here.
+    Raises ConfigError if the requested implementation cannot run on this machine.
     """
     has_te = HAS_CUDA and find_spec("transformer_engine") is not None
     if requested == "auto":
@@ -50,10 +50,10 @@ def choose_attention(requested: str, context_parallel_size: int, dtype: str) -> 
 
 
 def recompute_settings(recompute: str, attention: Attention) -> dict[str, Any]:
-    """Megatron's recomputation settings for ``model.recompute``.
+    """Return Megatron's recomputation settings for ``model.recompute``.
 
-    ``selective`` recomputes the MLP. Attention too with ``sdpa``, whose kernels may keep the scores [heads, length, length]; flash
-    attention (``te``, ``varlen``) keeps its inputs, its output and one number a row, and runs its forward again in its backward.
+    ``selective`` recomputes the MLP, and with ``sdpa`` also attention, whose kernels may save the scores [heads, length, length]. Flash
+    attention (``te``, ``varlen``) saves inputs, output and one number per row, and recomputes the scores in its backward.
     """
     if recompute == "selective":
         modules = ["core_attn", "mlp"] if attention == "sdpa" else ["mlp"]
@@ -64,11 +64,10 @@ def recompute_settings(recompute: str, attention: Attention) -> dict[str, Any]:
 
 
 class ValueHead(nn.Linear):
-    """Value head [outputs, hidden] in float32, in the place of GPTModel's output layer: one output, or a logit for each bin.
+    """Value head [outputs, hidden] in float32, replacing GPTModel's output layer: one output, or one logit per bin.
 
-    Under sequence parallelism each TP rank values its own slice of the tokens and the values are gathered, so weight and
-    bias receive partial gradients on each rank and are marked for summation over TP. Weight and bias start at zero; the
-    loader decides what they become.
+    Under sequence parallelism each TP rank computes the values of its slice of the tokens, which are then gathered; weight and bias
+    receive partial gradients on each rank and are marked for summation over TP. Both start at zero until the loader sets them.
     """
 
     def __init__(self, hidden_size: int, *, outputs: int = 1, sequence_parallel: bool, group: Any) -> None:
@@ -81,11 +80,11 @@ class ValueHead(nn.Linear):
             parameter.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
 
     def features(self, hidden: Tensor) -> Tensor:
-        """What the last, linear layer reads."""
+        """Return the input of the last, linear layer."""
         return hidden
 
     def forward(self, hidden: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None) -> tuple[Tensor, None]:  # type: ignore[override]
-        """[tokens (local under sequence parallelism), 1, hidden] -> ([tokens, 1, outputs] float32, None), as a Megatron output layer."""
+        """Map [local tokens, 1, hidden] to ([tokens, 1, outputs] float32, None), like a Megatron output layer."""
         values = super().forward(self.features(hidden.float()))
         if self.sequence_parallel:
             from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
@@ -95,9 +94,9 @@ class ValueHead(nn.Linear):
 
 
 class MlpValueHead(ValueHead):
-    """Two layers, dropout(tanh(dense(dropout(h)))) onto the scalar, in float32 (a published review's; Linear alone is the default).
+    """Two-layer value head in float32: linear(dropout(tanh(dense(dropout(h))))), from a published review; the default is one linear layer.
 
-    Dropout acts in training steps only, from a stream of its own on each rank that holds other tokens (``stream``).
+    Dropout is active in training steps only. Ranks that hold different tokens draw from different random streams (``stream``).
     """
 
     def __init__(self, hidden_size: int, *, outputs: int = 1, sequence_parallel: bool, group: Any, dropout: float, stream: int) -> None:
@@ -113,7 +112,7 @@ class MlpValueHead(ValueHead):
         return self._drop(torch.tanh(self.dense(self._drop(hidden))))
 
     def begin(self, update: int) -> None:
-        """The passes of an optimizer step follow: its number decides what is dropped, so that a resumed run drops the same."""
+        """Begin an optimizer step. Its number seeds the dropout masks, so that a resumed run draws the same ones."""
         self.update, self.draws = update, 0
 
     def _drop(self, x: Tensor) -> Tensor:
@@ -121,16 +120,16 @@ class MlpValueHead(ValueHead):
             return x
         self.draws += 1
         digest = hashlib.blake2b(f"value head/{self.stream}/{self.update}/{self.draws}".encode(), digest_size=4).digest()
-        generator = torch.Generator(x.device).manual_seed(int.from_bytes(digest, "little"))  # the CPU's takes 32 bits
+        generator = torch.Generator(x.device).manual_seed(int.from_bytes(digest, "little"))  # CPU generators take 32 bits
         kept = torch.rand(x.shape, generator=generator, device=x.device) >= self.dropout
         return torch.where(kept, x / (1.0 - self.dropout), 0.0)
 
 
 def transformer_config(architecture: ModelArchitecture, model: ModelConfig, parallel: ParallelContext) -> Any:
-    """Megatron's TransformerConfig for one model in this layout.
+    """Return Megatron's TransformerConfig for one model in this layout.
 
-    ``calculate_per_token_loss`` is Megatron's switch for "sum gradients over data and context parallelism and divide
-    nothing": losses here arrive already divided by the mini-batch's denominators.
+    ``calculate_per_token_loss`` makes Megatron sum gradients over data and context parallelism without dividing them: losses are
+    already divided by the mini-batch's denominators.
     """
     from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -161,11 +160,11 @@ def transformer_config(architecture: ModelArchitecture, model: ModelConfig, para
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
         variable_seq_lengths=parallel.variable_lengths,
-        moe_token_dispatcher_type="alltoall",  # variable_seq_lengths is refused with the default one, dense models included
+        moe_token_dispatcher_type="alltoall",  # the default rejects variable_seq_lengths, even for dense models
         calculate_per_token_loss=True,
         batch_p2p_comm=False,
-        # Every weight comes from a file. Leaving initialisation out is no option: without it Megatron does not mark
-        # tensor-parallel weights as such, and the gradient norm then misses all shards but the first.
+        # All weights are loaded from files. perform_initialization=False would not work: Megatron would not mark tensor-parallel
+        # weights as such, and the gradient norm would count only the first shard.
         init_method=_uninitialized,
         output_layer_init_method=_uninitialized,
         embedding_init_method=_uninitialized,
@@ -182,8 +181,10 @@ def transformer_config(architecture: ModelArchitecture, model: ModelConfig, para
 
 
 def _expert_settings(architecture: ModelArchitecture) -> dict[str, Any]:
-    """Of a mixture of experts: routing as in Qwen3-MoE, softmax in float32 and before the choice of experts or, which is the same as
-    normalising afterwards, over the chosen ones."""
+    """Return the settings of a mixture of experts, routed as in Qwen3-MoE.
+
+    The softmax is computed in float32, before the top-k or, equivalent to normalising afterwards, over the chosen experts.
+    """
     from megatron.core import parallel_state as ps
 
     if not architecture.is_moe:
@@ -204,7 +205,7 @@ def _uninitialized(weight: Tensor) -> Tensor:
 
 
 def packed_block_spec(config: Any, attention: Attention, vp_stage: int | None) -> Any:
-    """Layer specification of one model chunk for packed sequences."""
+    """Return the layer specification of one model chunk for packed sequences."""
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 
     if attention == "te":
@@ -221,7 +222,7 @@ def packed_block_spec(config: Any, attention: Attention, vp_stage: int | None) -
 
 
 def _local_layer_spec(qk_norm: bool, core_attention: type[nn.Module], num_experts: int | None) -> Any:
-    """A transformer layer of Megatron's own modules around our packed attention and norm; sequential experts where there are any."""
+    """Return a transformer layer of Megatron's modules with our packed attention and norm, and sequential experts if any."""
     from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
     from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -244,10 +245,10 @@ def _local_layer_spec(qk_norm: bool, core_attention: type[nn.Module], num_expert
         ),
     )
     mlp = ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear))
-    # Transformer Engine's names for the norms, so that checkpoints move between machines with and without it.
+    # Save the norms under Transformer Engine's names, so that checkpoints load with and without it.
     stored_names = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_", "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
     if num_experts is not None:
-        del stored_names["pre_mlp_layernorm."]  # not fused there
+        del stored_names["pre_mlp_layernorm."]  # not fused with experts
         mlp = get_moe_module_spec(use_te=False, num_experts=num_experts, moe_grouped_gemm=False)
     submodules = TransformerLayerSubmodules(
         input_layernorm=RMSNorm,
@@ -271,12 +272,12 @@ def build_chunks(
     for_training: bool = True,
     head_dropout: float = 0.0,
 ) -> list[Any]:
-    """This rank's GPTModel chunks (one, or one a virtual pipeline stage), weights unset.
+    """Build this rank's GPTModel chunks (one, or one per virtual pipeline stage) with uninitialised weights.
 
-    A critic is the same model with an untied :class:`ValueHead`; a tie of the policy's embeddings is cut at construction,
-    so that pipeline stages never reduce a [vocabulary, hidden] gradient against a [1, hidden] one.
-    ``device=torch.device("meta")`` builds without memory. ``for_training``: refuse what forward passes are proven for, and steps not.
-    ``head_dropout``: of a critic's head of two layers.
+    A critic is the same model with a :class:`ValueHead`. Its embeddings are untied at construction, so that pipeline stages never
+    reduce a [vocabulary, hidden] gradient with a [1, hidden] one.
+    ``device=torch.device("meta")`` builds without memory. ``for_training``: reject architectures that are verified for forward passes
+    only. ``head_dropout``: dropout of a two-layer value head.
     """
     if for_training:
         _refuse_unsupported(architecture)
@@ -296,7 +297,7 @@ def _value_head(architecture: ModelArchitecture, parallel: ParallelContext, drop
     layout["outputs"] = architecture.value_outputs
     if not architecture.mlp_value_head:
         return ValueHead(architecture.hidden_size, **layout)
-    # Ranks with the same tokens must drop the same: all of a TP group, unless each has its own slice of the sequence.
+    # Ranks with the same tokens must draw the same masks: all ranks of a TP group, unless sequence parallelism splits the tokens.
     stream = parallel.data_parallel_rank * parallel.context_parallel_size + parallel.context_parallel_rank
     stream = stream * parallel.tensor_model_parallel_size + (parallel.tensor_model_parallel_rank if parallel.sequence_parallel else 0)
     return MlpValueHead(architecture.hidden_size, **layout, dropout=dropout, stream=stream)
@@ -339,10 +340,10 @@ def _build_chunk(
 
 
 class RotaryTable:
-    """Rotary angles of one chunk, [longest sequence so far, 1, 1, head_dim] float32.
+    """Caches the rotary angles of one chunk, [longest sequence so far, 1, 1, head_dim] float32.
 
-    Stands in for Megatron's ``RotaryEmbedding.forward``, which keeps a table for each of the last 32 lengths on the device: with packed
-    sequences of any length up to 32 times the memory of the longest.
+    Replaces Megatron's ``RotaryEmbedding.forward``, which caches one table for each of the last 32 lengths on the device: with packed
+    sequences of any length that takes up to 32 times the memory of the longest.
     """
 
     def __init__(self, make: Callable[[int], Tensor]) -> None:
@@ -357,9 +358,9 @@ class RotaryTable:
 
 
 def _inverse_frequencies(architecture: ModelArchitecture, plain: Tensor) -> Tensor:
-    """Rotary frequencies with the llama3 scaling of the HF config.
+    """Apply the llama3 scaling of the Hugging Face config to the rotary frequencies.
 
-    Megatron has this scaling too, but with the original length and the two wave-length factors fixed.
+    Megatron implements this scaling with a fixed original length and fixed wavelength factors.
     """
     scaling = architecture.rope_scaling
     if scaling is None:
@@ -372,7 +373,7 @@ def _inverse_frequencies(architecture: ModelArchitecture, plain: Tensor) -> Tens
 
 
 def trunk_parameters(chunks: list[Any]) -> list[nn.Parameter]:
-    """All parameters but those of a value head."""
+    """Return all parameters except those of a value head."""
     heads = {
         id(p) for chunk in chunks if isinstance(getattr(chunk, "output_layer", None), ValueHead) for p in chunk.output_layer.parameters()
     }

@@ -1,4 +1,4 @@
-"""Megatron's distributed AdamW with the recipe's schedule, and steps that all ranks skip together."""
+"""Megatron's distributed AdamW with learning-rate warmup; all ranks skip a faulty update together."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Skipped(IntEnum):
-    """Why an update was not made; where ranks found different reasons, the largest counts."""
+    """Why an update was skipped; if ranks report different reasons, the largest one applies."""
 
     SPIKE = 1
     GRADIENT = 2
@@ -30,13 +30,14 @@ class Skipped(IntEnum):
 
 
 class Optimizer:
-    """AdamW over the given DDP chunks, its state split over data parallelism.
+    """AdamW over DDP chunks, with its state sharded over data parallelism.
 
-    The learning rate of update k, from 1, is ``lr * min(1, k / warmup_updates)``: never 0. Megatron's scheduler starts at 0,
-    so it is advanced before the update. Weight decay is Megatron's: on matrices, not on biases and norms.
+    The learning rate of update k, from 1, is ``lr * min(1, k / warmup_updates)``, never 0: Megatron's scheduler starts at 0, so it is
+    advanced before the update. As in Megatron, weight decay applies to matrices but not to biases and norms.
 
     Attributes:
-        aside_updates: updates made beside the schedule: they move weights and moments and advance AdamW's own step counter alone.
+        aside_updates: updates outside the schedule. They change weights and moments and advance AdamW's step counter, but not the
+            schedule.
     """
 
     def __init__(self, chunks: list[Any], settings: OptimizerConfig, model_config: Any, warmup_updates: int) -> None:
@@ -47,7 +48,7 @@ class Optimizer:
         self.settings = settings
         self.aside_updates = 0
         self._device = compute_device()
-        self._gradient = "decoupled_grad" if settings.cpu_offload else "grad"  # the attribute of a parameter that Megatron puts it in
+        self._gradient = "decoupled_grad" if settings.cpu_offload else "grad"  # attribute in which Megatron stores a parameter's gradient
         config = MegatronOptimizerConfig(
             optimizer="adam",
             lr=settings.lr,
@@ -83,17 +84,17 @@ class Optimizer:
 
     @property
     def updates(self) -> int:
-        """Updates of the schedule made so far; skipped steps do not count."""
+        """Number of scheduled updates so far, without skipped ones."""
         return int(self.scheduler.num_steps)
 
     @property
     def all_updates(self) -> int:
-        """Updates of the schedule and beside it: what AdamW's step counters hold."""
+        """Number of updates within and outside the schedule, equal to AdamW's step counters."""
         return self.updates + self.aside_updates
 
     @property
     def learning_rate(self) -> float:
-        """Learning rate of the last update made (of the first one before any)."""
+        """Learning rate of the last update (before any update: of the first)."""
         warmup = self.scheduler.lr_warmup_steps
         return float(self.settings.lr * min(1.0, max(1, self.updates) / warmup)) if warmup else float(self.settings.lr)
 
@@ -104,14 +105,12 @@ class Optimizer:
         """One update from the gradients in the buffers, unless this or any other rank finds a fault.
 
         Args:
-            fault: what this rank already knows to be wrong (with the loss).
-
-        Args:
-            aside_lr: the rate of an update beside the schedule, which does not count it (None: the schedule's next update).
+            fault: a fault that this rank has already found in the loss.
+            unscheduled_lr: learning rate of an update outside the schedule (None: the schedule's next update).
 
         Returns:
-            (gradient norm before clipping, why the update was not made). One decision of the whole world: where it is skipped, weights,
-            moments and schedule of all ranks stay as they are, bit by bit.
+            (gradient norm before clipping, why the update was skipped or None). All ranks take the same decision; a skipped update
+            leaves weights, moments and schedule of all ranks bitwise unchanged.
         """
         with megatron_scope():
             self.megatron.prepare_grads()
@@ -132,9 +131,9 @@ class Optimizer:
         return norm, None
 
     def _gradients_are_finite(self) -> bool:
-        """Whether all gradients that this rank's update would read are finite.
+        """Return whether all gradients that this rank's update reads are finite.
 
-        The norm does not tell: it counts what tensor-parallel ranks hold in common (norms, biases) once, on the first of them.
+        The gradient norm is not sufficient: it counts parameters replicated over tensor parallelism (norms, biases) on one rank only.
         """
         parameters = [parameter for one in self.megatron.chained_optimizers for parameter in one.get_parameters()]
         gradients = [gradient for parameter in parameters if (gradient := getattr(parameter, self._gradient, None)) is not None]
@@ -144,7 +143,7 @@ class Optimizer:
         return bool(largest.isfinite().all())
 
     def _agree(self, fault: Skipped | None) -> Skipped | None:
-        """The gravest fault of any rank; a collective over the world."""
+        """Return the most severe fault of any rank. A collective over all ranks."""
         worst = torch.tensor(int(fault or 0), dtype=torch.int32, device=self._device)
         dist.all_reduce(worst, op=dist.ReduceOp.MAX)
         code = int(worst)
@@ -152,7 +151,7 @@ class Optimizer:
 
     @contextmanager
     def _rate(self, lr: float) -> Iterator[None]:
-        """All parameter groups at this learning rate."""
+        """Temporarily set the learning rate of all parameter groups."""
         groups = self.megatron.param_groups
         rates = [group["lr"] for group in groups]
         for group in groups:
@@ -182,37 +181,37 @@ _CPU_OFFLOAD: dict[str, Any] = {
 
 
 def _build_offloaded(config: Any, chunks: list[Any]) -> Any:
-    """Megatron's distributed optimizer around its HybridDeviceOptimizer, with everything on the CPU.
+    """Build Megatron's distributed optimizer with its HybridDeviceOptimizer, entirely on the CPU.
 
-    Main parameters, moments and copies of the gradients are in host memory, torch's fused AdamW runs there, and the new weights are
+    Main parameters, moments and copies of the gradients are in host memory. torch's fused AdamW runs on the CPU, and the new weights are
     copied into the shards of the parameter buffers.
     """
     from megatron.core.optimizer import get_megatron_optimizer
 
-    # The optimizer holds the main parameters itself, and takes float32 gradients for parameters in bfloat16. Said to the constructor,
-    # this raises TypeError where Transformer Engine is not installed, which it does not need (0.16.1).
+    # The optimizer owns the main parameters and takes float32 gradients for bfloat16 parameters. Passing this to the constructor raises
+    # TypeError without Transformer Engine, although it is not needed (0.16.1).
     config.use_precision_aware_optimizer = config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
     buffers = [buffer.param_data for chunk in chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
-    # no_grad: shards of float32 parameters would be views with a history, which torch's optimizers refuse
+    # no_grad: otherwise shards of float32 parameters are non-leaf views, which torch's optimizers reject
     with counted_as_device(buffers), torch.no_grad():
         built = get_megatron_optimizer(config, chunks, use_gloo_process_groups=False)
     for inner in hybrid_optimizers(built):
-        # Megatron's table of main parameters leaves out those that are float32 in the model (all, or a value head), and so do its
-        # reading of a checkpoint and its taking over of loaded weights.
+        # Megatron's map of main parameters omits parameters that are float32 in the model (all, or a value head), so loading a
+        # checkpoint or new weights would skip them.
         inner.param_to_fp32_param |= inner.gpu_params_map_cpu_copy
-    gc.collect()  # it is built twice, first with copies of all parameters of the rank, whose hooks refer to themselves
+    gc.collect()  # Megatron builds it twice; the first one holds copies of all parameters in reference cycles
     return built
 
 
 def hybrid_optimizers(megatron: Any) -> Iterator[Any]:
-    """The optimizers on the CPU of this rank: none unless ``cpu_offload`` is set."""
+    """Yield this rank's CPU optimizers; none unless ``cpu_offload`` is set."""
     for one in megatron.chained_optimizers:
         if not getattr(one, "is_stub_optimizer", False) and is_hybrid(one.optimizer):
             yield one.optimizer
 
 
 def is_hybrid(inner: Any) -> bool:
-    """Whether the optimizer inside one of Megatron's is its optimizer on the CPU."""
+    """Return whether the inner optimizer is Megatron's CPU optimizer."""
     from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 
     return isinstance(inner, HybridDeviceOptimizer)

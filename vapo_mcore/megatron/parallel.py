@@ -1,4 +1,4 @@
-"""The one object that knows the parallel layout of this process: degrees, ranks and groups."""
+"""Parallel layout of this process: initialisation of torch.distributed and Megatron, and the degrees, ranks and groups."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ParallelContext:
-    """Degrees, this process's ranks and the process groups of policy and critic, which share one layout.
+    """Parallel degrees, this process's ranks, and the process groups; policy and critic share one layout.
 
-    Ranks count in Megatron's default order tp-cp-dp-pp: TP neighbours are contiguous. "model parallel" is everything
-    that holds the same sequences: the TP x CP x PP ranks of one data-parallel index.
+    Ranks are in Megatron's default order tp-cp-dp-pp: TP neighbours are contiguous. "Model parallel" are the TP x CP x PP ranks of one
+    data-parallel index, which hold the same sequences.
     """
 
     world_size: int
@@ -51,8 +51,8 @@ class ParallelContext:
     def variable_lengths(self) -> bool:
         """Whether micro-batches differ in length, so that pipeline stages must exchange shapes.
 
-        Never with interleaved stages: Megatron's exchange of shapes mixes up the two directions between two of them (both neighbours are
-        the same rank).
+        False with interleaved stages: with two of them both neighbours are the same rank, and Megatron's shape exchange confuses the two
+        directions.
         """
         return self.virtual_pipeline_model_parallel_size is None and not self.equal_microbatches
 
@@ -63,12 +63,15 @@ class ParallelContext:
 
     @property
     def microbatch_group(self) -> int:
-        """Micro-batches a rank must be given a multiple of (interleaved pipeline schedules), 1 otherwise."""
+        """The number of micro-batches per rank must be a multiple of this: the pipeline size with interleaved stages, else 1."""
         return self.pipeline_model_parallel_size if self.virtual_pipeline_model_parallel_size else 1
 
 
 def initialize_distributed(timeout_minutes: float) -> None:
-    """Join the process group of torchrun's environment, or make a world of one. Idempotent. ConfigError for restarts that would hang."""
+    """Join the process group of torchrun's environment, or create a single-process group. Idempotent.
+
+    Raises ConfigError if the GPUs are unusable or a restart by torchrun would hang.
+    """
     if dist.is_initialized():
         return
     fault = device_fault(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
@@ -87,11 +90,10 @@ def initialize_distributed(timeout_minutes: float) -> None:
 
 
 def _of_this_start(store: dist.Store) -> dist.Store:
-    """torchrun's store, without what the ranks have left in it before torchrun started them again (``--max-restarts``).
+    """Return torchrun's store with a prefix per start, which hides the entries of earlier starts (``--max-restarts``).
 
-    The store outlives the ranks, and a rank that is early would take an address of a dead one for its neighbour's. Of several nodes each
-    counts its own starts, so there the number tells nothing, and torchrun must make a new store each time. Raises ConfigError where it
-    would not.
+    The store outlives the ranks, so after a restart a fast rank could read the address of a dead one. On several nodes each node counts
+    its own starts, so the number is no common prefix, and torchrun must create a new store each time. Raises ConfigError if it would not.
     """
     nodes, start = int(os.environ.get("GROUP_WORLD_SIZE", "1")), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     restarts, shared = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"), os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -104,9 +106,9 @@ def _of_this_start(store: dist.Store) -> dist.Store:
 
 
 def initialize_parallel(config: ParallelConfig) -> ParallelContext:
-    """Create Megatron's process groups for ``config`` and describe them.
+    """Create Megatron's process groups for ``config`` and return the layout.
 
-    Raises ConfigError when the number of processes differs from ``parallel.world_size``.
+    Raises ConfigError if the number of processes differs from ``parallel.world_size``.
     """
     import_megatron()
     from megatron.core import parallel_state as ps
@@ -154,7 +156,7 @@ def initialize_parallel(config: ParallelConfig) -> ParallelContext:
 
 
 def _seed_rng_tracker() -> None:
-    """Megatron wants its RNG tracker filled even for models without dropout and with weights loaded from files."""
+    """Initialise Megatron's RNG tracker, which it requires even without dropout and with weights loaded from files."""
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     model_parallel_cuda_manual_seed(1234)

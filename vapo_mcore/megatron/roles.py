@@ -1,4 +1,4 @@
-"""The models of a run by role: policy, critic and frozen reference, and a fresh optimizer for the critic between stages."""
+"""The models of a run by role (policy, critic, frozen reference), and the critic's new optimizer between stages."""
 
 from __future__ import annotations
 
@@ -18,11 +18,10 @@ from vapo_mcore.megatron.parallel import ParallelContext
 
 @dataclass
 class Models:
-    """The models of a run on this rank, and which of them are on the device when.
+    """The models of a run on this rank; ``residency`` moves them between host and device.
 
-    ``critic`` is None for critic-free estimators. ``reference``: host copies of the policy's initial parameters, for a KL term; they
-    are swapped into the policy's buffers when they are needed (None without one). ``critic_updates``: optimizer steps of the critic
-    before its present optimizer was made.
+    ``critic`` is None for critic-free estimators. ``reference``: host copies of the policy's initial parameters for a KL term, swapped
+    into the policy's buffers when needed (None without a KL term). ``critic_updates``: updates by the critic's earlier optimizers.
     """
 
     architecture: ModelArchitecture
@@ -55,8 +54,11 @@ def build_critic(
 
 
 def refresh_critic(config: Config, models: Models) -> None:
-    """Prepare the critic for the RL stage: as it is, or where pretraining had its own rate or a frozen trunk, one with the same weights
-    and a fresh optimizer of ``critic.optimizer``."""
+    """Prepare the critic for the RL stage.
+
+    If value pretraining had its own learning rate or a frozen trunk, rebuilds the critic with the same weights and a new optimizer with
+    the settings of ``critic.optimizer``; otherwise keeps it.
+    """
     pretraining = config.critic.value_pretraining
     if models.critic is None or (pretraining.lr is None and not pretraining.head_only):
         return

@@ -1,1 +1,1 @@
-"""What a run needs before it is started: memory of every rank by stage, bytes moved, time and GPU-hours (``vapo-mcore plan``)."""
+"""Estimate a run before it is started: memory of every rank by stage, communication, time and GPU-hours (``vapo-mcore plan``)."""

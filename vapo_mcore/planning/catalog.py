@@ -1,6 +1,6 @@
-"""Architectures of published models, so that a run can be planned where its model folder is not: ``models/NAME.json``.
+"""Architectures of published models (``models/NAME.json``), to plan a run on a machine without its model folder.
 
-Each file holds the keys of the model's ``config.json`` that say what it is built of, and nothing else.
+Each file holds only those keys of the model's ``config.json`` that define its architecture.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from vapo_mcore.errors import CheckpointError, ConfigError
 
 
 def known_models() -> list[str]:
-    """Names that :func:`find_architecture` knows."""
+    """Return the names that :func:`find_architecture` accepts."""
     return sorted(
         entry.name.removesuffix(".json") for entry in files(__package__).joinpath("models").iterdir() if entry.name.endswith(".json")
     )
 
 
 def find_architecture(model: str) -> ModelArchitecture:
-    """The architecture of a known model by name (case does not matter), of a ``config.json``, or of a model folder.
+    """Return the architecture of a known model (case-insensitive name), a ``config.json`` or a model folder.
 
-    Raises ConfigError naming the known models, or the reader's CheckpointError.
+    Raises ConfigError naming the known models, or CheckpointError if the file is invalid.
     """
     if os.path.isdir(model):
         return read_architecture(model)

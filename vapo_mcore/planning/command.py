@@ -1,4 +1,4 @@
-"""``vapo-mcore plan``: arguments, the cluster, what is refused, and the exit code. torch is imported once all of that is known."""
+"""Command line of ``vapo-mcore plan``: arguments, cluster, checks and exit code. Imports torch only after all checks."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _positive(text: str) -> int:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the plan. Returns 0 where everything fits, 2 where it does not; raises ConfigError for what cannot be planned at all."""
+    """Print the plan. Returns 0 if everything fits, else 2; raises ConfigError if the configuration cannot be planned."""
     notes: list[str] = []
     loader = _Loader(options, notes)
     subject = loader.subject([])
@@ -68,7 +68,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 class _Loader:
-    """Loads the recipe with settings changed, checks it with the rules about its architecture, and remembers where that came from."""
+    """Loads the recipe with changed settings, checks it against the architecture rules, and caches the architectures."""
 
     def __init__(self, options: argparse.Namespace, notes: list[str]) -> None:
         self.options = options
@@ -92,7 +92,7 @@ class _Loader:
         return Subject(config, policy, critic, self.options.response_length)
 
     def _architecture(self, key: str, folder: str, otherwise: ModelArchitecture | None = None) -> ModelArchitecture:
-        """Of --model-config, else of the folder, else of the known model of the folder's name, else (a critic) the policy's."""
+        """Return the architecture of --model-config, else of the folder, else of the known model with its name, else ``otherwise``."""
         if key not in self._architectures:
             self._architectures[key] = self._find(key, folder, otherwise)
         return self._architectures[key]
@@ -102,7 +102,7 @@ class _Loader:
             return find_architecture(self.options.model_config)
         if os.path.isdir(folder):
             return read_architecture(folder)
-        name = Path(folder).name.lower().removesuffix("-instruct")  # tuned models are built like their bases
+        name = Path(folder).name.lower().removesuffix("-instruct")  # tuned models have the architecture of their base model
         if name in known_models():
             self.notes.append(f"{key}: {folder!r} does not exist; planned with the published architecture of {name}")
             return find_architecture(name)
@@ -116,9 +116,9 @@ class _Loader:
 
 
 def _check_rules(config: Config, policy: ModelArchitecture, critic: ModelArchitecture | None, file: str) -> None:
-    """The rules that need the architecture, which loading without the model folder left out.
+    """Check the rules that need the architecture, which loading skips without the model folder.
 
-    A mixture of experts, which training refuses, is planned all the same: its layout is checked as the dense model of its active size.
+    A mixture of experts can be planned although it cannot be trained; its layout is checked as a dense model of its active size.
     """
     from vapo_mcore.config.rules import Subject as RuleSubject
     from vapo_mcore.config.rules import broken_rules

@@ -1,8 +1,7 @@
-"""What a device and its node can do: the rates and sizes that ``plan`` reckons with, each of which can be given on the command line.
+"""Memory sizes and rates of devices and their nodes that ``plan`` assumes; each can be overridden on the command line.
 
-Sizes and peak rates are the makers' data sheets' (H100 SXM5 80 GB, H200 SXM 141 GB, eight to a node with NVLink and one 400 Gbit/s
-adapter a device). Efficiencies and residual memory are assumptions, to be replaced by measured ones: nothing here has been
-measured on a GPU.
+Sizes and peak rates come from data sheets (H100 SXM5 80 GB, H200 SXM 141 GB, eight per node with NVLink and one 400 Gbit/s adapter per
+device). Efficiencies and residual memory are assumptions, to be replaced by measurements; nothing here has been measured on a GPU.
 """
 
 from __future__ import annotations
@@ -17,20 +16,20 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Device:
-    """Sizes in bytes, rates in bytes or operations a second.
+    """Properties of a device: sizes in bytes, rates in bytes or operations per second.
 
     Attributes:
-        memory: of one device. On ``cpu`` the memory of the node, which all its processes share.
+        memory: memory of one device; for ``cpu`` the memory of the node, shared by its processes.
         node_memory: host memory of a node.
-        flops, flops_float32: dense peak in bfloat16, and in float32.
-        train_efficiency, forward_efficiency: share of the peak that matrix products of training, and of a forward pass, reach.
-        memory_rate, memory_efficiency: of the device's memory, and the share that decoding reaches.
-        node_rate: to other devices of the node, one direction; network_rate: to other nodes; host_rate: to host memory.
-        host_update_rate: what AdamW on the CPU reads and writes of host memory, a process.
-        decode_overhead: seconds of an engine step besides reading memory, at least; layer_latency: of one small all-reduce.
-        context_bytes: CUDA context and libraries. nccl_bytes: of one communicator. cuda_graph_bytes: with CUDA graphs.
-        process_host_bytes: host memory of a process besides what is offloaded.
-        slack: activations' share lost to fragmentation.
+        flops, flops_float32: dense peak in bfloat16 and in float32.
+        train_efficiency, forward_efficiency: fraction of the peak reached by matrix products in training and in forward passes.
+        memory_rate, memory_efficiency: bandwidth of the device memory, and the fraction reached when decoding.
+        node_rate: bandwidth to other devices of the node, one direction; network_rate: to other nodes; host_rate: to host memory.
+        host_update_rate: host-memory traffic of AdamW on the CPU, per process.
+        decode_overhead: minimum seconds of an engine step besides reading memory; layer_latency: seconds of one small all-reduce.
+        context_bytes: CUDA context and libraries. nccl_bytes: one communicator. cuda_graph_bytes: vLLM's CUDA graphs.
+        process_host_bytes: host memory of a process without offloaded state.
+        slack: fraction of activation memory lost to fragmentation.
     """
 
     name: str
@@ -85,7 +84,7 @@ _H100 = Device(
 DEVICES: dict[str, Device] = {
     "h100": _H100,
     "h200": replace(_H100, name="h200", memory=139.8 * GIB, memory_rate=4.8e12),
-    # A process on a small machine; the bfloat16 rate is that of the SmolLM2 run in docs/results.md (two threads).
+    # A process on a small machine; the bfloat16 rate is from the SmolLM2 run in docs/results.md (two threads).
     "cpu": Device(
         name="cpu",
         memory=16 * GIB,
@@ -114,7 +113,7 @@ _NUMBERS = tuple(field.name for field in fields(Device) if field.name != "name")
 
 
 def choose_device(name: str, rates: Sequence[str]) -> Device:
-    """The device's table with ``KEY=NUMBER`` settings in place of its own. Raises ConfigError naming the keys."""
+    """Return the device's table with ``KEY=NUMBER`` overrides applied. Raises ConfigError naming invalid ones."""
     device = DEVICES[name]
     faults, changes = [], {}
     for setting in rates:

@@ -1,4 +1,4 @@
-"""Host memory that offloading and checkpoints take, against what this machine has: checked before a model loads. Imports no torch."""
+"""Check before a model loads that the host memory suffices for offloading and checkpoints. Does not import torch."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _GIB = 2**30
 
 
 def available_host_bytes(root: Path = Path("/")) -> int:
-    """Bytes that new host allocations can take: free memory, page cache included, inside this process's control groups."""
+    """Return the bytes available for host allocations: free memory including page cache, limited by this process's control groups."""
     fields = dict(line.split(":", 1) for line in (root / "proc/meminfo").read_text(encoding="ascii").splitlines())
     available = int(fields["MemAvailable"].split()[0]) * 1024
     return min([available, *_control_group_bytes(root)])
 
 
 def _control_group_bytes(root: Path) -> Iterator[int]:
-    """What each enclosing control group with a limit leaves; its cache of files that nothing uses counts as free."""
+    """Yield the bytes left in each enclosing control group with a limit; inactive file cache counts as free."""
     for line in (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "":  # version 2
@@ -50,8 +50,7 @@ def _control_group_bytes(root: Path) -> Iterator[int]:
 
 @dataclass(frozen=True)
 class HostBytes:
-    """What the processes of a node hold in host memory by their configuration: offloaded state, and copies that checkpoints are written
-    from."""
+    """Host memory of a node's processes by configuration: offloaded state, and the copies that checkpoints are written from."""
 
     offloaded: int
     snapshots: int
@@ -66,7 +65,7 @@ class HostBytes:
 
 
 def host_bytes(config: Config, *, processes: int, cuda: bool) -> HostBytes:
-    """Of the fullest node with ``processes`` processes. Raises VapoError where a model folder cannot be read."""
+    """Compute the host memory of the fullest node with ``processes`` processes. Raises VapoError if a model folder cannot be read."""
     policy = read_architecture(config.model.path)
     critic = None
     if config.uses_critic and config.critic.path is not None:
@@ -77,13 +76,12 @@ def host_bytes(config: Config, *, processes: int, cuda: bool) -> HostBytes:
 
 
 def check_host_memory(config: Config, *, processes: int, cuda: bool, available: int | None = None) -> None:
-    """Raise ConfigError if this node cannot hold what its processes offload (optimizers on the CPU included) and what checkpoints are
-    written from.
+    """Raise ConfigError if this node lacks host memory for offloaded state (including CPU optimizers) and checkpoint copies.
 
     Args:
-        processes: of the run on this node.
-        cuda: whether the devices are GPUs: ``model.offload: null`` is then on.
-        available: bytes; by default those of this machine.
+        processes: processes of the run on this node.
+        cuda: whether the devices are GPUs; ``model.offload: null`` then enables offloading.
+        available: available bytes; None: those of this machine.
     """
     needed = host_bytes(config, processes=processes, cuda=cuda)
     free = available_host_bytes() if available is None else available
@@ -103,6 +101,6 @@ def check_host_memory(config: Config, *, processes: int, cuda: bool, available: 
 
 
 def optimizers_on_cpu(config: Config) -> list[Role]:
-    """The models of this run whose optimizer has its state in host memory, whether models move or not."""
+    """Return the models whose optimizer state is in host memory, independent of ``model.offload``."""
     roles: list[Role] = ["policy", "critic"] if config.uses_critic else ["policy"]
     return [role for role in roles if cpu_offload(config, role)]

@@ -1,4 +1,4 @@
-"""Bytes of live tensor storages while code runs, and their peak, on one type of device (``meta`` or a real one)."""
+"""Track the bytes of live tensor storages and their peak while code runs, on one device type (``meta`` or a real one)."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveBytes(TorchDispatchMode):
-    """While entered, every storage that an operator returns counts until it is freed, once however many tensors share it.
+    """Dispatch mode that counts every storage returned by an operator, once, until it is freed.
 
-    Storages of ``ignored`` tensors (parameters, gradient buffers) do not count. What operators allocate inside themselves and free
-    again is not seen, but for ``casts``: a pointwise operator on a CPU makes whole copies of operands that are not of the common dtype.
-    ``track`` counts a tensor that was made before.
+    Ignores storages of ``ignored`` tensors (parameters, gradient buffers). Temporary allocations inside operators are not visible, except
+    with ``casts``: pointwise CPU operators copy operands that do not have the common dtype. ``track`` counts an existing tensor.
     """
 
     def __init__(self, device_type: str, ignored: Iterable[Tensor] = (), *, casts: bool = False) -> None:
@@ -59,7 +58,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 def _cast_bytes(args: tuple) -> int:
-    """Of the copies of operands in their common dtype."""
+    """Return the bytes of the operands' copies in their common dtype."""
     operands = [arg for arg in args if isinstance(arg, Tensor) and arg.dim() > 0]
     if len({operand.dtype for operand in operands}) < 2:
         return 0

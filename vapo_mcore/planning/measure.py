@@ -1,12 +1,11 @@
-"""What one pipeline rank holds, from the real models on the ``meta`` device: no memory, no weights, any world size.
+"""Measure the memory of one pipeline rank with the real models on the ``meta`` device, without memory or weights, for any world size.
 
-A fake process group stands for the world. The models are built and wrapped by the code that training uses; one micro-batch runs
-forward and backward through them while the live storages are counted. Pipeline schedules are not run: what is alive when which
-micro-batch runs follows from Megatron's 1F1B order (:func:`training_peak`).
+A fake process group replaces the ranks. The models are built and wrapped by the training code; one micro-batch runs forward and backward
+through them while live storages are counted. Pipeline schedules are not run: what is alive during each micro-batch follows from
+Megatron's 1F1B order (:func:`training_peak`).
 
-On a GPU other kernels run than here. For such a device the modules whose saved tensors differ are replaced after the build by
-stand-ins that save what Transformer Engine's kernels save: flash attention (q, k, v, output, log-sum-exp) and fused norms (input
-and one number a token).
+GPUs run different kernels. For a GPU the modules with different saved tensors are replaced by stand-ins that save what Transformer
+Engine's kernels save: flash attention (q, k, v, output, log-sum-exp) and fused norms (input and one number per token).
 """
 
 from __future__ import annotations
@@ -46,13 +45,13 @@ class ChunkActivations:
     """Activation bytes of one model chunk with one micro-batch.
 
     Attributes:
-        saved: kept from the forward pass for the backward pass, logits included.
-        forward: most that is alive in the forward pass of training.
-        peak: most that is alive in the backward pass, with what the forward pass kept for it.
-        forward_peak: most that is alive in a forward pass without gradients.
-        received: hidden states from the stage before, 0 for the first one.
-        output: what the chunk returns.
-        logits: of ``saved``, ``forward``, ``peak`` and ``forward_peak`` each, the output layer's result.
+        saved: saved for the backward pass, including logits.
+        forward: peak of the forward pass in training.
+        peak: peak of the backward pass, including saved tensors.
+        forward_peak: peak of a forward pass without gradients.
+        received: hidden states from the previous stage, 0 for the first one.
+        output: output of the chunk.
+        logits: the output layer's result, which is part of ``saved``, ``forward``, ``peak`` and ``forward_peak``.
     """
 
     saved: int
@@ -64,13 +63,13 @@ class ChunkActivations:
     logits: int
 
     def deeper(self, other: ChunkActivations, steps: int) -> ChunkActivations:
-        """From ``self`` and ``other``, which has one layer more: the same with ``steps`` layers more than ``self``."""
+        """Extrapolate to ``steps`` more layers than ``self``, where ``other`` has one more layer."""
         deep = ChunkActivations(
             *(mine + steps * (theirs - mine) for mine, theirs in ((getattr(self, name), getattr(other, name)) for name in _FIELDS))
         )
         layer = other.saved - self.saved
         if other.peak - self.peak < layer:
-            # So few layers peak at the end of the backward pass, at the gradient of the embedding; many at its beginning.
+            # Few layers peak at the end of the backward pass (gradient of the embedding), many layers at its beginning.
             return replace(deep, peak=max(deep.peak, deep.saved + layer))
         return deep
 
@@ -80,7 +79,7 @@ _FIELDS = tuple(field.name for field in fields(ChunkActivations))
 
 @dataclass(frozen=True)
 class RankState:
-    """A model's state on one pipeline rank, by rank of the group that its optimizer is split over, and its parameters."""
+    """A model's state on one pipeline rank, by rank of the group that shards its optimizer, and its number of parameters."""
 
     by_data_rank: tuple[StateBytes, ...]
     parameters: int
@@ -92,7 +91,7 @@ class RankState:
 
 @contextmanager
 def pipeline_rank(parallel: ParallelConfig, stage: int) -> Iterator[ParallelContext]:
-    """This process as the first rank of pipeline stage ``stage`` of a world that does not exist."""
+    """Initialise this process as the first rank of pipeline stage ``stage`` in a fake process group."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     assert not dist.is_initialized(), "planning needs a process without a process group"
@@ -109,7 +108,7 @@ def pipeline_rank(parallel: ParallelConfig, stage: int) -> Iterator[ParallelCont
 
 
 def build_state(config: Config, role: Role, architecture: ModelArchitecture, parallel: ParallelContext, *, on_gpu: bool) -> RankState:
-    """Build and wrap a model of this rank as training does, and count its buffers."""
+    """Build and wrap a model of this rank like training, and count its buffers."""
     wrapped = _build(config, role, architecture, parallel, on_gpu=on_gpu)
     parameters = sum(parameter.numel() for chunk in wrapped for parameter in chunk.parameters())
     return RankState(tuple(buffer_state(wrapped, parallel, cpu_offload=cpu_offload(config, role))), parameters)
@@ -124,9 +123,9 @@ def _build(config: Config, role: Role, architecture: ModelArchitecture, parallel
 def run_chunks(
     config: Config, role: Role, architecture: ModelArchitecture, parallel: ParallelContext, lengths: Sequence[int], *, on_gpu: bool
 ) -> list[ChunkActivations]:
-    """Activations of each chunk of this rank, from one micro-batch of sequences of ``lengths`` tokens.
+    """Measure the activations of each chunk of this rank with one micro-batch of sequences of ``lengths`` tokens.
 
-    ``on_gpu``: what GPU kernels would keep, else what the CPU's do.
+    ``on_gpu``: assume the saved tensors of GPU kernels instead of the CPU's.
     """
     wrapped = _build(config, role, architecture, parallel, on_gpu=on_gpu)
     if on_gpu:
@@ -141,9 +140,9 @@ def run_chunks(
 
 
 class ActivationProbe:
-    """Activations of chunks of any depth from runs of two and three layers, each run made once.
+    """Extrapolates activations of chunks of any depth from cached runs with two and three layers.
 
-    All layers of a model are alike, so that bytes rise by the same amount with each (tested against runs of all layers).
+    All layers of a model are equal, so each adds the same number of bytes (tested against runs with all layers).
     """
 
     def __init__(self) -> None:
@@ -161,7 +160,7 @@ class ActivationProbe:
         layers: int,
         on_gpu: bool,
     ) -> ChunkActivations:
-        """Of a chunk with ``layers`` layers that holds the embedding (``first``) and the head (``last``)."""
+        """Return the activations of a chunk with ``layers`` layers, with the embedding if ``first`` and the head if ``last``."""
         if layers < 2:
             return self._run(config, role, architecture, tuple(lengths), first, last, layers, on_gpu)
         two, three = (self._run(config, role, architecture, tuple(lengths), first, last, depth, on_gpu) for depth in (2, 3))
@@ -202,7 +201,7 @@ class ActivationProbe:
 
 
 def buffer_state(wrapped: Sequence[Any], parallel: ParallelContext, *, cpu_offload: bool) -> list[StateBytes]:
-    """State bytes from the DDP buffers themselves, by rank of the group that the optimizer is split over."""
+    """Compute the state bytes from the DDP buffers, by rank of the group that shards the optimizer."""
     ranks = parallel.data_parallel_size * parallel.context_parallel_size
     params = grads = 0
     flat = []
@@ -216,7 +215,7 @@ def buffer_state(wrapped: Sequence[Any], parallel: ParallelContext, *, cpu_offlo
 
 
 class _ChunkRun:
-    """One chunk and what goes into it."""
+    """Runs one chunk with one micro-batch and measures its activations."""
 
     def __init__(
         self,
@@ -261,11 +260,11 @@ class _ChunkRun:
             with LiveBytes("meta", self.ignored, casts=self.on_cpu) as live:
                 saved, forward, peak = self._train(live)
             received = 0 if self.module.pre_process else self._message_bytes()
-            peak += received  # the schedule keeps the gradient that it sent until it has the next one
+            peak += received  # the schedule keeps the gradient that it sent until it receives the next one
         return ChunkActivations(saved, forward, peak, forward_peak, received, num_bytes, logits)
 
     def _message_shape(self) -> tuple[int, int, int]:
-        """Hidden states that travel between pipeline stages."""
+        """Return the shape of the hidden states sent between pipeline stages."""
         rows = self.layout.num_local_tokens
         if self.parallel.sequence_parallel:
             rows //= self.parallel.tensor_model_parallel_size
@@ -301,7 +300,7 @@ class _ChunkRun:
         return {"logprobs": logprobs} if entropies is None else {"logprobs": logprobs, "entropy": entropies}
 
     def _train(self, live: LiveBytes) -> tuple[int, int, int]:
-        """What is kept between the passes, and most that is alive in the one and in the other."""
+        """Return the bytes saved between the passes, the peak of the forward pass, and the peak of the backward pass."""
         from megatron.core.pipeline_parallel.schedules import custom_backward, deallocate_output_tensor
 
         output = self._forward(live)
@@ -345,12 +344,12 @@ def _terms_of_loss(config: Config, role: Role) -> tuple[Any, ...]:
 
 
 def training_peak(chunks: Sequence[ChunkActivations], stage: int, stages: int, microbatches: int) -> tuple[int, ChunkActivations]:
-    """Most activations that are alive in an update, and the chunk that runs then: Megatron's 1F1B order, pass by pass.
+    """Return the peak of live activations in an update, and the chunk running then, by simulating Megatron's 1F1B order.
 
     Args:
-        chunks: of the rank: one, or one a virtual stage.
-        stage: of the rank among ``stages``.
-        microbatches: of one update; with several chunks, groups of ``stages`` go through one chunk before the next one.
+        chunks: the rank's chunks: one, or one per virtual stage.
+        stage: pipeline stage of the rank among ``stages``.
+        microbatches: micro-batches of one update; with several chunks, groups of ``stages`` pass one chunk before the next.
     """
     import_megatron()
     from megatron.core.pipeline_parallel.schedules import get_schedule_table
@@ -377,17 +376,17 @@ def training_peak(chunks: Sequence[ChunkActivations], stage: int, stages: int, m
 
 
 def forward_peak(chunks: Sequence[ChunkActivations]) -> tuple[int, ChunkActivations]:
-    """Most activations that are alive in a pass without gradients, and the chunk that runs then."""
-    if len(chunks) == 1:  # the schedule holds a micro-batch's output until the next one's is there
+    """Return the peak of live activations in a pass without gradients, and the chunk running then."""
+    if len(chunks) == 1:  # the schedule keeps a micro-batch's output until it has the next one
         return chunks[0].forward_peak + chunks[0].output, chunks[0]
-    # It lets go of outputs, but not of the last input, and every chunk keeps what it received until it receives again.
+    # It frees outputs, but not the last input, and every chunk keeps what it received until it receives again.
     kept = sum(chunk.received for chunk in chunks)
     running = max(chunks, key=lambda chunk: chunk.forward_peak)
     return running.forward_peak + kept, running
 
 
 class _CpuAttentionOnMeta(TorchFunctionMode):
-    """Scaled-dot-product attention as the CPU's flash kernel, which torch does not choose by itself on ``meta``."""
+    """Replaces scaled-dot-product attention by the CPU's flash kernel, which torch does not select on ``meta``."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
@@ -395,7 +394,7 @@ class _CpuAttentionOnMeta(TorchFunctionMode):
             query, key, value = args
             causal, mask, scale = kwargs["is_causal"], kwargs["attn_mask"], kwargs["scale"]
             if mask is not None and mask.dtype == torch.bool:
-                mask = torch.empty(mask.shape, dtype=query.dtype, device=META)  # torch makes a float mask of it
+                mask = torch.empty(mask.shape, dtype=query.dtype, device=META)  # torch converts it to a float mask
             return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal, attn_mask=mask, scale=scale)[
                 0
             ]
@@ -424,7 +423,7 @@ def _fused_norm_of(module: RMSNorm) -> Any:
 
 
 class _FlashAttention(torch.autograd.Function):
-    """Shapes and saved tensors of a variable-length flash attention kernel; [tokens, heads, head_dim] each."""
+    """Has the shapes and saved tensors of a variable-length flash attention kernel; [tokens, heads, head_dim] each."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -439,7 +438,7 @@ class _FlashAttention(torch.autograd.Function):
 
 
 class _FusedNorm(torch.autograd.Function):
-    """Shapes and saved tensors of a fused RMS norm."""
+    """Has the shapes and saved tensors of a fused RMS norm."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:

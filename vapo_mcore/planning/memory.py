@@ -1,4 +1,4 @@
-"""Bytes on every rank in every stage of a step, in host memory, and on disk."""
+"""Memory of every rank in every stage of a step, host memory of a node, and disk space."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ if TYPE_CHECKING:
     from vapo_mcore.config.schema import Config
 
 STAGES: tuple[Stage, ...] = ("generate", "values", "critic_update", "logprobs", "policy_update", "sync")
-"""In the order of a step."""
+"""The stages in the order of a step."""
 VLLM_BLOCK = 16  # tokens of a KV block
 _BATCH_BYTES_A_TOKEN = 8 + 2 * 1 + 7 * 4  # ids, two masks, seven float32 columns
-_PACKED_BYTES_A_TOKEN = 8 + 1  # ids and mask again, micro-batch by micro-batch
-_VLLM_BATCHED_TOKENS = {True: 16384, False: 8192}  # vLLM's own limit of an engine step, on a large GPU and on CPU
+_PACKED_BYTES_A_TOKEN = 8 + 1  # ids and mask again, in the micro-batches
+_VLLM_BATCHED_TOKENS = {True: 16384, False: 8192}  # vLLM's default tokens per engine step, on a large GPU and on CPU
 
 
 @dataclass(frozen=True)
 class RankModel:
-    """One model on one pipeline rank: its state on the fullest data-parallel rank, and each chunk's activations.
+    """One model on one pipeline rank: its state on the fullest data-parallel rank, and the activations of each chunk.
 
-    ``reduction``: bytes that the reduction of gradients takes when all activations are gone. ``hidden_size``, ``head_dim``: of the model.
+    ``reduction``: bytes of the gradient reduction, when all activations are freed. ``hidden_size``, ``head_dim``: those of the model.
     """
 
     state: StateBytes
@@ -41,7 +41,7 @@ class RankModel:
 
 @dataclass
 class StageMemory:
-    """Bytes of one rank in one stage, by what they are for."""
+    """Memory of one rank in one stage, by purpose, in bytes."""
 
     parts: dict[str, float] = field(default_factory=dict)
 
@@ -56,7 +56,7 @@ class StageMemory:
 
 @dataclass(frozen=True)
 class Vllm:
-    """A rollout replica's share on one rank."""
+    """Memory of a rollout replica on one rank."""
 
     weight_bytes: float
     kv_bytes: float
@@ -69,13 +69,13 @@ class Vllm:
 
 
 def vllm_memory(config: Config, arch: ModelArchitecture, device: Device) -> Vllm:
-    """What vLLM takes on one rank, by its own rules: on GPUs what remains of ``gpu_memory_utilization`` is KV cache."""
+    """Compute vLLM's memory on one rank by its rules; on GPUs the rest of ``gpu_memory_utilization`` becomes KV cache."""
     tp, item = config.rollout_tensor_parallel_size, ITEM_BYTES[config.model.dtype]
     weights = _vllm_parameters(arch, tp) * item
     per_token = 2 * arch.num_layers * max(1.0, arch.num_key_value_heads / tp) * arch.head_dim * item
     settings = config.rollout.vllm
     if config.rollout.engine != "vllm":
-        # transformers: a replica is one rank with the whole model; its cache grows with the sequences that run together.
+        # transformers: a replica is one rank with the whole model; its cache grows with the number of concurrent sequences.
         whole = num_parameters(arch) * item
         per_token = 2 * arch.num_layers * arch.num_key_value_heads * arch.head_dim * item
         return Vllm(whole, settings.max_num_seqs * config.max_sequence_length * per_token, per_token, 0.0)
@@ -85,7 +85,7 @@ def vllm_memory(config: Config, arch: ModelArchitecture, device: Device) -> Vllm
     if settings.num_gpu_blocks is not None:
         kv = settings.num_gpu_blocks * VLLM_BLOCK * per_token
     elif device.is_gpu:
-        graphs = cuda_graph_bytes(config, device)  # vLLM measures them and leaves them room
+        graphs = cuda_graph_bytes(config, device)  # vLLM measures them and reserves memory for them
         kv = settings.gpu_memory_utilization * device.memory - weights - workspace - graphs - _residual(config, device)
     else:
         kv = settings.kv_cache_gib * 2**30
@@ -93,14 +93,14 @@ def vllm_memory(config: Config, arch: ModelArchitecture, device: Device) -> Vllm
 
 
 def cuda_graph_bytes(config: Config, device: Device) -> float:
-    """Of vLLM's CUDA graphs: on the device while vLLM's weights are there, in page-locked host memory while it sleeps."""
+    """Return the bytes of vLLM's CUDA graphs: on the device together with vLLM's weights, in page-locked host memory while it sleeps."""
     if config.rollout.engine != "vllm" or runs_eagerly(config.rollout.vllm, cuda=device.is_gpu):
         return 0.0
     return device.cuda_graph_bytes
 
 
 def _vllm_parameters(arch: ModelArchitecture, tp: int) -> float:
-    """Elements of vLLM's shards: q heads, feed-forward and vocabulary cut over TP, key-value heads too while there are enough."""
+    """Return the elements of vLLM's shard: q heads, MLP and vocabulary split over TP, and key-value heads if there are enough."""
     hidden, head = arch.hidden_size, arch.head_dim
     q, kv = arch.num_attention_heads * head / tp, max(1.0, arch.num_key_value_heads / tp) * head
     layer = hidden * (2 * q + 2 * kv) + 2 * hidden + (q + 2 * kv if arch.qkv_bias else 0) + (2 * head if arch.qk_norm else 0)
@@ -114,7 +114,7 @@ def _vllm_parameters(arch: ModelArchitecture, tp: int) -> float:
 
 
 def _residual(config: Config, device: Device) -> float:
-    """Device memory of CUDA, its libraries and the communicators of this layout (world, TP, CP, PP, DP and rollout TP, where > 1)."""
+    """Return the device memory of CUDA, its libraries and the layout's communicators (world, TP, CP, PP, DP and rollout TP, if > 1)."""
     p = config.parallel
     degrees = (
         p.world_size,
@@ -128,20 +128,22 @@ def _residual(config: Config, device: Device) -> float:
 
 
 def offload_enabled(config: Config, device: Device) -> bool:
-    """Whether models leave the device between their stages (``model.offload``; by default on GPUs)."""
+    """Return whether models are offloaded between their stages (``model.offload``; default: on GPUs)."""
     return device.is_gpu if config.model.offload is None else config.model.offload
 
 
 def rank_memory(
     config: Config, models: dict[Role, RankModel], vllm: Vllm, workload: Workload, device: Device, stage_of_rank: int
 ) -> dict[Stage, StageMemory]:
-    """Device bytes of a rank of one pipeline stage, in every stage of a step."""
+    """Compute the device memory of a rank of one pipeline stage, for every stage of a step."""
     return {stage: _stage_memory(config, models, vllm, workload, device, stage_of_rank, stage) for stage in STAGES}
 
 
 def build_bytes(config: Config, models: dict[Role, RankModel], device: Device) -> float:
-    """Most bytes of a rank while its models are built, one after the other: the weights of the one that is built are there twice, as
-    modules hold them and in the flat buffers that they move into, with the gradients beside them."""
+    """Compute the peak memory of a rank while its models are built one after the other.
+
+    The weights of the model being built exist twice, in the modules and in the flat buffers they move into, next to the gradients.
+    """
     most = before = _residual(config, device)
     for model in models.values():
         most = max(most, before + 2 * model.state.params + model.state.grads)
@@ -166,7 +168,7 @@ def _stage_memory(
         memory.add("gather buffer", _gather_bytes(config, models))
     if stage not in ("generate", "sync"):
         memory.add("rollout batch", workload.tokens_per_data_rank * (_BATCH_BYTES_A_TOKEN + _PACKED_BYTES_A_TOKEN))
-    sleeps = device.is_gpu and config.rollout.engine == "vllm"  # vLLM's CPU backend cannot give its memory back
+    sleeps = device.is_gpu and config.rollout.engine == "vllm"  # vLLM's CPU backend cannot free its memory
     if stage in ("generate", "sync") or not sleeps:
         memory.add("vLLM weights", vllm.weight_bytes)
         memory.add("CUDA graphs", cuda_graph_bytes(config, device))
@@ -179,13 +181,15 @@ def _stage_memory(
 
 
 def _rotary_bytes(config: Config, models: dict[Role, RankModel]) -> float:
-    """Of each chunk's table of rotary angles for the longest sequence, float32 (``megatron.model.RotaryTable``), in every stage."""
+    """Return the bytes of the chunks' rotary tables (``megatron.model.RotaryTable``, float32, maximum length), present in every stage."""
     return sum(len(model.chunks) * config.max_sequence_length * model.head_dim * 4 for model in models.values())
 
 
 def _gather_bytes(config: Config, models: dict[Role, RankModel]) -> float:
-    """Of the buffer that Megatron keeps for gathers of sequence parallelism; activations hold it while a model runs, entering a stage
-    with ``model.offload`` frees it."""
+    """Return the bytes of the buffer that Megatron keeps for gathers of sequence parallelism.
+
+    It is part of the activations while a model runs; entering a stage with ``model.offload`` frees it.
+    """
     if not config.parallel.sequence_parallel:
         return 0.0
     tokens = config.batch.max_tokens_per_microbatch / config.parallel.context_parallel_size
@@ -211,7 +215,7 @@ def _add_activations(
 
 @dataclass(frozen=True)
 class HostMemory:
-    """Bytes of the fullest node: offloaded state, the copies that checkpoints are written from, and the processes themselves."""
+    """Host memory of the fullest node: offloaded state, the copies that checkpoints are written from, and the processes."""
 
     offloaded: float
     snapshots: float
@@ -224,7 +228,7 @@ class HostMemory:
 
 @dataclass(frozen=True)
 class DiskBytes:
-    """One export of the policy, one saved critic, and weights with optimizer state of both models."""
+    """Disk space of one export of the policy, one saved critic, and one checkpoint (weights and optimizers of both models)."""
 
     export: float
     critic: float
@@ -235,5 +239,5 @@ def disk_bytes(config: Config, policy: ModelArchitecture, critic: ModelArchitect
     item = ITEM_BYTES[config.model.dtype]
     count = num_parameters(policy)
     critic_count = 0 if critic is None else num_parameters(critic, "critic")
-    per_parameter = item + 12  # main parameters and both moments, in float32 also where the weights are
+    per_parameter = item + 12  # main parameters and both moments in float32, even if the weights are float32
     return DiskBytes(count * item, critic_count * item, (count + critic_count) * per_parameter)

@@ -1,4 +1,4 @@
-"""One configuration on one cluster: what every rank holds in every stage, whether it fits, what would make it fit, how long it takes."""
+"""Plan one configuration on one cluster: memory of every rank by stage, whether it fits, changes that make it fit, and time."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ class Cluster:
 
     @classmethod
     def of(cls, processes: int, devices_per_node: int, device: Device) -> Cluster:
-        """As many nodes as ``processes`` need."""
+        """Return a cluster with as many nodes as ``processes`` need."""
         per_node = min(devices_per_node, processes)
         return cls(-(-processes // per_node), devices_per_node, per_node, device)
 
 
 @dataclass(frozen=True)
 class Subject:
-    """What is planned. ``mean_response_length`` None: an assumed share of the longest."""
+    """The recipe to plan. ``mean_response_length`` None: an assumed fraction of the maximum."""
 
     config: Config
     policy: ModelArchitecture
@@ -80,7 +80,7 @@ class Subject:
 
 @dataclass(frozen=True)
 class Plan:
-    """The whole answer. ``ranks[stage]`` is the fullest rank of a pipeline stage; ``misfits`` are sentences, empty where all fits."""
+    """Result of planning. ``ranks[stage]`` is the fullest rank of a pipeline stage; ``misfits``: sentences, empty if everything fits."""
 
     subject: Subject
     cluster: Cluster
@@ -101,18 +101,18 @@ class Plan:
 
     @property
     def peak(self) -> float:
-        """Bytes of the fullest rank in its fullest stage."""
+        """Memory of the fullest rank in its fullest stage, in bytes."""
         return max(memory.total for rank in self.ranks for memory in rank.values())
 
 
 class Planner:
-    """Plans configurations for one recipe; activations that several share are measured once."""
+    """Plans configurations of one recipe; measures shared activations once."""
 
     def __init__(self) -> None:
         self.probe = ActivationProbe()
 
     def plan(self, subject: Subject, cluster: Cluster, *, build: bool) -> Plan:
-        """``build``: state bytes from the real models of every pipeline rank, else from the configuration (tested to be the same)."""
+        """Plan a configuration. ``build``: take state bytes from the real models, else compute them (tested to be equal)."""
         config, device = subject.config, cluster.device
         work = workload(config, subject.mean_response_length)
         vllm = vllm_memory(config, subject.policy, device)
@@ -220,19 +220,19 @@ def _misfits(
 
 
 Reload = Callable[[list[str]], Subject]
-"""A subject with settings changed, checked by the same rules; raises ConfigError."""
+"""Function that returns a subject with changed settings, checked by the same rules; raises ConfigError."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """One change that makes a plan fit, as it is written on the command line."""
+    """One change that makes a plan fit, in command-line syntax."""
 
     setting: str
     plan: Plan
 
 
 def single_changes(plan: Plan, planner: Planner, reload: Reload, rates: Sequence[str] = ()) -> Iterator[Change]:
-    """The single changes that make everything fit, cheapest in GPU-hours first. ``rates``: ``KEY=NUMBER`` that hold for any device."""
+    """Yield the single changes that make everything fit, by GPU-hours. ``rates``: ``KEY=NUMBER`` overrides for any device."""
     found = []
     for settings in candidate_changes(plan.subject, plan.cluster):
         changed = try_plan(planner, reload, plan.cluster, settings)
@@ -247,7 +247,7 @@ def single_changes(plan: Plan, planner: Planner, reload: Reload, rates: Sequence
 
 
 def try_plan(planner: Planner, reload: Reload, cluster: Cluster, settings: list[str]) -> Plan | None:
-    """The plan with changed settings, None where the rules forbid them or no device could hold the state."""
+    """Return the plan with changed settings, None if the rules reject them or the state does not fit on a device."""
     from vapo_mcore.errors import VapoError
 
     try:
@@ -259,7 +259,7 @@ def try_plan(planner: Planner, reload: Reload, cluster: Cluster, settings: list[
 
 
 def _state_fits(subject: Subject, device: Device) -> bool:
-    """Whether the largest model's own state fits a device: what no other setting than the layout changes."""
+    """Return whether the state of each model fits on a device; only the layout affects it."""
     config = subject.config
     capacity = device.memory if device.is_gpu else device.node_memory
     for role, arch in subject.roles.items():
@@ -271,7 +271,7 @@ def _state_fits(subject: Subject, device: Device) -> bool:
 
 
 def candidate_changes(subject: Subject, cluster: Cluster) -> Iterator[list[str]]:
-    """Settings of each change that is tried where a plan does not fit."""
+    """Yield the settings of each change to try if a plan does not fit."""
     config = subject.config
     p, kinds = config.parallel, ("none", "selective", "full")
     for recompute in kinds[kinds.index(config.model.recompute) + 1 :]:

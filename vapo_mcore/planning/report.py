@@ -1,4 +1,4 @@
-"""A plan as text (tables of rich) and as JSON."""
+"""Format a plan as text (rich tables) and as JSON."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _COLUMNS = {
 
 
 def to_json(plan: Plan, notes: Sequence[str], changes: Sequence[Change], layouts: Sequence[Change]) -> dict[str, Any]:
-    """Everything that the text says, bytes and seconds as numbers."""
+    """Return the contents of the text report, with bytes and seconds as numbers."""
     config, cluster = plan.subject.config, plan.cluster
     p = config.parallel
     return {
@@ -106,7 +106,7 @@ def print_plan(console: Console, plan: Plan, notes: Sequence[str]) -> None:
 
 
 def _memory_table(plan: Plan) -> Table:
-    """The fullest pipeline rank of each stage, a row a use."""
+    """Tabulate the memory of the fullest pipeline rank of each stage, one row per purpose."""
     unit = "device" if plan.cluster.device.is_gpu else "process"
     table = Table(
         title=f"GiB a {unit} on the fullest pipeline rank of each stage; {plan.capacity / GIB:.1f} are there", title_justify="left"

@@ -1,4 +1,4 @@
-"""``plan --search``: the cheapest layouts in which a recipe fits."""
+"""``plan --search``: find the cheapest layouts in which a recipe fits."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from vapo_mcore.planning.planner import Change, Cluster, Plan, Planner, Reload, 
 from vapo_mcore.planning.state import GRADIENT_BYTES, ITEM_BYTES, num_parameters
 
 _LONG_SEQUENCE = 16384
-"""Tokens of the longest sequence from which context parallelism is tried."""
+"""Maximum sequence length from which on context parallelism is tried."""
 
 
 def cheapest_layouts(plan: Plan, planner: Planner, reload: Reload, count: int = 5) -> list[Change]:
-    """Layouts that fit on at most the nodes of ``plan``, by estimated GPU-hours of the recipe, each with the recipe's own batch.
+    """Return layouts that fit on at most the nodes of ``plan``, by estimated GPU-hours of the recipe, with the recipe's batch sizes.
 
-    Tried are all degrees of tensor parallelism inside a node, of pipeline and of data parallelism on 1, 2, 4, ... nodes, with the least
-    recomputation that fits; context parallelism for long sequences, where a layout does not fit without it.
+    Tries all degrees of tensor parallelism within a node and of pipeline and data parallelism on 1, 2, 4, ... nodes, with the least
+    recomputation that fits, and context parallelism for long sequences if a layout does not fit without it.
     """
     config, cluster = plan.subject.config, plan.cluster
     long = config.max_sequence_length >= _LONG_SEQUENCE
@@ -34,7 +34,7 @@ def cheapest_layouts(plan: Plan, planner: Planner, reload: Reload, count: int = 
 
 
 def _is_possible(plan: Plan, tp: int, pp: int) -> bool:
-    """Whether the layers can be split, and weights and gradients of one model, which nothing else splits, can be held."""
+    """Return whether the layers can be split, and weights and gradients of one model, sharded only by TP and PP, fit."""
     policy = plan.subject.policy
     bytes_each = ITEM_BYTES[plan.subject.config.model.dtype] + GRADIENT_BYTES
     return policy.num_layers % pp == 0 and num_parameters(policy) * bytes_each / (tp * pp) < plan.capacity

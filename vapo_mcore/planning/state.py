@@ -1,9 +1,9 @@
-"""Bytes of weights, gradients and optimizer state of every rank, from the configuration alone. Imports no torch.
+"""Compute the bytes of weights, gradients and optimizer state of every rank from the configuration. Does not import torch.
 
-Two conventions of Megatron-Core are repeated here, and tested against its own buffers: the order of a chunk's parameters, and
-how they are laid out in the buffers of the distributed optimizer (``_ParamAndGradBuffer``): parameters in reverse order, each
-beginning at a multiple of 64 elements, buckets padded so that data parallelism divides them, each rank owning an equal part
-of every bucket. ``plan`` itself builds the real models; this is for checks that cannot wait for them, and for the search.
+Replicates two conventions of Megatron-Core, tested against its buffers: the order of a chunk's parameters, and their layout in the buffers
+of the distributed optimizer (``_ParamAndGradBuffer``): parameters in reverse order, each starting at a multiple of 64 elements, buckets
+padded to a multiple of the data-parallel size, each rank owning an equal part of every bucket. ``plan`` builds the real models; this
+module serves the checks before a model loads, and the search.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _MIN_BUCKET, _BUCKET_PER_RANK = 40_000_000, 1_000_000  # Megatron's default buck
 
 @dataclass(frozen=True)
 class Parameter:
-    """One parameter of a rank: its elements, the bytes of each, and whether two pipeline stages share it (a bucket of its own)."""
+    """One parameter of a rank: its elements, bytes per element, and whether two pipeline stages share it (it gets a separate bucket)."""
 
     name: str
     numel: int
@@ -40,9 +40,9 @@ class Parameter:
 
 @dataclass(frozen=True)
 class StateBytes:
-    """Bytes of a model's parts on one rank, in the terms of ``megatron.offload.RESIDENCY``.
+    """Bytes of a model's parts on one rank, named as in ``megatron.offload.RESIDENCY``.
 
-    ``host``: what an optimizer on the CPU (``cpu_offload``) always has in host memory; ``optimizer`` is then 0.
+    ``host``: host memory of a CPU optimizer (``cpu_offload``); ``optimizer`` is then 0.
     """
 
     params: int = 0
@@ -56,7 +56,7 @@ class StateBytes:
 
 @dataclass(frozen=True)
 class FlatBuffer:
-    """A flat buffer of parameters of one type: where each lies, and its buckets (start, end), padding included."""
+    """A flat buffer of parameters of one dtype: the range of each parameter, and the buckets (start, end), including padding."""
 
     item_bytes: int
     ranges: tuple[tuple[int, int], ...]
@@ -67,14 +67,14 @@ class FlatBuffer:
         return self.buckets[-1][1]
 
     def optimizer_bytes(self, *, cpu_offload: bool) -> int:
-        """Optimizer state of an element: two moments in float32, and a float32 main copy where it is not float32 itself.
+        """Return the optimizer bytes per element: two float32 moments, and a float32 main copy unless the parameter is float32.
 
-        On the CPU a main copy in any case, and the gradient's.
+        A CPU optimizer always has a main copy, and a copy of the gradient.
         """
         return CPU_OPTIMIZER_BYTES if cpu_offload else 8 if self.item_bytes == 4 else 12
 
     def shard_numels(self, ranks: int) -> list[int]:
-        """Elements of parameters (no padding) that each rank's shards of all buckets hold: what optimizer state exists for."""
+        """Return the parameter elements (without padding) in each rank's shards of all buckets, which have optimizer state."""
         shards = [0] * ranks
         for start, end in self.buckets:
             share = (end - start) // ranks
@@ -88,7 +88,7 @@ class FlatBuffer:
 
 
 def layer_parameters(arch: ModelArchitecture, tp: int, item_bytes: int) -> list[Parameter]:
-    """Parameters of one transformer layer on one tensor-parallel rank, in Megatron's order."""
+    """Return the parameters of one transformer layer on one tensor-parallel rank, in Megatron's order."""
     hidden, head = arch.hidden_size, arch.head_dim
     q, kv = arch.num_attention_heads * head, arch.num_key_value_heads * head
     sizes: list[tuple[str, int]] = [("input_layernorm.weight", hidden), ("self_attention.linear_proj.weight", hidden * q // tp)]
@@ -116,7 +116,7 @@ def layer_parameters(arch: ModelArchitecture, tp: int, item_bytes: int) -> list[
 def chunk_parameters(
     arch: ModelArchitecture, role: Role, dtype: str, parallel: ParallelConfig, *, first: bool, last: bool
 ) -> list[Parameter]:
-    """Parameters of one model chunk on one rank, in Megatron's order. ``first``/``last``: it holds the embedding / the head."""
+    """Return the parameters of one model chunk on one rank, in Megatron's order. ``first``/``last``: with embedding / head."""
     item, tp = ITEM_BYTES[dtype], parallel.tensor_model_parallel_size
     stages = parallel.pipeline_model_parallel_size * (parallel.virtual_pipeline_model_parallel_size or 1)
     table = padded_vocab_size(arch.vocab_size, tp) // tp * arch.hidden_size
@@ -137,16 +137,16 @@ def chunk_parameters(
 
 
 def _value_head(arch: ModelArchitecture) -> list[tuple[str, int]]:
-    """Names and elements of a critic's head, which every tensor-parallel rank holds whole."""
+    """Return names and elements of a critic's head, which is replicated over tensor parallelism."""
     hidden = arch.hidden_size
     last = [("weight", arch.value_outputs * hidden), ("bias", arch.value_outputs)]
     return [*last, ("dense.weight", hidden * hidden), ("dense.bias", hidden)] if arch.mlp_value_head else last
 
 
 def flat_buffers(parameters: Sequence[Parameter], ranks: int, bucket_size: int | None) -> list[FlatBuffer]:
-    """Megatron's buffers of these parameters, one a type, in order of first appearance.
+    """Return Megatron's buffers of these parameters, one per dtype, in order of first appearance.
 
-    ``ranks``: over which the distributed optimizer splits them (data x context parallel). ``bucket_size`` None: one bucket.
+    ``ranks``: data x context parallel size, over which the distributed optimizer shards them. ``bucket_size`` None: one bucket.
     """
     by_type: dict[int, list[Parameter]] = {}
     for parameter in parameters:
@@ -189,7 +189,7 @@ def _round_up(number: int, multiple: int) -> int:
 
 
 def stage_chunks(arch: ModelArchitecture, role: Role, dtype: str, parallel: ParallelConfig, stage: int) -> Iterator[list[Parameter]]:
-    """Parameters of every model chunk (one, or one a virtual stage) of a pipeline rank."""
+    """Yield the parameters of every model chunk (one, or one per virtual stage) of a pipeline rank."""
     pp, virtual = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size or 1
     for number in range(virtual):
         first, last = stage == 0 and number == 0, stage == pp - 1 and number == virtual - 1
@@ -197,17 +197,17 @@ def stage_chunks(arch: ModelArchitecture, role: Role, dtype: str, parallel: Para
 
 
 def cpu_offload(config: Config, role: Role) -> bool:
-    """Whether the model's optimizer is on the CPU."""
+    """Return whether the model's optimizer is on the CPU."""
     return bool(getattr(config, role).optimizer.cpu_offload)
 
 
 def model_state(
     arch: ModelArchitecture, role: Role, dtype: str, parallel: ParallelConfig, *, stage: int, overlap: bool, cpu_offload: bool = False
 ) -> list[StateBytes]:
-    """State of one model on one pipeline rank, by rank of the data x context parallel group (its shards differ by padding).
+    """Compute the state of one model on one pipeline rank, by rank of the data x context parallel group (shards differ by padding).
 
     ``overlap``: gradient reduction overlaps the backward pass (on GPUs), which splits the first stage's buffer into buckets.
-    ``cpu_offload``: its optimizer is on the CPU.
+    ``cpu_offload``: the optimizer is on the CPU.
     """
     ranks = parallel.data_parallel_size * parallel.context_parallel_size
     buffers: list[FlatBuffer] = []
@@ -220,7 +220,7 @@ def model_state(
 
 
 def states_by_data_rank(params: int, grads: int, buffers: Iterable[FlatBuffer], ranks: int, *, cpu_offload: bool) -> list[StateBytes]:
-    """Bytes of the buffers, which are the same on all ``ranks``, with each rank's own of the optimizer."""
+    """Combine the bytes of the buffers, equal on all ``ranks``, with each rank's optimizer bytes."""
     held = [0] * ranks
     for buffer in buffers:
         each = buffer.optimizer_bytes(cpu_offload=cpu_offload)
@@ -229,10 +229,10 @@ def states_by_data_rank(params: int, grads: int, buffers: Iterable[FlatBuffer], 
 
 
 def snapshot_bytes(arch: ModelArchitecture, role: Role, dtype: str, parallel: ParallelConfig, *, stage: int, overlap: bool) -> list[int]:
-    """Host memory of the copy that a checkpoint of one model is written from, by rank of the data x context parallel group.
+    """Compute the host memory of one model's checkpoint copy, by rank of the data x context parallel group.
 
-    ``checkpoint.strategies.SnapshotSave`` keeps it from save to save. The ranks share the weights, tensor by tensor, the largest first;
-    each has its shard of main parameters and both moments in float32, padding included.
+    ``checkpoint.strategies.SnapshotSave`` keeps the copy between saves. The weights are distributed over the ranks by tensor, largest
+    first; each rank also copies its shard of main parameters and both moments in float32, including padding.
     """
     ranks = parallel.data_parallel_size * parallel.context_parallel_size
     weights = [0] * ranks
@@ -247,7 +247,7 @@ def snapshot_bytes(arch: ModelArchitecture, role: Role, dtype: str, parallel: Pa
 
 
 def reduction_copy_bytes(arch: ModelArchitecture, role: Role, dtype: str, parallel: ParallelConfig, *, stage: int) -> int:
-    """What the reduction of gradients takes on CPU besides them: gloo scatters a copy of each bucket, of which the largest counts here.
+    """Return the extra memory of gradient reduction on CPU: gloo scatters a copy of each bucket; the largest one counts.
 
     A group of one rank copies too.
     """
@@ -258,7 +258,7 @@ def reduction_copy_bytes(arch: ModelArchitecture, role: Role, dtype: str, parall
 
 
 def num_parameters(arch: ModelArchitecture, role: Role = "policy") -> int:
-    """Parameters of the whole model, without padding of the vocabulary: tied embeddings once, a critic's head for the vocabulary's."""
+    """Count the parameters of the whole model without vocabulary padding; tied embeddings count once."""
     layer = sum(parameter.numel for parameter in layer_parameters(arch, 1, 1))
     table = arch.vocab_size * arch.hidden_size
     head = sum(numel for _, numel in _value_head(arch)) if role == "critic" else 0 if arch.tie_word_embeddings else table
@@ -266,13 +266,13 @@ def num_parameters(arch: ModelArchitecture, role: Role = "policy") -> int:
 
 
 def mlp_parameters(arch: ModelArchitecture) -> int:
-    """Parameters of all feed-forward layers that a token passes through."""
+    """Count the active feed-forward parameters of all layers."""
     dense = as_dense(arch)
     return arch.num_layers * 3 * dense.ffn_hidden_size * dense.hidden_size
 
 
 def num_active_parameters(arch: ModelArchitecture) -> int:
-    """Parameters that a token passes through in matrix products: all layers (of a mixture, the chosen experts) and the head."""
+    """Count the active parameters in matrix products: all layers (with experts, the chosen ones) and the head."""
     layers = sum(parameter.numel for parameter in layer_parameters(arch, 1, 1) if ".experts." not in parameter.name)
     if arch.is_moe:
         assert arch.num_experts_per_token is not None and arch.moe_ffn_hidden_size is not None
@@ -281,7 +281,7 @@ def num_active_parameters(arch: ModelArchitecture) -> int:
 
 
 def as_dense(arch: ModelArchitecture) -> ModelArchitecture:
-    """A mixture of experts as the dense model whose feed-forward layer has the size of a token's chosen experts."""
+    """Convert a mixture of experts to the dense model whose feed-forward layer has the size of a token's chosen experts."""
     if not arch.is_moe:
         return arch
     assert arch.num_experts_per_token is not None and arch.moe_ffn_hidden_size is not None
@@ -298,11 +298,11 @@ def offload_host_bytes(
     processes_per_node: int = 1,
     models_move: bool = True,
 ) -> int:
-    """Host memory that offloading takes on the fullest node (``processes_per_node`` = 1: the fullest rank), in bytes.
+    """Compute the host memory of offloading on the fullest node (``processes_per_node`` = 1: the fullest rank), in bytes.
 
-    Parameters and optimizer state of policy and critic, each once, and a frozen reference's parameters with a KL term; as
-    ``megatron.offload.HostPool`` allocates them. With optimizers on the CPU what these hold, whether models move or not.
-    ``models_move``: ``model.offload`` is in force (by default with CUDA).
+    Includes parameters and optimizer state of policy and critic, and a frozen reference's parameters with a KL term, as
+    ``megatron.offload.HostPool`` allocates them. CPU optimizers are included independent of ``models_move``, which is whether
+    ``model.offload`` is enabled (default: with CUDA).
     """
     parallel = config.parallel
     roles = _trained(config, architecture, critic_architecture)
@@ -324,7 +324,7 @@ def snapshot_host_bytes(
     processes_per_node: int = 1,
     cuda: bool = False,
 ) -> int:
-    """Host memory for the copies that checkpoints are written from on the fullest node, in bytes; needed with offloading and without."""
+    """Compute the host memory of checkpoint copies on the fullest node, in bytes; needed with and without offloading."""
     parallel = config.parallel
     by_stage = []
     for stage in range(parallel.pipeline_model_parallel_size):
@@ -346,7 +346,7 @@ def _trained(
 
 
 def host_bytes_by_data_rank(config: Config, states: Mapping[Role, Sequence[StateBytes]], *, models_move: bool) -> list[int]:
-    """Offloaded bytes of the ranks of one pipeline stage, from the states of its models by data-parallel rank."""
+    """Compute the offloaded bytes of one pipeline stage, by data-parallel rank, from the states of its models."""
     totals = [0] * len(states["policy"])
     for role, by_rank in states.items():
         copies = 2 if role == "policy" and config.uses_reference else 1
@@ -356,6 +356,6 @@ def host_bytes_by_data_rank(config: Config, states: Mapping[Role, Sequence[State
 
 
 def fullest_node(by_stage: Iterable[Sequence[int]], tp: int, processes_per_node: int) -> int:
-    """Largest sum of a node's ranks; ranks count TP first, then context and data parallelism, then pipeline stages."""
+    """Return the largest sum over a node's ranks; rank order is TP, then context and data parallelism, then pipeline stages."""
     ranks = [value for stage in by_stage for value in stage for _ in range(tp)]
     return max(sum(ranks[begin : begin + processes_per_node]) for begin in range(0, len(ranks), processes_per_node))

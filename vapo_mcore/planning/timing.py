@@ -1,12 +1,12 @@
-"""Estimated seconds of each phase of a step, bytes that ranks exchange, and GPU-hours of a recipe, from a device's stated rates.
+"""Estimate the seconds of each phase of a step, communication volume, and GPU-hours of a recipe from a device's assumed rates.
 
-The model is plain on purpose; docs/planning.md states every formula:
+The model is deliberately simple; docs/planning.md has every formula:
 
-- matrix products: 2 operations a parameter and token forward, 6 in training (8 with full recomputation), and attention's own, over
-  all ranks, at the stated share of the peak; a pipeline stands still for (stages - 1) / micro-batches of that;
-- an optimizer on the CPU: gradients to the host and weights back at the device's rate to host memory, and 28 bytes a float32 element
-  that AdamW reads and writes there, in every update;
-- exchanges: bytes over the rate of the link they use, never overlapped with computation;
+- matrix products: 2 operations per parameter and token forward, 6 in training (8 with full recomputation), plus attention, over all
+  ranks, at the assumed fraction of the peak; the pipeline bubble adds (stages - 1) / micro-batches of that;
+- CPU optimizer: in every update, gradients to the host and weights back at the device's host rate, and 28 bytes per float32 element that
+  AdamW reads and writes;
+- communication: bytes divided by the rate of the link, without overlap with computation;
 - decoding: each engine step reads the rank's weights and the KV cache of its running sequences once.
 """
 
@@ -24,13 +24,13 @@ from vapo_mcore.planning.workload import Workload
 if TYPE_CHECKING:
     from vapo_mcore.config.schema import Config
 
-_ADAMW_BYTES = 28  # of an element: gradient, main parameter and two moments read, the last three written, in float32
+_ADAMW_BYTES = 28  # per element: reads gradient, main parameter and two moments, writes the last three, in float32
 PHASES = ("generate", "values", "critic_update", "logprobs", "policy_update", "weight_sync", "offload")
 
 
 @dataclass(frozen=True)
 class Communication:
-    """Bytes that one rank sends in one step, by what for."""
+    """Bytes that one rank sends in one step, by purpose."""
 
     tensor_parallel: float
     pipeline: float
@@ -46,7 +46,7 @@ class Communication:
 
 @dataclass(frozen=True)
 class _Pass:
-    """A pass over the tokens of a step through one model: forward alone, or training."""
+    """Cost of a pass of a step's tokens through one model: forward only, or training."""
 
     seconds: float
     tensor_parallel: float
@@ -56,7 +56,7 @@ class _Pass:
 
 @dataclass(frozen=True)
 class StepEstimate:
-    """One RL step, one value-pretraining step, one evaluation; seconds, and the bytes that a rank sends in an RL step."""
+    """Seconds of one RL step, one value-pretraining step and one evaluation, and the bytes that a rank sends in an RL step."""
 
     phases: dict[str, float]
     pretraining_phases: dict[str, float]
@@ -74,7 +74,7 @@ class StepEstimate:
 
 @dataclass(frozen=True)
 class RunEstimate:
-    """The whole recipe."""
+    """Totals of the whole recipe."""
 
     steps: int
     updates: int
@@ -85,7 +85,7 @@ class RunEstimate:
 
 
 class StepTimer:
-    """Estimates for one configuration on one kind of device."""
+    """Estimates times of one configuration on one type of device."""
 
     def __init__(self, config: Config, arch: ModelArchitecture, critic: ModelArchitecture | None, work: Workload, device: Device) -> None:
         self.config, self.work, self.device = config, work, device
@@ -141,7 +141,7 @@ class StepTimer:
         )
 
     def _pass(self, role: Role, *, training: bool, times: int) -> _Pass:
-        """``times`` passes over all tokens of a step."""
+        """Estimate ``times`` passes over all tokens of a step."""
         config, device, work, arch = self.config, self.device, self.work, self.architectures[role]
         p = config.parallel
         tp, pp, cp = p.tensor_model_parallel_size, p.pipeline_model_parallel_size, p.context_parallel_size
@@ -159,8 +159,8 @@ class StepTimer:
         local = times * work.tokens_per_data_rank / cp  # tokens that go through this rank
         layers = arch.num_layers / pp
         hidden = local * arch.hidden_size * self.item
-        # Sequence parallelism: two gathers and two scatters a layer forward, as many backward and two gathers more for the gradients of
-        # the weights; without it two all-reduces each way, each worth two of these.
+        # Sequence parallelism: two gathers and two scatters per layer forward, as many backward, and two more gathers for the weight
+        # gradients. Without it: two all-reduces each way, each equal to two of these.
         exchanges = 4 + (0 if not training else 6 if p.sequence_parallel else 4)
         exchanges += {"none": 0, "selective": 2, "full": 4}[config.model.recompute] if training else 0
         tensor = exchanges * layers * hidden * (tp - 1) / tp
@@ -171,31 +171,31 @@ class StepTimer:
         return _Pass(seconds if times else 0.0, tensor, pipeline, context)
 
     def _data_parallel_bytes(self, role: Role, model: RankModel) -> float:
-        """Reduce-scatter of float32 gradients and all-gather of parameters, in every update."""
+        """Return the bytes of reduce-scattering float32 gradients and all-gathering parameters in all updates of a step."""
         ranks = self.config.parallel.data_parallel_size * self.config.parallel.context_parallel_size
         epochs = self.config.policy.epochs if role == "policy" else self.config.critic.epochs
         return self.work.updates * epochs * (model.state.grads + model.state.params) * (ranks - 1) / ranks
 
     def _cpu_optimizer_bytes(self, role: Role, model: RankModel) -> tuple[float, float]:
-        """With an optimizer on the CPU, in all updates of a step: bytes to the host and back, bytes that AdamW moves there."""
+        """Return for a CPU optimizer, over all updates of a step, the bytes copied to the host and back, and AdamW's memory traffic."""
         epochs = self.config.policy.epochs if role == "policy" else self.config.critic.epochs
         elements = self.work.updates * epochs * model.state.host / CPU_OPTIMIZER_BYTES
         return elements * (GRADIENT_BYTES + self.item), elements * _ADAMW_BYTES
 
     def _sync_bytes(self, policy: RankModel) -> float:
-        """Broadcast of each stage's shard over the pipeline, then a gather of all shards over TP, on every rank."""
+        """Return the bytes per rank of broadcasting each stage's shard over the pipeline and gathering all shards over TP."""
         p = self.config.parallel
         tp, pp = p.tensor_model_parallel_size, p.pipeline_model_parallel_size
         shard = policy.state.params * pp
         return shard * (1 if pp > 1 else 0) + shard * (tp - 1)
 
     def generation_seconds(self, vllm: Vllm, responses: int, length: int) -> float:
-        """Of ``responses`` responses of mean ``length``, over all replicas; at least as many steps as the longest has tokens."""
+        """Estimate the time of ``responses`` responses of mean ``length`` over all replicas; at least max_response_length steps."""
         config, device, work, arch = self.config, self.device, self.work, self.architectures["policy"]
         tp = config.rollout_tensor_parallel_size if config.rollout.engine == "vllm" else 1
         replicas = max(1, config.parallel.world_size // tp)
         mine = -(-responses // replicas)
-        sequence = work.prompt_length + length / 2  # held on average while it grows
+        sequence = work.prompt_length + length / 2  # average length while it grows
         running = max(1.0, min(config.rollout.vllm.max_num_seqs, mine, vllm.kv_bytes / (sequence * vllm.kv_bytes_per_token)))
         steps = max(mine * length / running, config.rollout.max_response_length)
         mean_running = mine * length / steps
@@ -209,7 +209,7 @@ class StepTimer:
         return steps * (decode + latency) + prefill
 
     def _read_share(self, running: float) -> float:
-        """Share of the weights that a decoding step reads: of a mixture, the experts that its tokens choose."""
+        """Return the fraction of the weights that a decoding step reads; with experts, those that its tokens choose."""
         arch = self.architectures["policy"]
         if not arch.is_moe:
             return 1.0
@@ -217,7 +217,7 @@ class StepTimer:
         return 1 - (1 - arch.num_experts_per_token / arch.num_experts) ** running
 
     def _evaluation_prompts(self) -> int | None:
-        """Responses of one evaluation; None where the size of a file is not known."""
+        """Return the number of responses of one evaluation; None if the size of a file is unknown."""
         config = self.config
         if not config.data.eval:
             return None
@@ -228,7 +228,7 @@ class StepTimer:
         return sum(min(size, limit or size) for size in sizes if size) * config.eval.samples_per_prompt
 
     def run(self, step: StepEstimate) -> RunEstimate:
-        """The whole recipe; an evaluation of unknown size counts nothing."""
+        """Estimate the whole recipe; evaluations of unknown size are not included."""
         config = self.config
         pretraining = config.critic.value_pretraining.max_steps if config.uses_critic else 0
         evaluation = config.eval

@@ -1,4 +1,4 @@
-"""How much a step computes: tokens, micro-batches and responses, from the recipe and an assumed mean response length."""
+"""Compute a step's workload (tokens, micro-batches, responses) from the recipe and an assumed mean response length."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ if TYPE_CHECKING:
     from vapo_mcore.config.schema import Config
 
 _MEAN_OF_LONGEST = 0.4
-"""Mean response length assumed where none is given, as a share of the longest."""
+"""Default mean response length, as a fraction of the maximum."""
 _PACKING = 0.97
-"""Share of a micro-batch's tokens that are not padding or left free."""
+"""Assumed fraction of a micro-batch's tokens that are neither padding nor unused."""
 
 
 @dataclass(frozen=True)
 class Workload:
-    """Of one step.
+    """Workload of one step.
 
     Attributes:
-        response_length, sequence_length: assumed means, in tokens; the prompt at half of its limit.
-        tokens: of all sequences. tokens_per_data_rank: of one data-parallel rank.
-        microbatches_per_update: of one rank in one optimizer step. updates: optimizer steps an epoch.
+        response_length, sequence_length: assumed means in tokens, with prompts at half of their limit.
+        tokens: tokens of all sequences; tokens_per_data_rank: of one data-parallel rank.
+        microbatches_per_update: micro-batches of one rank per optimizer step; updates: optimizer steps per epoch.
     """
 
     responses: int
@@ -38,7 +38,7 @@ class Workload:
 
 
 def workload(config: Config, mean_response_length: int | None) -> Workload:
-    """The step of a recipe. ``mean_response_length`` None: two fifths of the longest."""
+    """Compute the workload of a recipe's step. ``mean_response_length`` None: ``_MEAN_OF_LONGEST`` of the maximum."""
     batch, parallel = config.batch, config.parallel
     longest = config.rollout.max_response_length
     response = max(1, min(longest, mean_response_length or round(_MEAN_OF_LONGEST * longest)))
@@ -62,7 +62,7 @@ def workload(config: Config, mean_response_length: int | None) -> Workload:
 
 
 def packed_lengths(config: Config, work: Workload) -> list[int]:
-    """Sequences of mean length that fill a micro-batch up to its cap."""
+    """Return lengths of sequences of mean length that fill a micro-batch up to its cap."""
     cap, multiple = config.batch.max_tokens_per_microbatch, config.parallel.sequence_multiple
     length = max(multiple, work.sequence_length // multiple * multiple)
     count, rest = divmod(cap // multiple * multiple, length)

@@ -1,7 +1,6 @@
-"""Verdicts on responses: verifiers, and the pool of killable processes they run in.
+"""Grading of responses: verifiers, and the pool of killable worker processes that runs them.
 
-Importing this package imports neither torch nor what the verifiers need (sympy, reasoning-gym): workers import that
-themselves.
+Importing this package imports neither torch nor the verifiers' dependencies (sympy, reasoning-gym); the workers import those.
 """
 
 from vapo_mcore.rewards.pool import VerifierPool

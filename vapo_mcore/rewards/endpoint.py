@@ -1,4 +1,4 @@
-"""Verifiers behind an HTTP endpoint: ``verifier: http://host:port/path``."""
+"""Client of verifiers behind an HTTP endpoint: ``verifier: http://host:port/path``."""
 
 from __future__ import annotations
 
@@ -26,12 +26,11 @@ _WORTH_A_RETRY = (408, 425, 429, 500, 502, 503, 504)
 def score(url: str, response: str, ground_truth: str, metadata: Mapping[str, Any]) -> float:
     """POST the response as JSON and read the score: ``{"score": 0.5}`` or a bare number.
 
-    A connection that fails, no answer in time and a status that says "later" are tried again, up to ``ATTEMPTS`` times and as long as
-    ``reward.timeout_seconds`` allows.
+    Retries failed connections, time-outs and temporary status codes up to ``ATTEMPTS`` times within ``reward.timeout_seconds``.
 
     Raises:
-        ConnectionError: no attempt succeeded, or the endpoint refused the request.
-        ValueError: the answer holds no number. (Of a NaN the pool makes an error, as of any verifier's.)
+        ConnectionError: no attempt succeeded, or the endpoint rejected the request.
+        ValueError: the answer holds no number. (The pool turns NaN into an error, as for any verifier.)
     """
     text = json.dumps({"response": response, "ground_truth": ground_truth, "metadata": dict(metadata)}, default=str)
     body = text.encode("utf-8", "replace")
@@ -39,7 +38,7 @@ def score(url: str, response: str, ground_truth: str, metadata: Mapping[str, Any
     reason, pause = "", _FIRST_PAUSE_SECONDS
     for attempt in range(1, ATTEMPTS + 1):
         try:
-            # An endpoint that does not answer leaves time for another attempt.
+            # Half of the remaining time per attempt: leaves time for a retry if the endpoint does not answer.
             return _score_in(_post(url, body, max(0.05, (deadline - time.monotonic()) / 2)))
         except urllib.error.HTTPError as error:
             place = error.headers.get("Location") if error.code // 100 == 3 else None
@@ -56,7 +55,7 @@ def score(url: str, response: str, ground_truth: str, metadata: Mapping[str, Any
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """A redirect is an answer like any other status: urllib would follow it with a GET, without the response to grade."""
+    """Do not follow redirects: urllib would send a GET without the response to grade."""
 
     def redirect_request(self, *_: Any) -> None:
         return None
@@ -87,7 +86,7 @@ def _score_in(content: bytes) -> float:
 
 
 def check_reachable(url: str) -> None:
-    """Raises RewardError if nothing listens there."""
+    """Raise RewardError if the endpoint does not accept connections."""
     parts = urlsplit(url)
     port = parts.port or (443 if parts.scheme == "https" else 80)
     try:

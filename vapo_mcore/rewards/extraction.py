@@ -1,10 +1,10 @@
-"""Which part of a response is its answer.
+"""Extract the answer from a response.
 
-A *marked* answer is the content of the last ``\\boxed{...}``, ``\\fbox{...}`` or ``<answer>...</answer>``. The marker
-that is opened last decides. If that one is never closed (the response was cut inside its final answer), there is no
-marked answer: an earlier marker is not a substitute for the one that the model was about to give.
+A *marked* answer is the content of the last ``\\boxed{...}``, ``\\fbox{...}`` or ``<answer>...</answer>``, by opening marker. If that
+marker is never closed (the response was truncated inside its final answer), there is no marked answer: earlier markers are not used
+instead.
 
-All functions take linear time: a response may be a hundred kilobytes of anything.
+All functions run in linear time, because a response may be a hundred kilobytes of arbitrary text.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ def _last_match(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
 
 
 def has_marker(response: str) -> bool:
-    """Whether a marker is opened anywhere, closed or not."""
+    """Return whether any marker is opened, closed or not."""
     return _OPENING.search(response) is not None
 
 
 def marked_answer(response: str) -> str | None:
-    """The last marked answer, without surrounding whitespace; None if there is none or if it is not closed."""
+    """Return the last marked answer, stripped; None if there is none or it is not closed."""
     last = _last_match(_OPENING, response)
     if last is None:
         return None
@@ -43,7 +43,7 @@ def marked_answer(response: str) -> str | None:
 
 
 def _closing_brace(text: str, start: int) -> int | None:
-    """Index of the brace that closes the group whose content begins at ``start``; ``\\{`` and ``\\}`` are text."""
+    """Return the index of the brace that closes the group whose content begins at ``start``; ``\\{`` and ``\\}`` are text."""
     depth = 1
     for match in _BRACE.finditer(text, start):
         symbol = match.group()
@@ -57,20 +57,20 @@ def _closing_brace(text: str, start: int) -> int | None:
 
 
 def marked_answer_or_all(response: str) -> str:
-    """The marked answer; if nothing is marked, the whole response without surrounding whitespace."""
+    """Return the marked answer, or the whole stripped response if nothing is marked."""
     if not has_marker(response):
         return response.strip()
     return marked_answer(response) or ""
 
 
 def last_number(text: str) -> str | None:
-    """The last number in ``text`` as it stands there: ``-1,234.5``, ``3/4``, ``\\frac{3}{4}``, ``50%``; None if none."""
+    """Return the last number in ``text`` verbatim (``-1,234.5``, ``3/4``, ``\\frac{3}{4}``, ``50%``), or None."""
     last = _last_match(_NUMBER, text)
     return None if last is None else last.group()
 
 
 def marked_answer_or_last_number(response: str) -> str | None:
-    """The marked answer; if nothing is marked, the last number of the response."""
+    """Return the marked answer, or the last number of the response if nothing is marked."""
     if not has_marker(response):
         return last_number(response)
     return marked_answer(response)
@@ -80,9 +80,9 @@ _ANSWER_LINE = re.compile(r"(?<!\w)answer[*_\s]{0,8}:[*_ \t]{0,8}([^\n]*)", re.I
 
 
 def answer_line(response: str) -> str | None:
-    """What follows the last ``Answer:`` on its line, or the box in it; in a response without ``Answer:`` the marked answer.
+    """Return the text after the last ``Answer:`` on its line, or a box in it; without ``Answer:`` the marked answer.
 
-    The form that the prompts of DAPO-Math-17k ask for (arXiv 2503.14476).
+    The prompts of DAPO-Math-17k ask for this form (arXiv 2503.14476).
     """
     last = _last_match(_ANSWER_LINE, response)
     if last is None:
@@ -92,7 +92,7 @@ def answer_line(response: str) -> str | None:
 
 
 def marked_answer_or_last_line(response: str) -> str:
-    """The marked answer; if nothing is marked, the last line that is not empty."""
+    """Return the marked answer, or the last non-empty line if nothing is marked."""
     if not has_marker(response):
         lines = response.strip().splitlines()
         return lines[-1].strip() if lines else ""
@@ -100,7 +100,7 @@ def marked_answer_or_last_line(response: str) -> str:
 
 
 def whole_response(response: str) -> str:
-    """Everything: for verifiers whose judgement may depend on any part."""
+    """Return the whole response, for verifiers whose score may depend on any part of it."""
     return response
 
 
@@ -111,8 +111,11 @@ _STATED = re.compile(
 
 
 def choice_text(response: str) -> str | None:
-    """For multiple choice: the marked answer; if nothing is marked, the last "answer is (B)" or "Answer: B",
-    or the whole response if it is no more than a letter; else None."""
+    """Return the answer to a multiple-choice question.
+
+    This is the marked answer; if nothing is marked, the last "answer is (B)" or "Answer: B", or the whole response if it is only a
+    letter; else None.
+    """
     if has_marker(response):
         return marked_answer(response)
     last = _last_match(_STATED, response)

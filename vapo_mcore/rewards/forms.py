@@ -1,8 +1,8 @@
-"""Answers that their written form decides, before anybody reads them as mathematics.
+"""Compare answers by their written form before they are parsed as mathematics.
 
-Numbers in a stated base, percentages, ratios, sequences with dots, lists, tuples, names of points and values with a condition: the
-LaTeX reader drops what matters in them (the base, the order, the dots) or takes long over them. Each comparison returns None for
-answers that are not of its form.
+Covers numbers in a stated base, percentages, ratios, sequences with dots, lists, tuples, names of points and values with a condition. The
+LaTeX parser drops what matters in them (the base, the order, the dots) or is slow on them. Each comparison returns None for answers of
+another form.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable
 from fractions import Fraction
 
 Equal = Callable[[str, str], bool]
-"""The comparison of two parts, answer first."""
+"""Comparison of two parts, (part of the answer, part of the ground truth)."""
 
 _WORDS = {"two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "seven": 7, "eight": 8, "nine": 9, "ten": 10, "twelve": 12, "sixteen": 16}
 _BASE = (
@@ -20,14 +20,16 @@ _BASE = (
     rf"|\\(?:text|mathrm)\s*\{{\s*(\d{{1,2}}|{'|'.join(_WORDS)})\s*\}})"
     rf"|\s*\(?\s*(?:\\(?:text|mathrm)\s*\{{)?\s*(?:in )?base[ -](\d{{1,2}}|{'|'.join(_WORDS)})\s*\}}?\s*\)?)"
 )
-# A letter alone is a term of a sequence, such as Fibonacci's F_{17}, and no digit.
+# A single letter is a term of a sequence, such as Fibonacci's F_{17}, not a digit.
 _BASED = re.compile(rf"(-?)\(?(?:\\(?:text|mathrm))?\{{?\s*([0-9]|[0-9A-Fa-f]{{2,100}})\}}?\)?{_BASE}")
 _BARE_DIGITS = re.compile(r"(-?)([0-9]+)")
 
 
 def based_equal(candidate: str, truth: str, equal: Equal) -> bool | None:
-    """Numbers in stated bases by value, where their base has such digits, else by digits and base; the same digits without a base
-    answer a ground truth with one, and the other way round."""
+    """Compare numbers in stated bases by value if the base has their digits, else by digits and base.
+
+    If only one side states a base, the same digits are equal.
+    """
     ours, theirs = _based(candidate), _based(truth)
     if ours is None and theirs is None:
         return None
@@ -35,7 +37,7 @@ def based_equal(candidate: str, truth: str, equal: Equal) -> bool | None:
         values = _in_base(*ours), _in_base(*theirs)
         return ours == theirs if None in values else values[0] == values[1]
     if "base" in candidate or "base" in truth:
-        return False  # words that change the value of the other's digits
+        return False  # an unparsed base, which changes the value of the digits
     if theirs is not None:
         bare = _BARE_DIGITS.fullmatch(candidate)
         return None if bare is None else bare[0] == theirs[0]
@@ -65,7 +67,7 @@ _PERCENTAGE = re.compile(r"(.{1,100}?)\s*\\?%")
 
 
 def percentages_equal(candidate: str, truth: str, equal: Equal) -> bool | None:
-    """A percentage and a number are equal if the number is the percentage's or a hundredth of it: 12.5 % is 12.5 as well as 0.125."""
+    """Compare percentages; a percentage equals a plain number if that is its number or a hundredth of it: 12.5 % is 12.5 or 0.125."""
     ours, theirs = _PERCENTAGE.fullmatch(candidate), _PERCENTAGE.fullmatch(truth)
     if ours is None and theirs is None:
         return None
@@ -92,7 +94,7 @@ _CLOCK = re.compile(r"(\d{1,2}):([0-5]\d)(?:\s|\\ |~|\\text\s*\{)*([ap])?\.?\s*m
 
 
 def ratios_equal(candidate: str, truth: str, equal: Equal) -> bool | None:
-    """``2:3:5`` by proportion; a ground truth such as ``10:45`` is a time of day."""
+    """Compare ``2:3:5`` by proportion; a ground truth such as ``10:45`` is a time of day."""
     ours, theirs = _ratio(candidate), _ratio(truth)
     if ours is None and theirs is None:
         return None
@@ -128,7 +130,7 @@ _DOTS = re.compile(r"\\(?:ldots|cdots|dots[cbmio]?|vdots)(?![a-z])|\u2026|\.\.\.
 
 
 def dotted_equal(candidate: str, truth: str, equal: Equal) -> bool | None:
-    """Sequences and sums with dots are equal if all their parts are, the dots at the same place."""
+    """Compare sequences and sums with dots part by part, with the dots at the same position."""
     if not (is_dotted(candidate) or is_dotted(truth)):
         return None
     if not is_dotted(truth):
@@ -140,7 +142,7 @@ def dotted_equal(candidate: str, truth: str, equal: Equal) -> bool | None:
 
 
 def is_dotted(text: str) -> bool:
-    """Whether dots stand in an answer for what is left out (``0.333...`` is no such answer)."""
+    """Return whether the text abbreviates a sequence with dots (``0.333...`` does not count)."""
     return bool(_DOTS.search(text)) and not _DOTS.fullmatch(text.strip())
 
 
@@ -157,7 +159,7 @@ _CONGRUENCE = re.compile(
 
 
 def congruences_equal(candidate: str, truth: str, equal: Equal) -> bool | None:
-    """``x \\equiv 12 \\pmod{17}``: residue and modulus, where both state one; else the residue."""
+    """Compare ``x \\equiv 12 \\pmod{17}`` by residue and modulus if both state one, else by residue."""
     ours, theirs = _congruence(candidate), _congruence(truth)
     if ours is None and theirs is None:
         return None
@@ -180,7 +182,7 @@ _ASSIGNED = re.compile(r"([A-Za-z])\s*(?:=|\\in(?![a-z]))\s*((?:\\left\s*)?(?:[(
 
 
 def assigned_equal(candidate: str, truth: str, equal: Equal) -> bool | None:
-    """``D = (0, 1)``: the name, where both give one, and the interval, point or set. The library cannot subtract a set from a symbol."""
+    """Compare ``D = (0, 1)`` by name, if both give one, and by interval, point or set; math-verify cannot subtract a set from a symbol."""
     ours, theirs = _ASSIGNED.fullmatch(candidate), _ASSIGNED.fullmatch(truth)
     if ours is None and theirs is None:
         return None
@@ -198,9 +200,9 @@ _LIKE = {"bar": "overline", "vec": "overrightarrow"}
 
 
 def names_equal(candidate: str, truth: str, equal: Equal) -> bool | None:
-    """Segments, rays, vectors, numbers of digits, angles and triangles by their letters in order: as products AB would be BA.
+    """Compare segments, rays, vectors, numbers of digits, angles and triangles by their letters in order; as products, AB would equal BA.
 
-    An angle may be read backwards, a triangle from any vertex on and backwards.
+    An angle may be reversed; a triangle may start at any vertex and may be reversed.
     """
     ours, theirs = _named(candidate), _named(truth)
     if ours is None and theirs is None:
@@ -225,7 +227,7 @@ def _named(text: str) -> tuple[str, str] | None:
 
 
 def is_compared_as_text(truth: str) -> bool:
-    """Names, and what has dots in it."""
+    """Return whether a ground truth is a name or a sequence with dots, which are compared as text."""
     return _named(truth) is not None or (is_dotted(truth) and any(character.isalnum() for character in _DOTS.sub("", truth)))
 
 
@@ -244,7 +246,7 @@ _CONDITION = re.compile(
 
 
 def conditions_equal(candidate: str, truth: str, equal: Equal) -> bool | None:
-    """``k\\pi, k \\in \\mathbb{Z}``: the value, and the condition where both state one."""
+    """Compare ``k\\pi, k \\in \\mathbb{Z}`` by value, and by condition if both state one."""
     theirs = _condition(truth)
     if theirs is None:
         return None
@@ -262,7 +264,7 @@ def _condition(text: str) -> tuple[str, str] | None:
 
 
 def readable_parts(truth: str) -> list[str]:
-    """What has to be readable of a ground truth of one of these forms; itself where it is of none."""
+    """Return the parts of a ground truth that must be readable as mathematics; the whole text if it has none of these forms."""
     if found := _condition(truth):
         return [found[0]]
     if based := _based(truth):
@@ -280,9 +282,9 @@ _BRACKETED = re.compile(r"(?:\\left\s*)?([(\[])([^()\[\]{}=|;]*,[^()\[\]{}=|;]*?
 
 
 def tuples_equal(candidate: str, truth: str, equal: Equal) -> bool | None:
-    """Intervals and tuples in the same kind of brackets are equal if their parts are.
+    """Compare intervals and tuples in the same kind of brackets part by part.
 
-    Reading ``(1,2]`` takes math-verify twenty times as long as reading its two ends.
+    math-verify takes twenty times as long for ``(1,2]`` as for its two ends.
     """
     ours, theirs = _BRACKETED.fullmatch(candidate), _BRACKETED.fullmatch(truth)
     if ours is None or theirs is None or (ours[1], ours[3]) != (theirs[1], theirs[3]):
@@ -297,7 +299,7 @@ _POINT = re.compile(r"(?:(?:\\left\s*)?\([A-Za-z](?:\s*,\s*[A-Za-z])+\s*(?:\\rig
 
 
 def points_equal(candidate: str, truth: str, equal: Equal) -> bool | None:
-    """``(4, 7)`` and ``(x, y) = (4, 7)``, ``x = 4, y = 7`` or ``4, 7``: in order."""
+    """Compare ``(4, 7)`` with ``(x, y) = (4, 7)``, ``x = 4, y = 7`` or ``4, 7``, in order."""
     ours, theirs = _coordinates(candidate), _coordinates(truth)
     if (ours is None) == (theirs is None) and _POINT_NAMED.match(candidate) is None and _POINT_NAMED.match(truth) is None:
         return None
@@ -326,7 +328,7 @@ _PLUS_MINUS = re.compile(r"\\pm(?![a-z])")
 
 
 def lists_equal(candidate: str, truth: str, equal: Equal) -> bool | None:
-    """Lists and sets of values in any order, each as often as in the other; ``\\pm 3`` are two values."""
+    """Compare lists and sets of values as multisets, in any order; ``\\pm 3`` are two values."""
     ours, theirs = values_of(candidate), values_of(truth)
     if ours is None or theirs is None or not 2 <= max(len(ours), len(theirs)) <= MAX_LIST:
         return None
@@ -349,13 +351,13 @@ _NAME = re.compile(r"\s*([A-Za-z])\s*=")
 
 
 def _names(text: str, values: list[str]) -> list[str]:
-    """The unknowns to which a list assigns its values."""
+    """Return the unknowns to which a list assigns its values."""
     found = [match[1] for value in values if (match := _NAME.match(value))]
     return found or ([match[1]] if (match := _NAME.match(text)) else [])
 
 
 def values_of(text: str) -> list[str] | None:
-    """The values of a list or set; None where a bracket other than a set's stands around it, or it has an order."""
+    """Return the values of a list or set; None if it has brackets other than a set's, or is ordered."""
     match = re.fullmatch(r"(?:[A-Za-z]\s*(?:=|\\in)\s*)?(?:(?:\\left\s*)?\\\{(.*?)(?:\\right\s*)?\\\}|\{([^{}]*)\})", text)
     inner = (match[1] or match[2] or "") if match else text
     if not inner.strip() or _NO_LIST.search(inner):
@@ -376,7 +378,7 @@ def values_of(text: str) -> list[str] | None:
 
 
 def _comma_parts(text: str) -> list[str]:
-    """Split at the commas outside all brackets; linear."""
+    """Split at the commas outside all brackets, in linear time."""
     parts, depth, start = [], 0, 0
     for index, character in enumerate(text):
         if character in "([{":

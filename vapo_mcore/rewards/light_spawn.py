@@ -1,8 +1,8 @@
-"""A spawn context whose children never import the parent's main module.
+"""Multiprocessing spawn context whose children do not import the parent's main module.
 
-Ordinary spawned children run the parent's ``__main__`` once more, under another name. Here that would pull torch,
-Megatron and vLLM into each worker (seconds and gigabytes), or run an unguarded script a second time. Workers find all
-that they need by importing :mod:`vapo_mcore.rewards`, so the main module is kept out of what they are told to load.
+Spawned children normally import the parent's ``__main__`` again. For the graders that would load torch, Megatron and vLLM in each worker
+(seconds and gigabytes), or run an unguarded script a second time. Workers only need :mod:`vapo_mcore.rewards`, so the main module is
+omitted from the data that tells them what to import.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _start_lock = threading.Lock()
 
 
 class _MainWithoutOrigin(ModuleType):
-    """Stands in for ``__main__``: it has neither a file nor a spec, everything else is looked up in the real one."""
+    """Proxy of ``__main__`` without a file and a spec; other attributes are looked up in the real module."""
 
     def __init__(self, real: ModuleType) -> None:
         super().__init__("__main__")
@@ -33,9 +33,9 @@ class _MainWithoutOrigin(ModuleType):
 
 @contextmanager
 def _main_without_origin() -> Iterator[None]:
-    """While a process starts, ``multiprocessing`` sees a main module that it has no means to load again.
+    """Hide the origin of the main module from ``multiprocessing`` while a process starts.
 
-    Other threads that look something up in ``__main__`` meanwhile still find it.
+    Attribute lookups in ``__main__`` by other threads still work.
     """
     with _start_lock:
         real = sys.modules["__main__"]
@@ -47,7 +47,7 @@ def _main_without_origin() -> Iterator[None]:
 
 
 class LightSpawnProcess(multiprocessing.context.SpawnProcess):
-    """A spawned process that leaves the parent's main module alone."""
+    """A spawned process that does not import the parent's main module."""
 
     @staticmethod
     def _Popen(process_obj: Any) -> Any:
@@ -56,6 +56,6 @@ class LightSpawnProcess(multiprocessing.context.SpawnProcess):
 
 
 class LightSpawnContext(multiprocessing.context.SpawnContext):
-    """``multiprocessing.get_context("spawn")``, but for :class:`LightSpawnProcess`."""
+    """``multiprocessing.get_context("spawn")`` with :class:`LightSpawnProcess`."""
 
     Process = LightSpawnProcess  # type: ignore[assignment]

@@ -1,6 +1,6 @@
-"""What a verifier may know of the pool it runs in."""
+"""Limits of the grading pool that verifiers may read."""
 
 from __future__ import annotations
 
 grading_seconds = 5.0
-"""``reward.timeout_seconds``, set in each worker: a verifier that waits for something else gives up before."""
+"""``reward.timeout_seconds``, set in each worker; a verifier that waits for I/O must give up earlier."""

@@ -1,4 +1,4 @@
-"""How large are the numbers that evaluating a sympy expression would produce? Told without evaluating it."""
+"""Estimate the size of the numbers in a sympy expression without evaluating it."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ _SYMBOL = math.log10(1.5)
 
 
 def has_more_digits_than(expression: object, digits: int) -> bool:
-    """Whether some power, factorial or binomial inside a (lazy) sympy expression is a number of more than ``digits``
-    digits before or after the point. A symbol counts as 1.5: powers of symbols are evaluated at points of that size."""
+    """Return whether a power, factorial or binomial in an unevaluated expression has over ``digits`` digits before or after the point.
+
+    A symbol counts as 1.5, because powers of symbols are evaluated at points of that size.
+    """
     if not isinstance(expression, sympy.Basic):
         return False
     kinds = (sympy.Pow, sympy.factorial, sympy.binomial)
@@ -24,10 +26,10 @@ def has_more_digits_than(expression: object, digits: int) -> bool:
 
 
 def log10_of(node: sympy.Basic) -> float | None:
-    """log10 of the absolute value, roughly; inf if it is beyond floats; None if it is unknown or the value is 0."""
+    """Estimate log10 of the absolute value; inf if it exceeds floats, None if it is unknown or the value is 0."""
     if isinstance(node, sympy.Symbol):
         return _SYMBOL
-    if isinstance(node, sympy.Integer):  # before floats come in: an integer may have any number of digits
+    if isinstance(node, sympy.Integer):  # no conversion to float: an integer may have any number of digits
         magnitude = abs(int(node))
         return math.log10(magnitude) if magnitude else None
     if isinstance(node, sympy.Rational):
@@ -58,7 +60,7 @@ def log10_of(node: sympy.Basic) -> float | None:
 
 
 def _value(node: sympy.Basic) -> float | None:
-    """The absolute value as a float, inf if it is beyond floats."""
+    """Return the absolute value as a float, inf if it exceeds floats."""
     size = log10_of(node)
     if size is None:
         return None
@@ -66,5 +68,5 @@ def _value(node: sympy.Basic) -> float | None:
 
 
 def _product(a: float, b: float) -> float:
-    """a * b, where 0 * inf is 0 (a power of 1 is 1, however large the exponent)."""
+    """Return a * b with 0 * inf = 0 (a power of 1 is 1 for any exponent)."""
     return 0.0 if a == 0 or b == 0 else a * b

@@ -1,13 +1,12 @@
-"""The ``math`` verifiers: is the answer of a response mathematically equal to the ground truth?
+"""The ``math`` verifiers: compare the answer of a response with the ground truth mathematically.
 
-Equality is decided by math-verify (LaTeX to sympy, then numeric and symbolic comparison). Around it:
+math-verify decides equality (LaTeX to sympy, then numeric and symbolic comparison), except that:
 
-- Plain integers, decimals and fractions are compared exactly, without it (same verdict, a hundred times as fast).
-- Words are compared as words.
-- Answers that no reader would take for one (very long, deeply nested, a number with more than 100,000 digits) are
-  wrong, without being evaluated.
+- plain integers, decimals and fractions are compared exactly without it (same verdict, a hundred times as fast);
+- words are compared as words;
+- extreme answers (very long, deeply nested, a number with more than 100,000 digits) are wrong without being evaluated.
 
-This module is cheap to import; sympy and math-verify come with the first answer that needs them.
+Importing this module is cheap; sympy and math-verify are imported for the first answer that needs them.
 """
 
 from __future__ import annotations
@@ -52,27 +51,27 @@ def math(response: str, ground_truth: str, metadata: Mapping[str, Any]) -> float
 
 
 def math_last_number(response: str, ground_truth: str, metadata: Mapping[str, Any]) -> float:
-    """As ``math``, but where nothing is marked the last number of the response is its answer."""
+    """Grade like ``math``, but use the last number of the response if nothing is marked."""
     return float(is_equal(marked_answer_or_last_number(response), ground_truth))
 
 
 def math_answer_line(response: str, ground_truth: str, metadata: Mapping[str, Any]) -> float:
-    """As ``math``, with the answer that follows the last ``Answer:`` of the response."""
+    """Grade like ``math``, with the answer after the last ``Answer:`` of the response."""
     return float(is_equal(answer_line(response), ground_truth))
 
 
 def stated_answer_line(response: str, ground_truth: str, metadata: Mapping[str, Any]) -> str | None:
-    """That answer in a normal spelling, as of ``stated_answer``."""
+    """Return the answer after the last ``Answer:``, normalised like ``stated_answer``."""
     return _spelled(answer_line(response))
 
 
 def stated_answer(response: str, ground_truth: str, metadata: Mapping[str, Any]) -> str | None:
-    """The marked answer in a normal spelling: plain numbers by value, words without regard to case; None without one."""
+    """Return the marked answer, normalised: plain numbers by value, words case-folded; None without a marked answer."""
     return _spelled(marked_answer(response))
 
 
 def stated_answer_or_last_number(response: str, ground_truth: str, metadata: Mapping[str, Any]) -> str | None:
-    """As ``stated_answer``, but where nothing is marked the last number of the response is its answer."""
+    """Return the answer like ``stated_answer``, but use the last number of the response if nothing is marked."""
     return _spelled(marked_answer_or_last_number(response))
 
 
@@ -89,10 +88,10 @@ def _spelled(answer: str | None) -> str | None:
 
 
 def is_equal(answer: str | None, ground_truth: str) -> bool:
-    """Whether an extracted answer equals the ground truth. Not symmetric: ``x=5`` answers ``5``, ``5x`` does not.
+    """Return whether an extracted answer equals the ground truth. Not symmetric: ``x=5`` answers ``5``, but ``5x`` does not.
 
     Raises:
-        UngradableError: the ground truth cannot be read as mathematics, whatever the answer is.
+        UngradableError: the ground truth cannot be read as mathematics; raised for any answer.
     """
     truth = _normalized(ground_truth)
     truth_number = _plain_number(truth)
@@ -144,7 +143,7 @@ _FORMS = (
 
 
 def _part_equal(part: str, truth_part: str) -> bool:
-    """``is_equal`` of parts of an answer and of a ground truth; a part of the ground truth that cannot be read equals itself alone."""
+    """Apply ``is_equal`` to parts of an answer and of a ground truth; an unreadable part of the ground truth only equals itself."""
     try:
         return is_equal(part, truth_part)
     except UngradableError:
@@ -152,7 +151,7 @@ def _part_equal(part: str, truth_part: str) -> bool:
 
 
 def _listed(words: str) -> str:
-    """Words with one spelling of the commas between them."""
+    """Normalise the whitespace around commas."""
     return re.sub(r"\s*,\s*", ",", words)
 
 
@@ -163,7 +162,7 @@ def _normalized(ground_truth: str) -> str:
 
 @dataclass(frozen=True)
 class _Number:
-    """A number written plainly. ``places``: digits behind its decimal point, with which it may stand for a rounded value."""
+    """A plainly written number. ``places``: digits after its decimal point; with enough of them it matches values that round to it."""
 
     value: Fraction
     places: int = 0
@@ -174,7 +173,7 @@ class _Number:
 
 
 def _plain_number(text: str) -> _Number | None:
-    """A plain integer, decimal or fraction of integers; None for anything else, which math-verify must read."""
+    """Parse a plain integer, decimal or fraction of integers; return None for anything else, which math-verify must parse."""
     if grouped := _COMMAS.fullmatch(text):
         text = grouped[1] + grouped[2].replace(",", "")
     if _INTEGER.fullmatch(text):
@@ -193,7 +192,7 @@ def _plain_number(text: str) -> _Number | None:
 
 
 def _numbers_equal(a: _Number, b: _Number) -> bool:
-    """Exactly, but for a decimal of at least 6 decimals, which equals whatever rounds to it."""
+    """Compare exactly, except that a decimal with at least 6 decimals equals values that round to it."""
     return a.value == b.value or _rounds_to(a, b) or _rounds_to(b, a)
 
 
@@ -206,7 +205,10 @@ _ROUNDED_WITHIN = Fraction(1, 50)
 
 
 def _is_false_equation(candidate: str) -> bool:
-    """``3 = 4``: math-verify looks at the last number alone. ``22/7 = 3.14`` is a rounding: with a decimal, 2 % apart is no fault."""
+    """Return whether an equation chain is false, as ``3 = 4``; math-verify reads only the last number.
+
+    ``22/7 = 3.14`` is a rounding: if a side is a decimal, a difference of 2 % is allowed.
+    """
     numbers = [_plain_number(side.strip()) for side in candidate.split("=")] if "=" in candidate else []
     for one, other in pairwise(numbers):
         if one is not None and other is not None:
@@ -222,13 +224,13 @@ _BINOMIAL = re.compile(r"\\[dt]?binom\s*\{\s*(\d+)")
 def _is_outlandish(answer: str) -> bool:
     if len(answer) > MAX_ANSWER_LENGTH:
         return True
-    if any(len(match[1]) > 5 for match in _BINOMIAL.finditer(answer)):  # worked out by the parser, before its digits can be counted
+    if any(len(match[1]) > 5 for match in _BINOMIAL.finditer(answer)):  # the parser evaluates it before its digits can be counted
         return True
     return _is_nested(answer)
 
 
 def _is_nested(text: str) -> bool:
-    """Whether brackets are nested deeper than anybody writes them; the reader's time would grow with a power of the depth."""
+    """Return whether brackets are nested deeper than in any sensible answer; the parser's time grows with a power of the depth."""
     depth = deepest = subscripts = 0
     opened: list[bool] = []
     for index, character in enumerate(text):
@@ -249,7 +251,7 @@ def _is_nested(text: str) -> bool:
 
 @lru_cache(maxsize=4096)
 def _is_readable(truth: str) -> bool:
-    """Whether something can be compared with it: by one of the forms, or as an expression."""
+    """Return whether answers can be compared with a ground truth, by one of the forms or as an expression."""
     from vapo_mcore.rewards.reading import read_expression
 
     if forms.is_compared_as_text(truth) or read_expression(truth) is not None:
@@ -272,7 +274,7 @@ def _check_readable(truth: str, ground_truth: str) -> None:
 
 
 def _equals_expression(candidate: str, truth: str, truth_number: _Number | None) -> bool:
-    """As expressions. A plain decimal, whose number of places is known, stands for what rounds to it."""
+    """Compare as expressions. A plain decimal, whose number of places is known, equals values that round to it."""
     from vapo_mcore.rewards.magnitude import has_more_digits_than
     from vapo_mcore.rewards.reading import expressions_equal, is_rounded, read_expression
 
@@ -291,7 +293,7 @@ def _equals_expression(candidate: str, truth: str, truth_number: _Number | None)
 
 
 def warm_up() -> None:
-    """Imports sympy and grades one answer of each common kind, so that parsers and caches are built beforehand."""
+    """Import sympy and grade one answer of each common kind, to build parsers and caches in advance."""
     pairs = [(r"\frac{2}{3}\pi", r"\frac{\pi}{3}"), ("x+1", "x-1"), (r"\{1,2\}", "[1,2)"), ("0.333333", r"\frac13")]
     for answer, truth in [*pairs, (r"\sin^2 x + \cos^2 x", "1"), ("y=x", "2y=2x")]:
         is_equal(answer, truth)

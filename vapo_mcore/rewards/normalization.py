@@ -1,6 +1,6 @@
-"""Brings the ways people and models write an answer into the LaTeX that math-verify reads.
+"""Normalise the notations that people and models use for answers into the LaTeX that math-verify reads.
 
-Only spelling is changed here, never the value. What math-verify already understands is left to it.
+Changes the notation only, never the value, and leaves alone what math-verify already understands.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ _RATE = re.compile(rf"([-+]?[\d.,]+)\s*{_UNIT}(?:\^\{{?\d\}}?)?\s*/\s*{_PER}(?:\
 
 
 def normalize_answer(text: str) -> str:
-    """The answer without delimiters, with ASCII and LaTeX in place of Unicode, and with numbers in one spelling."""
+    """Remove delimiters, replace Unicode by ASCII and LaTeX, and write numbers in one notation."""
     text = _unwrapped(text)
     if (wrapped := _TEXT_COMMAND.fullmatch(text)) and any(character.isdigit() for character in wrapped[1]):
         text = wrapped[1].strip()  # words in \\text are compared as words, see as_words
@@ -103,7 +103,7 @@ def normalize_answer(text: str) -> str:
     text = _NEGATIVE_POWER.sub(r"^{-\1}", text)
     text = _CELSIUS.sub(lambda _: r"^\circ", text)
     text = _TRIGONOMETRIC.sub(_in_radians, text)  # elsewhere the degree sign is dropped, as a unit
-    text = _SPACED_IMAGINARY.sub("i", text)  # math-verify takes the i of "7 i" and that of "7i" for two symbols
+    text = _SPACED_IMAGINARY.sub("i", text)  # math-verify reads the i of "7 i" and of "7i" as different symbols
     text = _PI.sub(lambda _: r"\pi ", text)
     text = _NATURAL_LOG.sub(lambda _: r"\ln ", text)
     if _TEXT_COMMAND.sub(r"\1", text).strip().lower() in ("infinity", "inf", "+infinity"):
@@ -131,7 +131,7 @@ def normalize_answer(text: str) -> str:
 
 
 def _without_noun(text: str) -> str:
-    """``12 dollars`` to ``12``, ``5 percent`` to ``5\\%``; ``12 million`` and ``2 thirds`` stay: such words change the value."""
+    """Rewrite ``12 dollars`` to ``12``, ``5 percent`` to ``5\\%``; keep ``12 million`` and ``2 thirds``, whose words change the value."""
     text = _PERCENT.sub(lambda _: r"\%", text)
     counted = _COUNTED.fullmatch(text)
     return text if counted is None or _NUMBER_WORDS.search(counted[2]) else counted[1]
@@ -148,9 +148,9 @@ _MEASURES = re.compile(
 
 
 def units_differ(answer: str, truth: str) -> bool:
-    """Whether both say in which measure their number is, and not in the same: ``5 cents`` and ``5 dollars``.
+    """Return whether both state a unit and the units differ: ``5 cents`` and ``5 dollars``.
 
-    Nouns for what is counted do not matter: ``6 ways`` are ``6 arrangements``.
+    Nouns for counted things are ignored: ``6 ways`` equals ``6 arrangements``.
     """
     ours = _measures(answer)
     theirs = _measures(truth) if ours else ours
@@ -158,7 +158,7 @@ def units_differ(answer: str, truth: str) -> bool:
 
 
 def _measures(text: str) -> frozenset[str]:
-    """Their stems, or the scale's letter; none where nothing is said."""
+    """Return the stems of the stated units, or the letter of the temperature scale; empty if none is stated."""
     if not any(character.isalpha() for character in text):
         return frozenset()
     text = _unwrapped(text).translate(_SYMBOLS).strip()
@@ -179,14 +179,14 @@ _WITH_WORDS = re.compile(
 
 
 def _measure(word: str) -> str | None:
-    """One name for a unit's spellings; None for other words."""
+    """Return a canonical name for a unit, None for other words."""
     if (unit := unit_name(word)) is not None:
         return unit
     return word.casefold().rstrip("eisy") if _MEASURES.fullmatch(word) else None
 
 
 def _without_doubled_braces(text: str) -> str:
-    """``{{{1}}}`` as ``{1}``: braces around nothing but braces change nothing, and reading them takes long. Linear."""
+    """Rewrite ``{{{1}}}`` to ``{1}`` in linear time: doubled braces have no meaning and are slow to parse."""
     if "{{" not in text:
         return text
     partner: dict[int, int] = {}
@@ -206,7 +206,7 @@ def _in_radians(match: re.Match[str]) -> str:
 
 
 def _as_fraction(sign: str, whole: str, fixed: str, repeated: str) -> str:
-    """``0.1\\overline{6}`` is (16 - 1) / 90."""
+    """Convert a repeating decimal: ``0.1\\overline{6}`` is (16 - 1) / 90."""
     denominator = (10 ** len(repeated) - 1) * 10 ** len(fixed)
     return rf"{sign}\frac{{{int(whole + fixed + repeated) - int(whole + fixed or 0)}}}{{{denominator}}}"
 
@@ -227,7 +227,7 @@ def _unwrapped(text: str) -> str:
 
 
 def _is_one_group(content: str) -> bool:
-    """Whether the braces of ``content`` are balanced by themselves, so that the wrapper around it is a single one."""
+    """Return whether the braces of ``content`` are balanced, so that the wrapper around it is a single one."""
     depth = 0
     for match in re.finditer(r"\\.|[{}]", content):
         depth += {"{": 1, "}": -1}.get(match[0], 0)
@@ -237,7 +237,7 @@ def _is_one_group(content: str) -> bool:
 
 
 def _usual_brackets(text: str) -> str:
-    """``]0,1[`` to ``(0,1)``, ``[0,1[`` to ``[0,1)``: intervals whose open ends are shown by outward brackets."""
+    """Rewrite intervals with outward brackets: ``]0,1[`` to ``(0,1)``, ``[0,1[`` to ``[0,1)``."""
     match = _OUTWARD_BRACKETS.fullmatch(text)
     if match is None or (match[1], match[3]) == ("[", "]"):
         return text
@@ -249,10 +249,10 @@ _SHORT_WORDS = frozenset({"yes", "no", "odd", "all", "one", "two", "six", "ten",
 
 
 def as_words(text: str) -> str | None:
-    """The words that an answer consists of, case folded, or None if it is mathematics.
+    """Return the words of an answer, case-folded, or None if it is mathematics.
 
-    ``\\text{...}`` without digits is words; so are bare letters in which some word has at least four of them (``abc``
-    is a product, ``east`` is not). Words are compared as words: as products of letters, "evil" would equal "live".
+    ``\\text{...}`` without digits counts as words, and so do bare letters if one word has at least four (``abc`` is a product, ``east``
+    is not). As products of letters, "evil" would equal "live".
     """
     wrapped = _TEXT_COMMAND.fullmatch(text)
     bare = unwrap_text(text)
@@ -268,6 +268,6 @@ def as_words(text: str) -> str | None:
 
 
 def unwrap_text(text: str) -> str:
-    """Without ``\\text{...}`` around it, a final full stop, or parentheses around a single letter."""
+    """Remove ``\\text{...}``, a final full stop, and parentheses around a single letter."""
     bare = _TEXT_COMMAND.sub(r"\1", text).strip().removesuffix(".").strip()
     return bare[1:-1] if len(bare) == 3 and bare[0] == "(" and bare[2] == ")" else bare

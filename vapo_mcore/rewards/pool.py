@@ -1,12 +1,11 @@
-"""Grades responses in worker processes that can be killed: whatever a verifier does, it costs one verdict at most.
+"""Pool of killable worker processes that grade responses, so that a faulty verifier costs at most one verdict.
 
     with VerifierPool(workers=2, timeout_seconds=5.0) as pool:
         verdicts = pool.grade([GradeItem("math", r"... so \\boxed{42}", "42")])
 
-A verifier may hang (also inside C code), crash its process, fork, exhaust memory or return nonsense. The response at
-hand then gets a :class:`Verdict` with ``error`` set, the process is replaced, and all other responses are graded as
-if nothing had happened. A worker has one chunk at a time; the clock of a response runs while its verifier runs, so
-neither waiting in a queue nor importing a verifier counts as grading.
+A verifier may hang (even inside C code), crash its process, fork, exhaust memory or return invalid scores. The response being graded
+then gets a :class:`Verdict` with ``error`` set, the process is replaced, and all other responses are graded normally. Each worker
+has one chunk at a time. The time limit of a response covers only its verifier, not waiting in the queue or importing the verifier.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ from vapo_mcore.rewards.worker import (
 logger = logging.getLogger(__name__)
 
 LOAD_SECONDS = 180.0
-"""A worker process must have started, or a verifier's module have been imported, within this time."""
+"""Time limit on starting a worker process and on importing a verifier's module."""
 
 _MAX_FAILED_STARTS = 3
 _CLOSE_SECONDS = 10.0
@@ -57,11 +56,11 @@ _TICK_SECONDS = 0.05
 _ROUNDING = 1e-9
 _PAUSE_SECONDS = 1.0
 _MAX_PAUSE_SECONDS = 30.0
-"""Before workers that could not be kept alive are replaced, doubled each time in a row."""
+"""Bounds of the pause before all workers are replaced; it doubles with each consecutive replacement."""
 
 
 class _WorkersLostError(RewardError):
-    """No worker process stays alive; ``chunk`` is what the last one had been given."""
+    """No worker process stays alive; ``chunk`` is the last one's chunk."""
 
     def __init__(self, message: str, chunk: list[int]) -> None:
         super().__init__(message)
@@ -69,7 +68,7 @@ class _WorkersLostError(RewardError):
 
 
 _Known = tuple[float, bool, tuple[StepReward, ...]]
-"""A remembered verdict: score, correct, steps."""
+"""A cached verdict: score, correct, steps."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +85,7 @@ _Item = GradeItem | _Turns
 
 
 class _Slot:
-    """One worker process, the chunk it has, and the means to replace it."""
+    """One worker process and its current chunk; ends and replaces the process."""
 
     def __init__(self, settings: WorkerSettings) -> None:
         self._settings = settings
@@ -108,7 +107,7 @@ class _Slot:
         )
 
     def submit(self, names: list[str], chunk: list[int], items: Sequence[_Item]) -> None:
-        """Hands over a chunk (indices into ``items``; may be empty) and the verifiers to import for it.
+        """Submit a chunk (indices into ``items``, possibly empty) and the verifiers to import for it.
 
         Raises:
             RuntimeError, OSError: the process cannot be started.
@@ -124,20 +123,20 @@ class _Slot:
         return self._progress.read()
 
     def release(self) -> list[int]:
-        """The chunk is over: returns it and leaves the slot free."""
+        """Free the slot and return its chunk."""
         chunk, self.chunk, self.future = self.chunk, [], None
         return chunk
 
     def replace(self) -> threading.Thread | None:
-        """Ends the process, whatever it does, and gets a fresh one. Returns the thread that tidies up the old one."""
+        """Kill the process and start a new one. Returns the thread that cleans up the old one."""
         ended = self.end()
         self._new_process()
         return ended
 
     def end(self) -> threading.Thread | None:
-        """Ends the process with everything it started; the thread returned joins what pebble keeps for it.
+        """Kill the process and everything it started. Returns the thread that joins pebble's resources.
 
-        None if it has been ended already: closing the pool may meet a replacement in another thread.
+        Returns None if it was already ended: closing the pool may race with a replacement in another thread.
         """
         with self._ending:
             processes, self._processes = self._processes, None
@@ -154,21 +153,21 @@ class _Slot:
 
 
 class VerifierPool:
-    """Worker processes that grade responses; a context manager.
+    """Grades responses in worker processes. Use as a context manager.
 
     Args:
         workers: number of processes.
-        timeout_seconds: limit on the grading of one response (wall-clock time inside its verifier).
-        threshold: a verdict is ``correct`` if its score reaches this.
-        score_range: what a verifier may return; anything else is an error verdict.
-        cache_size: number of remembered verdicts (least recently used go first).
-        memory_gib: limit on a worker's private memory, so that a huge number ends in an error verdict and not in the
-            kernel's killing the trainer; None = no limit.
-        restarts: how often in a row, without any verdict in between, ``grade`` replaces all workers because none can be kept alive. The
-            responses that they had been given then have no verdict.
+        timeout_seconds: wall-clock limit on the verifier of one response.
+        threshold: minimum score of a ``correct`` verdict.
+        score_range: range of valid scores; other scores give an error verdict.
+        cache_size: number of cached verdicts (LRU).
+        memory_gib: limit on a worker's private memory, so that a huge number gives an error verdict instead of the OOM killer ending the
+            trainer; None: no limit.
+        restarts: how many times in a row, without a verdict in between, ``grade`` replaces all workers when none stays alive. The
+            responses being graded then get no verdict.
 
     Raises:
-        RewardError: unknown verifier names, a verifier that cannot be imported, workers that cannot be kept alive.
+        RewardError: a verifier is unknown or cannot be imported, or workers cannot be kept alive.
     """
 
     def __init__(
@@ -209,10 +208,10 @@ class VerifierPool:
         self.close()
 
     def close(self) -> None:
-        """Ends all workers. Returns within seconds even if a verifier hangs; calling it twice does no harm."""
+        """End all workers. Returns within seconds even if a verifier hangs. Idempotent."""
         if self._closed:
             return
-        self._closed = True  # a call of grade in another thread sees it and gives up
+        self._closed = True  # stops a call of grade in another thread
         self._endings += [thread for slot in self._slots if (thread := slot.end()) is not None]
         deadline = time.monotonic() + _CLOSE_SECONDS
         for thread in self._endings:
@@ -226,7 +225,7 @@ class VerifierPool:
             raise RewardError("the verifier pool is closed")
 
     def load(self, verifiers: Sequence[str], environments: Sequence[str] = ()) -> None:
-        """Imports these verifiers and environments in every worker now, so that faults show before the first response.
+        """Import these verifiers and environments in every worker, so that faults are raised before the first response.
 
         Raises:
             RewardError: a name is unknown, or a verifier cannot be imported.
@@ -239,12 +238,12 @@ class VerifierPool:
             self._drain(deque(), [], {})
 
     def grade(self, items: Sequence[GradeItem]) -> list[Verdict]:
-        """Verdicts for ``items``, in their order.
+        """Grade ``items``; returns the verdicts in order.
 
-        Responses that extract to the same answer are graded once. Never raises because of a response.
+        Grades responses with the same extracted answer once. Never raises because of a response.
 
         Raises:
-            RewardError: a verifier's name is unknown, it cannot be imported, or no worker process stays alive.
+            RewardError: a verifier is unknown or cannot be imported, or no worker process stays alive.
         """
         if not items:
             return []
@@ -263,7 +262,7 @@ class VerifierPool:
             return self._collect(keys, firsts, known, self._work_off(deque(firsts.values()), items))
 
     def respond(self, environment: str, requests: Sequence[TurnRequest]) -> list[Reply]:
-        """What an environment answers to each response's newest turn, in their order. Never raises because of a response.
+        """Return an environment's reply to the newest turn of each response, in order. Never raises because of a response.
 
         Raises:
             RewardError: the environment cannot be imported, or no worker process stays alive.
@@ -289,12 +288,12 @@ class VerifierPool:
                     self._restart(str(lost), lost.chunk, results)
 
     def take_restarts(self) -> int:
-        """How often all workers had to be replaced since this was last asked."""
+        """Return how often all workers were replaced since the last call."""
         taken, self._restarts_untaken = self._restarts_untaken, 0
         return taken
 
     def _restart(self, reason: str, chunk: list[int], graded: dict[int, Graded]) -> None:
-        """All workers anew; what they had been given gets no verdict. Raises RewardError when that has been tried too often."""
+        """Replace all workers; the responses being graded get no verdict. Raises RewardError after too many consecutive attempts."""
         tried = self._restarts_in_a_row
         if tried >= self._max_restarts:
             before = f" All of them were replaced {tried} times before this (faults.grader_restarts)." if tried else ""
@@ -348,7 +347,7 @@ class VerifierPool:
 
     @contextmanager
     def _clean_after_failure(self) -> Iterator[None]:
-        """After an interrupt or a RewardError nothing of this call may reach the next one: busy workers are replaced."""
+        """Replace busy workers after an interrupt or a RewardError, so that no result of this call reaches the next one."""
         self._failed_starts = 0
         try:
             yield
@@ -388,7 +387,7 @@ class VerifierPool:
                 self._count_failed_start(f"{type(error).__name__}: {error}", chunk)
 
     def _attend(self, slot: _Slot, queue: deque[int], results: dict[int, Graded], items: Sequence[_Item]) -> None:
-        """Takes the results of a worker, or finds out what has become of it."""
+        """Take a worker's results, or handle its time-out or death."""
         assert slot.future is not None
         phase, position, since, pid = slot.progress()
         elapsed = time.monotonic() - since
@@ -404,7 +403,7 @@ class VerifierPool:
             reason = f"{{}} took longer than {self._timeout:g} s"
             self._give_up(slot, position, Graded(0.0, reason, elapsed, "timeout"), queue, results, items)
         elif phase is not Phase.QUEUED and not _is_alive(pid):
-            # pebble reports the deaths of workers, but takes one with exit status 0 for a regular end.
+            # pebble reports dead workers, but treats exit status 0 as a regular end.
             self._process_ended(slot, "exit status 0", queue, results, items)
         elif phase is not Phase.GRADING and elapsed > LOAD_SECONDS:
             self._start_over(slot, f"{phase.name.lower()} for more than {LOAD_SECONDS:g} s", queue, items)
@@ -439,7 +438,7 @@ class VerifierPool:
         results: dict[int, Graded],
         items: Sequence[_Item],
     ) -> None:
-        """One response gets an error verdict, the rest of its chunk is graded elsewhere."""
+        """Give one response an error verdict and requeue the rest of its chunk."""
         chunk = slot.release()
         blamed = chunk.pop(position)
         queue.extendleft(reversed(chunk))
@@ -449,7 +448,7 @@ class VerifierPool:
         self._replace(slot)
 
     def _start_over(self, slot: _Slot, how: str, queue: deque[int], items: Sequence[_Item]) -> None:
-        """The process ended outside any verifier: nobody is to blame, the same work goes to a new one."""
+        """Requeue the work of a process that ended outside any verifier, so no response is to blame."""
         names, chunk = slot.names, slot.release()
         self._replace(slot)
         self._count_failed_start(how, chunk)

@@ -1,4 +1,4 @@
-"""The ``reasoning_gym`` verifier: each procedural task is judged by its own scorer."""
+"""The ``reasoning_gym`` verifier: grade each procedural task with its own scorer."""
 
 from __future__ import annotations
 
@@ -18,14 +18,13 @@ _NUMBER = re.compile(r"[-+]?\d+(?:\.\d+)?")
 
 
 def reasoning_gym(response: str, ground_truth: str, metadata: Mapping[str, Any]) -> float:
-    """The score of the task's own ``score_answer``, in [0, 1].
+    """Return the score of the task's ``score_answer``, in [0, 1].
 
-    ``metadata`` is the ``metadata`` of the reasoning-gym entry (its ``source_dataset`` names the task), or holds it
-    under ``entry_metadata``; ``task``, if present, names the task instead, ``options`` are those the data set was
-    created with, ``question`` is the entry's question.
+    ``metadata`` is the ``metadata`` of the reasoning-gym entry (``source_dataset`` names the task), or contains it as
+    ``entry_metadata``. Optional keys: ``task``, which overrides the name; ``options`` of the data set; ``question`` of the entry.
 
-    The answer is the marked one; if nothing is marked, the last line that is not empty, or, where the ground truth is
-    a number, the last number of that line ("The sum is 17." answers 17).
+    The answer is the marked one; if nothing is marked, the last non-empty line, or, if the ground truth is a number, the last number of
+    that line ("The sum is 17." answers 17).
     """
     metadata = _without_seed(metadata)
     task = task_name(metadata)
@@ -39,7 +38,7 @@ def reasoning_gym(response: str, ground_truth: str, metadata: Mapping[str, Any])
 
 
 def procedural_answer(response: str, ground_truth: str) -> str:
-    """The answer as :func:`reasoning_gym` takes it from the response."""
+    """Extract the answer as :func:`reasoning_gym` does."""
     is_marked, answer = unread_answer(response)
     if not is_marked and _NUMBER.fullmatch(ground_truth.strip()):
         return (last_number(answer) or answer).replace(",", "").removeprefix("+")
@@ -47,20 +46,20 @@ def procedural_answer(response: str, ground_truth: str) -> str:
 
 
 def stated_answer(response: str, ground_truth: str, metadata: Mapping[str, Any]) -> str | None:
-    """That answer; None if it is empty."""
+    """Return the extracted answer, None if it is empty."""
     return procedural_answer(response, ground_truth) or None
 
 
 def unread_answer(response: str) -> tuple[bool, str]:
-    """Whether the answer is marked, and the text that holds it: all that the score can depend on."""
+    """Return whether the answer is marked, and the text that contains it; the score depends on nothing else."""
     return has_marker(response), marked_answer_or_last_line(response)
 
 
 def task_name(metadata: Mapping[str, Any]) -> str:
-    """The reasoning-gym task that the metadata names.
+    """Return the reasoning-gym task named by the metadata.
 
     Raises:
-        UngradableError: they name none.
+        UngradableError: the metadata name no task.
     """
     inner = metadata.get("entry_metadata", metadata)
     task = metadata.get("task") or inner.get("source_dataset")
@@ -70,12 +69,12 @@ def task_name(metadata: Mapping[str, Any]) -> str:
 
 
 def entry_key(metadata: Mapping[str, Any]) -> Hashable:
-    """A digest of everything but the response's seed, since a scorer may read any part of its entry."""
+    """Return a digest of the metadata without the response's seed; a scorer may read any part of its entry."""
     return hashlib.blake2b(pickle.dumps(_without_seed(metadata)), digest_size=16).digest()
 
 
 def _without_seed(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """The entry's own metadata: scorers are functions of answer and entry, and their verdicts are reused between responses."""
+    """Return the entry's metadata; scorers depend only on answer and entry, and verdicts are shared between responses."""
     return {name: value for name, value in metadata.items() if name not in RESERVED}
 
 
@@ -84,7 +83,7 @@ _MAX_SCORERS = 256
 
 
 def _scorer(task: str, options: Mapping[str, Any]) -> Scorer:
-    """The task's scorer, made once: with some tasks a data set takes a while to build."""
+    """Return the task's scorer, cached because some data sets take long to build."""
     key = task, repr(sorted(options.items()))
     if key not in _scorers:
         import reasoning_gym as gym
@@ -100,7 +99,7 @@ def _scorer(task: str, options: Mapping[str, Any]) -> Scorer:
 
 
 def warm_up() -> None:
-    """Imports reasoning-gym, which takes a second."""
+    """Import reasoning-gym, which takes about a second."""
     import reasoning_gym as gym
 
     gym.create_dataset("chain_sum")

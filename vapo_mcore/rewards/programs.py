@@ -1,4 +1,4 @@
-"""The ``code`` verifier: the program in a response is run against tests, in a process that can do little else (``sandbox``)."""
+"""The ``code`` verifier: run the program in a response against tests, in a restricted process (``sandbox``)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from vapo_mcore.rewards.sandbox import run_program
 from vapo_mcore.rewards.types import UngradableError
 
 _SHARE_OF_TIME = 0.8
-"""Of ``reward.timeout_seconds`` for all tests of a response; a program that takes longer is wrong, not ungraded."""
+"""Fraction of ``reward.timeout_seconds`` for all tests of a response; a program that takes longer is wrong, not ungraded."""
 
 _FENCE = re.compile(r"^[ \t]*```[ \t]*([\w+-]*)[^\n]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
 _PYTHON = ("", "python", "py", "python3")
@@ -38,7 +38,7 @@ print(held)
 
 @dataclass(frozen=True)
 class Tests:
-    """Either inputs with outputs (texts of stdin and stdout or, with ``function``, arguments and results), or Python ``assertions``."""
+    """Tests of a program: inputs with outputs (stdin and stdout or, with ``function``, arguments and results), or Python ``assertions``."""
 
     inputs: Sequence[Any] = ()
     outputs: Sequence[Any] = ()
@@ -65,7 +65,7 @@ def code(response: str, ground_truth: str, metadata: Mapping[str, Any]) -> float
 
 
 def program_of(response: str) -> str | None:
-    """The content of the last code block fenced by ``` that is Python or names no language; None without one, or if it is cut off."""
+    """Return the last code block fenced by ``` that is Python or names no language; None if there is none or it is truncated."""
     blocks = [match for match in _FENCE.finditer(response) if match[1].lower() in _PYTHON]
     if not blocks or not blocks[-1][0].rstrip().endswith("```"):
         return None
@@ -74,11 +74,13 @@ def program_of(response: str) -> str | None:
 
 @lru_cache(maxsize=256)
 def read_tests(ground_truth: str) -> Tests:
-    """Tests as data sets give them: JSON ``{"inputs": [...], "outputs": [...], "fn_name": ...}`` (APPS, TACO), a JSON list of
-    ``{"input": ..., "output": ...}``, a JSON list of assertions (MBPP), or Python text with assertions (HumanEval's, with its call).
+    """Parse the tests of common data sets.
+
+    Accepts JSON ``{"inputs": [...], "outputs": [...], "fn_name": ...}`` (APPS, TACO), a JSON list of ``{"input": ..., "output": ...}``, a
+    JSON list of assertions (MBPP), or Python code with assertions (HumanEval, including the call).
 
     Raises:
-        UngradableError: none of these, or no test in it.
+        UngradableError: the text has another form or contains no test.
     """
     try:
         value = json.loads(ground_truth)
@@ -113,7 +115,7 @@ def _as_text(value: Any) -> str:
 
 
 def _as_arguments(value: Any) -> list[Any]:
-    """A list of arguments, or lines of JSON, one an argument."""
+    """Return a list of arguments, given as a list or as lines of JSON, one per argument."""
     if isinstance(value, list):
         return value
     try:
@@ -128,7 +130,7 @@ def _passes_stdin(program: str, stdin: str, expected: str, deadline: float) -> b
 
 
 def _words(text: str) -> list[list[str]]:
-    """Whitespace inside a line, and at the ends, does not count."""
+    """Split into words per line; ignores whitespace within lines and at both ends."""
     return [line.split() for line in text.strip().splitlines()]
 
 
@@ -143,12 +145,12 @@ def _passes_calls(program: str, tests: Tests, deadline: float) -> bool:
 
 
 def _same(result: Any, expected: Any) -> bool:
-    """Equal; data sets also wrap a result into a list of one."""
+    """Return whether a result is equal to the expected one, which data sets may wrap in a list of one."""
     return _equal(result, expected) or (isinstance(expected, list) and len(expected) == 1 and _equal(result, expected[0]))
 
 
 def _equal(result: Any, expected: Any) -> bool:
-    """The same JSON, floats up to 1e-6."""
+    """Compare JSON values, floats with tolerance 1e-6."""
     if isinstance(result, bool) or isinstance(expected, bool):
         return result is expected
     if isinstance(result, (int, float)) and isinstance(expected, (int, float)):
@@ -161,7 +163,7 @@ def _equal(result: Any, expected: Any) -> bool:
 
 
 def _passes_assertions(program: str, assertions: str, deadline: float) -> bool:
-    """The tests run behind the program in its process; a random word proves that they came to their end, and not the program alone."""
+    """Run the tests after the program in the same process; a random token proves that the tests, not only the program, ran to the end."""
     proof = secrets.token_hex(16)
     outcome = run_program({"program": program, "tests": assertions, "proof": proof}, "", _seconds_until(deadline))
     return outcome.finished and outcome.results.strip() == proof.encode()
@@ -172,10 +174,10 @@ def _seconds_until(deadline: float) -> float:
 
 
 def warm_up() -> None:
-    """See that programs are held: one that tries is refused the network, files and processes.
+    """Verify the sandbox: a probe program must be denied the network, files and processes.
 
     Raises:
-        RewardError: this machine cannot hold them.
+        RewardError: this machine cannot restrict programs.
     """
     outcome = run_program({"program": _PROBE}, "", 60.0)
     if outcome.stdout.strip() != b"5":

@@ -1,4 +1,4 @@
-"""Answers with units, and solution sets written as two inequalities: comparisons that mathematics alone would get wrong."""
+"""Compare answers with units, and solution sets written as two inequalities, which math-verify would grade wrongly."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from fractions import Fraction
 from functools import lru_cache
 
 _RELATIVE = Fraction(1, 10**6)
-"""Values with a decimal point may be rounded."""
+"""Relative tolerance for values with a decimal point, which may be rounded."""
 
 _LENGTHS = {
     "nm nanometer nanometre": "1/1000000000",
@@ -50,7 +50,7 @@ _UNITS = _table()
 
 
 def unit_name(word: str) -> str | None:
-    """One name for all spellings of a unit (``m`` for ``metres``); None for other words. A single letter is no unit by itself."""
+    """Return one name for all spellings of a unit; None for other words and for single letters."""
     known = None if len(word) == 1 else _UNITS.get(word) or _UNITS.get(word.lower())
     return None if known is None else f"{known[1]} {known[0]}"
 
@@ -64,9 +64,9 @@ _QUANTITY = re.compile(
 
 
 def quantities_equal(answer: str, truth: str) -> bool | None:
-    """Whether two numbers with known units are the same quantity; None if either has no unit, or one that is not known.
+    """Return whether two numbers with known units are the same quantity; None if either has no or an unknown unit.
 
-    ``5 cm`` is 0.05 m and not 5 m. Lengths (and with a power areas and volumes), masses, times.
+    ``5 cm`` equals 0.05 m, not 5 m. Knows lengths (with powers areas and volumes), masses and times.
     """
     one, other = _read(answer), _read(truth)
     if one is None or other is None:
@@ -78,7 +78,7 @@ def quantities_equal(answer: str, truth: str) -> bool | None:
 
 
 def number_of(answer: str) -> str | None:
-    """The number of a number with a known unit, for a ground truth without one; None for anything else."""
+    """Return the number of a quantity with a known unit, for a ground truth without a unit; None for anything else."""
     if _read(answer) is None:
         return None
     match = _QUANTITY.fullmatch(_bare(answer))
@@ -92,7 +92,7 @@ def _bare(text: str) -> str:
 
 @lru_cache(maxsize=4096)
 def _read(text: str) -> tuple[Fraction, str, bool] | None:
-    """Value in the dimension's base unit, dimension, whether it has a decimal point."""
+    """Return (value in the dimension's base unit, dimension, whether it has a decimal point), or None."""
     if len(text) > 100 or not any(character.isalpha() for character in text):
         return None
     match = _QUANTITY.fullmatch(_bare(text))
@@ -114,7 +114,7 @@ _TWO_INEQUALITIES = re.compile(
 
 
 def as_union(text: str) -> str:
-    """``x<-1 \\text{ or } x>2`` as ``(-\\infty,-1)\\cup(2,\\infty)``; anything else as it is."""
+    """Rewrite ``x<-1 \\text{ or } x>2`` as ``(-\\infty,-1)\\cup(2,\\infty)``; return anything else unchanged."""
     match = _TWO_INEQUALITIES.fullmatch(text)
     if match is None:
         return text

@@ -1,6 +1,6 @@
-"""math-verify as a reader and a judge: text to sympy, and whether two sympy objects are equal.
+"""Parse answers to sympy and compare sympy objects, based on math-verify.
 
-Everything here imports sympy (half a second), so only workers import it.
+Importing this module imports sympy (half a second), so only workers import it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from math_verify.parser import normalize_latex, parse_latex_cached
 
 from vapo_mcore.rewards.scalars import relations_equal, rounds_to, scalars_equal
 
-# math-verify warns that its own time-out is off. It is: it needs SIGALRM in the main thread, and the pool has a better one.
+# math-verify warns that its time-out is disabled. That is intended: it needs SIGALRM in the main thread, and the pool limits the time.
 for _name in ("math_verify", "latex2sympy2_extended"):
     logging.getLogger(_name).setLevel(logging.CRITICAL)
 
@@ -28,10 +28,10 @@ _SPELLING = replace(LatexExtractionConfig().normalization_config, boxed="last")
 
 
 def in_two_stages(create_parser: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
-    """Wraps the LaTeX parser's constructor so that it predicts without context first, and with context where that fails.
+    """Wrap the LaTeX parser's constructor for two-stage parsing: SLL prediction first, full context if that fails.
 
-    This is ANTLR's own advice (two-stage parsing): without context ("SLL") prediction is cached and several times as
-    fast, and it either finds the same tree or reports a syntax error. The grammar at hand rarely needs more.
+    ANTLR recommends this: SLL prediction (without context) is cached and several times as fast, and it either finds the same tree or
+    reports a syntax error. This grammar rarely needs the second stage.
     """
 
     def create(self: Any, latex: str) -> Any:
@@ -55,7 +55,7 @@ _Latex2Sympy.create_parser = in_two_stages(_Latex2Sympy.create_parser)
 
 
 def _numerically_equal(a: Any, b: Any, *_: int) -> bool:
-    """In place of math-verify's comparison, which rounds to 6 decimals and takes anything below 1e-15 for zero."""
+    """Replace math-verify's numeric comparison, which rounds to 6 decimals and treats anything below 1e-15 as zero."""
     if isinstance(a, sympy.MatrixBase) and isinstance(b, sympy.MatrixBase):
         return a.shape == b.shape and all(scalars_equal(one, other) for one, other in zip(a.flat(), b.flat(), strict=True))
     return bool(scalars_equal(a, b))
@@ -65,7 +65,7 @@ _simplify_and_compare = grader.sympy_symbolic_eq
 
 
 def _symbolically_equal(a: Any, b: Any) -> bool:
-    """math-verify's attempt to simplify the difference, only where numbers do not decide."""
+    """Use math-verify's simplification of the difference only if the numeric comparison is undecided."""
     return scalars_equal(a, b) is None and bool(_simplify_and_compare(a, b))
 
 
@@ -75,23 +75,23 @@ grader.sympy_symbolic_eq = _symbolically_equal
 
 @lru_cache(maxsize=4096)
 def read_expression(text: str) -> Any:
-    """The sympy object that the whole of an answer in LaTeX or plain notation stands for; None if it is not mathematics.
+    """Parse a whole answer in LaTeX or plain notation to a sympy object; None if it is not mathematics.
 
-    math-verify's own ``parse`` would search an answer that it cannot read for a number in it: ``1, 2, \\ldots, n`` would be 2.
-    Powers and the like stay unevaluated. The responses of a group share their ground truth, hence the cache.
+    math-verify's ``parse`` would search an unreadable answer for a number: ``1, 2, \\ldots, n`` would be 2. Powers and the like stay
+    unevaluated. Cached, because the responses of a group share their ground truth.
     """
     try:
         return parse_latex_cached(normalize_latex(text, config=_SPELLING))
     except MemoryError:
         raise
-    except Exception:  # noqa: BLE001 - plain Exceptions for syntax errors, and whatever sympy raises for nonsense
+    except Exception:  # noqa: BLE001 - the parser raises plain Exceptions for syntax errors, sympy various types
         return None
 
 
 def expressions_equal(truth: Any, answer: Any) -> bool:
-    """Whether two sympy objects are equal. Intervals and inequalities may answer each other.
+    """Return whether two sympy objects are equal. An interval may equal an inequality.
 
-    What the library cannot compare (it raises TypeError where it would subtract a set from a symbol) is unequal.
+    Objects that math-verify cannot compare (it raises TypeError for a set minus a symbol) are unequal.
     """
     try:
         if (quick := relations_equal(truth, answer)) is not None:
@@ -103,12 +103,12 @@ def expressions_equal(truth: Any, answer: Any) -> bool:
         return bool(verify(truth, answer, allow_set_relation_comp=True, timeout_seconds=None))
     except MemoryError:
         raise
-    except Exception:  # noqa: BLE001 - an answer that was read and that the library cannot compare is not equal
+    except Exception:  # noqa: BLE001 - an answer that math-verify cannot compare is unequal
         return False
 
 
 def is_rounded(decimal: Fraction, places: int, value: Any) -> bool:
-    """Whether an expression is a real number that rounds to this decimal of so many places."""
+    """Return whether an expression is a real number that rounds to ``decimal`` with ``places`` decimals."""
     try:
         side = value.rhs if isinstance(value, sympy.Eq) else value
         return isinstance(side, sympy.Expr) and rounds_to(sympy.Rational(decimal.numerator, decimal.denominator), places, side)

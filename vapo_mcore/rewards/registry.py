@@ -1,8 +1,8 @@
-"""Verifiers by name: the built-in ones, and a user's own by reference (``vapo_mcore.extensions``).
+"""Registry of verifiers: built-in ones by name, user-defined ones by reference (``vapo_mcore.extensions``).
 
-A verifier is a module-level pure function ``(response: str, ground_truth: str, metadata: Mapping) -> float`` with a
-score in [0, 1], or ``StepScores`` where the steps of the response have rewards too. It runs in a worker process and may be
-killed at any moment, so it must not keep state that matters.
+A verifier is a module-level pure function ``(response: str, ground_truth: str, metadata: Mapping) -> float`` that returns a score in
+[0, 1], or ``StepScores`` if the steps of the response have rewards too. It runs in a worker process that may be killed at any moment, so
+it must not keep state.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _HOME = "vapo_mcore.rewards."
 
 @dataclass(frozen=True)
 class Verifier:
-    """A verifier, imported. ``warm_up`` runs once after the import, outside any response's time."""
+    """An imported verifier. ``warm_up`` runs once after the import, outside the time limit of any response."""
 
     name: str
     score: Score
@@ -39,7 +39,7 @@ class Verifier:
 
 @dataclass(frozen=True)
 class Environment:
-    """An environment, imported (see ``vapo_mcore.environments``)."""
+    """An imported environment (see ``vapo_mcore.environments``)."""
 
     name: str
     answer: Callable[[Sequence[str], str, Mapping[str, Any]], Any]
@@ -47,12 +47,12 @@ class Environment:
 
 @dataclass(frozen=True)
 class _BuiltIn:
-    """Where a built-in verifier lives, and which part of a response its score depends on.
+    """Import paths of a built-in verifier, and of the functions that extract what its score depends on.
 
-    ``answer`` and ``metadata_key`` must be cheap and must not import what the verifier itself needs: they run in the
-    trainer, to recognise answers that have been graded before. So must ``stated``, a function of response, ground truth and
-    metadata: the answer in a normal spelling, for majority votes; None where the response gives no answer. All of them get the region of
-    the response where its answer counts; ``whole``: the verifier itself gets the whole response.
+    ``answer`` and ``metadata_key`` run in the trainer to recognise answers that were graded before, so they must be cheap and must not
+    import the verifier's dependencies. The same holds for ``stated``, a function of response, ground truth and metadata that returns the
+    normalised answer for majority votes, or None. All of them receive the region of the response where its answer counts; if
+    ``whole`` is True, the verifier receives the whole response.
     """
 
     path: str
@@ -95,7 +95,7 @@ assert BUILT_IN_NAMES == BUILT_IN_VERIFIERS, "a new verifier needs its name in v
 
 
 def check_verifier_names(names: Iterable[str]) -> None:
-    """Checks the names alone; a user's module is imported by the workers, never by the trainer.
+    """Check the names only; the workers, not the trainer, import user-defined verifiers.
 
     Raises:
         RewardError: lists every name that is neither built-in nor an import path.
@@ -107,11 +107,11 @@ def check_verifier_names(names: Iterable[str]) -> None:
 
 @cache
 def load_verifier(name: str) -> Verifier:
-    """Imports a verifier and warms it up. Called in the workers.
+    """Import a verifier and warm it up. Called in the workers.
 
     Raises:
-        ConfigError: a user's verifier cannot be imported.
-        RewardError: no such verifier, or one that does not take what a verifier is given.
+        ConfigError: a user-defined verifier cannot be imported.
+        RewardError: the verifier does not exist or does not accept a verifier's arguments.
     """
     check_verifier_names([name])
     built_in = _BUILT_IN.get(name)
@@ -142,7 +142,7 @@ def _in_region(function: Score, response: str, ground_truth: str, metadata: Mapp
 
 
 def _checked(name: str, function: Score) -> Score:
-    """A user's verifier, if it can be called with the three things that a verifier gets."""
+    """Return a user-defined verifier after checking that it accepts a verifier's three arguments."""
     try:
         inspect.signature(function).bind("", "", {})
     except (TypeError, ValueError) as error:
@@ -152,11 +152,11 @@ def _checked(name: str, function: Score) -> Score:
 
 @cache
 def load_environment(name: str) -> Environment:
-    """Imports an environment. Called in the workers.
+    """Import an environment. Called in the workers.
 
     Raises:
         ConfigError: it cannot be imported.
-        RewardError: it does not take what an environment is given.
+        RewardError: it does not accept an environment's arguments.
     """
     function = load_function(environment_reference(name))
     try:
@@ -168,21 +168,21 @@ def load_environment(name: str) -> Environment:
 
 @cache
 def _part(path: str) -> Callable[..., Any]:
-    """A function of this package."""
+    """Import a function of this package."""
     return load_function(_HOME + path)
 
 
 def answer_key(item: GradeItem) -> Hashable:
-    """Equal keys mean equal verdicts: verifier, extracted answer, ground truth, and the metadata that matters.
+    """Return a key that is equal only for equal verdicts: verifier, extracted answer, ground truth and relevant metadata.
 
-    For a user's verifier, of which nothing is known, the key is unique to the item: its verdicts are never reused.
+    For user-defined verifiers the key is unique to the item, so their verdicts are never reused.
     """
     built_in = _BUILT_IN.get(item.verifier)
     if built_in is None:
         return id(item), object()
     response = item.response if built_in.whole else answer_region(item.response, item.metadata)
     answer = _part(built_in.answer)(response)
-    if isinstance(answer, str) and len(answer) > 200:  # a whole response: remember its digest, not its text
+    if isinstance(answer, str) and len(answer) > 200:  # a whole response: use its digest instead of the text
         answer = hashlib.blake2b(answer.encode("utf-8", "surrogatepass"), digest_size=16).digest()
     extra = None
     if built_in.metadata_key is not None:
@@ -191,16 +191,16 @@ def answer_key(item: GradeItem) -> Hashable:
 
 
 def knows_answers(verifier: str) -> bool:
-    """Whether :func:`stated_answer` is defined for responses that this verifier judges."""
+    """Return whether :func:`stated_answer` is defined for responses that this verifier grades."""
     built_in = _BUILT_IN.get(verifier)
     return built_in is not None and built_in.stated is not None
 
 
 def stated_answer(item: GradeItem) -> str | None:
-    """The answer that a response gives, in a normal spelling by which answers are counted; None if it gives none.
+    """Return the normalised answer of a response, by which votes are counted; None if it gives no answer.
 
-    Equal texts are equal answers; unequal ones may still be equal in value (two spellings of an expression). Cheap, and linear in
-    the response's length. Only for verifiers that :func:`knows_answers` names.
+    Equal texts are equal answers; unequal texts may still be equal in value (two forms of an expression). Cheap, linear in the length
+    of the response. Requires a verifier for which :func:`knows_answers` is True.
     """
     path = _BUILT_IN[item.verifier].stated
     assert path is not None, f"{item.verifier} has no notion of an answer"

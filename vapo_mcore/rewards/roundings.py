@@ -1,4 +1,4 @@
-"""When a decimal stands for a number that it does not equal: as its rounding, or as what floating-point arithmetic printed."""
+"""Decide whether a decimal represents a different number: as its rounding, or as a printed floating-point result."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from typing import Any
 
 MIN_DECIMALS = 6
 MIN_SIGNIFICANT = 4
-"""A decimal number stands for the value that rounds to it if it has so many decimals and significant digits."""
+"""A decimal represents values that round to it if it has at least this many decimals and significant digits."""
 PRINTED_DECIMALS = 10
 PRINTED_NOISE = Fraction(1, 10**9)
-"""Relative difference that floating-point arithmetic leaves in a result of so many decimals."""
+"""Relative floating-point error allowed in a result with at least ``PRINTED_DECIMALS`` decimals."""
 
 
 def is_rounding(scaled: Fraction, places: int, value: Any, value_places: int = 0) -> bool:
-    """Whether a decimal with so many places, times ``10**places``, stands for ``value``, times the same.
+    """Return whether a decimal with ``places`` decimals represents a value; both are given multiplied by ``10**places``.
 
-    It does if the value rounds to it (and has no fewer places itself, if it is a decimal) and it is precise enough; or if both are the
-    same to 9 digits and it has the 10 places or more that floating-point arithmetic prints.
+    It does if it is precise enough and the value rounds to it (a decimal value must have more places); or if both agree to 9 digits and
+    it has at least 10 places, as printed floating-point results have.
     """
     apart = abs(value - scaled)
     if places >= PRINTED_DECIMALS and apart <= PRINTED_NOISE * abs(scaled):

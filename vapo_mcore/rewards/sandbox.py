@@ -1,4 +1,4 @@
-"""Runs a program that a model wrote in a process of its own, with little time, memory and power (see ``sandbox_child``)."""
+"""Run a model-written program in a separate process with limited time, memory and system calls (see ``sandbox_child``)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from vapo_mcore.errors import RewardError
 from vapo_mcore.rewards.sandbox_child import UNPROTECTED
 
 MEMORY_BYTES = 2**30
-"""Of address space."""
+"""Limit on the address space."""
 MAX_OUTPUT_BYTES = 4 * 2**20
 
 _CHILD = Path(__file__).with_name("sandbox_child.py")
@@ -28,7 +28,7 @@ _ENVIRONMENT = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a program ended: ``finished`` without an error, within its limits; what it wrote to stdout, and its results."""
+    """Result of a program. ``finished``: it ended without an error and within its limits; its stdout; its results."""
 
     finished: bool
     stdout: bytes
@@ -39,7 +39,7 @@ def run_program(job: Mapping[str, Any], stdin: str, seconds: float) -> Outcome:
     """Run a job of ``sandbox_child`` for at most ``seconds``.
 
     Raises:
-        RewardError: this machine cannot restrict the process (no seccomp, or not x86-64): nothing was run.
+        RewardError: this machine cannot restrict the process (no seccomp, or not x86-64); the program was not run.
         OSError: the process cannot be started.
     """
     limits = {"memory_bytes": MEMORY_BYTES, "cpu_seconds": math.ceil(seconds) + 1}
@@ -93,7 +93,7 @@ def _watch(process: subprocess.Popen[bytes], results: Any, seconds: float) -> Ou
 
 
 def _memory_file(text: str) -> Any:
-    """A file in memory, at its start; it has no name that the program could open."""
+    """Create a file in memory, positioned at its start, without a name that the program could open."""
     file = os.fdopen(os.memfd_create("input"), "w+b")
     file.write(text.encode("utf-8", "replace"))
     file.flush()

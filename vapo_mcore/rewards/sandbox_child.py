@@ -1,9 +1,9 @@
-"""The process in which a program written by a model runs. A script of its own: standard library only, nothing of this package.
+"""Script that runs a model-written program in a restricted process. Imports the standard library only, nothing of this package.
 
-``python -I sandbox_child.py JOB RESULTS``: descriptors to read the job from and to write results to. The job is JSON: ``program``, and
-either ``calls`` (function name and list of argument lists; one JSON line of results a call) or ``tests`` (Python text; the ``proof`` is
-written if it ends without an error) or neither (the program reads stdin and writes stdout). Before the program is compiled the process
-gives up, for good, all that it does not need; if that fails it ends with ``UNPROTECTED``.
+``python -I sandbox_child.py JOB RESULTS`` takes the file descriptors to read the job from and to write results to. The job is JSON with
+``program`` and either ``calls`` (function name and list of argument lists; writes one JSON line per call) or ``tests`` (Python code;
+``proof`` is written if it ends without an error) or neither (the program reads stdin and writes stdout). Before the program is compiled,
+the process irrevocably drops all rights it does not need; if that fails it exits with ``UNPROTECTED``.
 """
 
 import ctypes
@@ -21,7 +21,7 @@ _X86_64 = 0xC000003E
 _EPERM, _ENOSYS = 1, 38
 _ALLOW, _ERRNO, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
 
-# System calls of x86-64 by what they would do. The rest, harmless to others, is allowed.
+# Denied x86-64 system calls by purpose. All others are allowed.
 _NETWORK = (41, 42, 43, 44, 46, 49, 50, 288, 307)  # socket connect accept sendto sendmsg bind listen accept4 sendmmsg
 _PROCESSES = (57, 58, 59, 322)  # fork vfork execve execveat
 # ptrace, signals by queue, priorities and schedulers, memory of others, pidfds
@@ -36,13 +36,13 @@ _SYSTEM = (
 )  # fmt: skip  # shared memory and queues, limits, mounts, modules, keys, namespaces, perf, bpf, io_uring
 _OPEN, _OPENAT, _CLONE, _KILL_CALL, _TGKILL, _FCNTL = 2, 257, 56, 62, 234, 72
 _OWNERS = (8, 10, 15)  # of fcntl: who is sent signals about a descriptor, and which
-_ABSENT = (435, 437)  # clone3, openat2: their arguments cannot be looked at, and libraries do without them
+_ABSENT = (435, 437)  # clone3, openat2: seccomp cannot inspect their arguments, and libraries work without them
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 _CLONE_THREAD = 0x10000
 
 
 def _filter(pid: int) -> list[tuple[int, int, int, int]]:
-    """The seccomp program: (code, jump if true, jump if false, operand) each, see seccomp(2)."""
+    """Return the seccomp program as (code, jump if true, jump if false, operand) instructions, see seccomp(2)."""
     load, equal, above, any_bit, give = 0x20, 0x15, 0x35, 0x45, 0x06
     no, absent, yes = _ERRNO | _EPERM, _ERRNO | _ENOSYS, _ALLOW
     program = [(load, 0, 0, 4), (equal, 1, 0, _X86_64), (give, 0, 0, _KILL)]
@@ -51,7 +51,7 @@ def _filter(pid: int) -> list[tuple[int, int, int, int]]:
         program += [(equal, 0, 1, number), (give, 0, 0, no)]
     for number in _ABSENT:
         program += [(equal, 0, 1, number), (give, 0, 0, absent)]
-    for number, argument in ((_OPEN, 1), (_OPENAT, 2)):  # for reading only
+    for number, argument in ((_OPEN, 1), (_OPENAT, 2)):  # read-only
         program += [(equal, 0, 4, number), (load, 0, 0, 16 + 8 * argument), (any_bit, 0, 1, _WRITING), (give, 0, 0, no), (give, 0, 0, yes)]
     program += [(equal, 0, 4, _CLONE), (load, 0, 0, 16), (any_bit, 1, 0, _CLONE_THREAD), (give, 0, 0, no), (give, 0, 0, yes)]
     for number in (_KILL_CALL, _TGKILL):  # itself only
@@ -70,7 +70,7 @@ def _give_up_system_calls(libc: ctypes.CDLL) -> bool:
 
 
 def _give_up_files(libc: ctypes.CDLL, readable: list[str]) -> bool:
-    """Landlock: nothing is read outside ``readable``. True if the kernel has it; without it, reading is not restricted."""
+    """Restrict reading to ``readable`` with Landlock. Returns False if the kernel lacks it; reading is then unrestricted."""
     create, add, restrict = 444, 445, 446
     version = libc.syscall(create, None, 0, 1)
     if version < 1:
@@ -93,7 +93,7 @@ def _give_up_files(libc: ctypes.CDLL, readable: list[str]) -> bool:
 
 
 def protect(limits: dict[str, int]) -> bool:
-    """Limits, Landlock and seccomp, in this order. Returns whether reading is restricted; ends the process if seccomp is not there."""
+    """Apply limits, Landlock and seccomp, in this order. Returns whether reading is restricted; exits if seccomp is unavailable."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(_DIE_WITH_PARENT, 9, 0, 0, 0)
     for kind, value in (

@@ -1,7 +1,7 @@
-"""Are two sympy scalars the same number, or the same function of their symbols? And two relations between polynomials?
+"""Compare sympy scalars (numbers and functions of symbols) and relations between polynomials.
 
-Numbers are compared by their difference, evaluated with as many digits as it takes to tell it from zero, so that neither tiny nor huge
-values are equal because they are close; functions by their values at several points.
+Numbers are compared by their difference, evaluated with enough digits to distinguish it from zero, so that neither tiny nor huge values
+are equal merely because they are close. Functions are compared by their values at several points.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from vapo_mcore.rewards.magnitude import log10_of
 from vapo_mcore.rewards.roundings import is_rounding
 
 _DIGITS = 80
-"""A difference that is zero to so many digits (below the larger of 1 and the values) is zero."""
+"""A difference is zero if it is zero to this many digits, relative to the larger of 1 and the values."""
 
 _POINTS = (((7, 4), (5, 2)), ((-9, -4), (5, 3)), ((-13, 11), (7, 2)), ((47, 30), (3, 2)), ((-83, -16), (3, 4)))
 """Values of symbol number i are (a + b i) / (c + d i)."""
@@ -24,9 +24,9 @@ _UNEVALUATED = (sympy.Sum, sympy.Product, sympy.Integral, sympy.Limit, sympy.Der
 
 
 def scalars_equal(a: Any, b: Any) -> bool | None:
-    """Whether two scalar expressions are equal wherever both are real, and real at the same places; None: not to be told.
+    """Return whether two scalar expressions are real at the same points and equal there; None if undecided.
 
-    A decimal number of at least 6 decimals equals what rounds to it.
+    A decimal with at least 6 decimals equals values that round to it.
     """
     if not (isinstance(a, sympy.Expr) and isinstance(b, sympy.Expr)):
         return None
@@ -42,12 +42,12 @@ def scalars_equal(a: Any, b: Any) -> bool | None:
             return _rounds_to(a, theirs) or _rounds_to(b, ours)
         return verdict
     except (TypeError, ValueError, ArithmeticError, AttributeError, NotImplementedError, RecursionError):
-        return None  # no number comes out, infinity for instance
+        return None  # not a finite number
 
 
 @lru_cache(maxsize=4096)
 def exact(expression: Any) -> Any:
-    """With decimals as the fractions that they are, and with the constants e and i for the letters."""
+    """Replace decimals by exact fractions and the letters e and i by the constants."""
     replaced = {}
     for atom in expression.atoms(sympy.Float, sympy.Symbol):
         if isinstance(atom, sympy.Float):
@@ -62,7 +62,7 @@ _CONSTANTS = {"e": sympy.E, "i": sympy.I, "pi": sympy.pi}
 
 
 def _is_zero(difference: Any, *values: Any) -> bool | None:
-    """Whether a difference of numbers is zero; None if it cannot be evaluated."""
+    """Return whether a difference of numbers is zero; None if it cannot be evaluated."""
     if difference.is_Rational:
         return bool(difference == 0)
     sizes = [size for value in values if (size := log10_of(value)) is not None]
@@ -77,7 +77,7 @@ def _is_zero(difference: Any, *values: Any) -> bool | None:
 
 
 def _is_significant(number: Any) -> bool:
-    """sympy marks a value of which it could not find a single digit with a precision of 1 bit."""
+    """Return whether sympy determined at least one digit; otherwise it marks the value with a precision of 1 bit."""
     return bool(number != 0) and not (number.is_Float and number._prec == 1)
 
 
@@ -103,7 +103,7 @@ def _functions_equal(a: Any, b: Any, difference: Any) -> bool | None:
 
 
 def _rounds_to(decimal: Any, value: Any) -> bool:
-    """Whether ``decimal`` is a decimal number, precise enough, to which the other one rounds."""
+    """Return whether ``decimal`` is a sufficiently precise decimal to which ``value`` rounds."""
     if not isinstance(decimal, sympy.Float):
         return False
     digits = str(decimal).rstrip("0")
@@ -111,7 +111,7 @@ def _rounds_to(decimal: Any, value: Any) -> bool:
 
 
 def rounds_to(decimal: Any, places: int, value: Any) -> bool:
-    """Whether a real number rounds to this decimal of so many places, and these are enough to speak of the same number."""
+    """Return whether a real number rounds to ``decimal`` with ``places`` decimals, and the decimal is sufficiently precise."""
     scaled = decimal * 10**places
     found = exact(value).evalf(60 + places)
     return bool(found.is_real) and is_rounding(Fraction(scaled.p, scaled.q), places, found * 10**places)
@@ -121,8 +121,11 @@ _MIRRORED = {sympy.Gt: sympy.Lt, sympy.Ge: sympy.Le, sympy.Lt: sympy.Gt, sympy.L
 
 
 def relations_equal(a: Any, b: Any) -> bool | None:
-    """Whether two equations or inequalities between polynomials with rational coefficients in the same symbols are the same but for a
-    factor; for linear ones that decides, for others it can only say yes. None: not to be told by this."""
+    """Return whether two equations or inequalities are equal up to a factor; None if undecided.
+
+    Handles polynomials with rational coefficients in the same symbols. For linear ones the result is decisive; for others it is True or
+    None.
+    """
     kinds = type(a), type(b)
     if kinds[0] not in _MIRRORED or kinds[1] not in _MIRRORED or a.free_symbols != b.free_symbols or not a.free_symbols:
         return None
@@ -132,7 +135,7 @@ def relations_equal(a: Any, b: Any) -> bool | None:
     symbols = sorted(a.free_symbols, key=str)
     ours, theirs = (sympy.expand(exact(side.lhs) - exact(side.rhs)).as_poly(*symbols) for side in (a, b))
     if ours is None or theirs is None or not all(c.is_Rational for c in [*ours.coeffs(), *theirs.coeffs()]):
-        return None  # roots: whether products are equal is a matter of simplification
+        return None  # irrational coefficients: equality would need simplification
     if ours.is_zero or theirs.is_zero:
         return None
     factor = ours.LC() / theirs.LC()

@@ -1,4 +1,4 @@
-"""The ``math_steps`` verifier: the answer judged as by ``math``, and a reward for each line whose equations can be checked."""
+"""The ``math_steps`` verifier: grade the answer like ``math``, and reward each line whose equations can be checked."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ MAX_LINE = 2000
 
 
 def math_steps(response: str, ground_truth: str, metadata: Mapping[str, Any]) -> StepScores:
-    """The score of ``math``, and for each line with an equation of numbers (``12 + 30 = 42``) a step reward: 1 if all its equations
-    hold, 0 if one does not. Lines without one (words, unknowns, ``5 = 5``) and lines of more than 2,000 characters have no reward.
+    """Return the score of ``math`` and step rewards of the lines.
+
+    A line with equations of numbers (``12 + 30 = 42``) gets reward 1 if all of them hold, else 0. Lines without such an equation (words,
+    unknowns, ``5 = 5``) and lines of more than 2,000 characters get none.
 
     Raises:
         UngradableError: the ground truth cannot be read as mathematics.
@@ -34,10 +36,10 @@ def math_steps(response: str, ground_truth: str, metadata: Mapping[str, Any]) ->
 
 
 def _equations(line: str) -> Iterator[bool]:
-    """Whether each equation of the line holds; what only looks like one is passed over."""
+    """Yield whether each equation of the line holds; skip what only looks like an equation."""
     for run in _RUN.finditer(line):
         sides = [side.strip() for side in run.group().split("=")]
-        # Beside a letter or a power a side is part of something larger, which cannot be worked out.
+        # Next to a letter or a power a side is part of a larger expression that cannot be evaluated.
         if _continues(line[run.start() - 1 : run.start()]) and (not run.group()[0].isspace() or sides[0][:1] in tuple(_OPERATORS)):
             del sides[0]
         if sides and _continues(line[run.end() : run.end() + 1]) and not run.group()[-1].isspace():

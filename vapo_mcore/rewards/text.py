@@ -12,20 +12,20 @@ from vapo_mcore.rewards.types import UngradableError
 
 
 def exact(response: str, ground_truth: str, metadata: Mapping[str, Any]) -> float:
-    """1 if the answer is the ground truth, character by character, but for surrounding whitespace.
+    """Return 1 if the answer equals the ground truth character by character, ignoring surrounding whitespace; else 0.
 
-    The answer is the marked one; if nothing is marked, the whole response.
+    The answer is the marked one, or the whole response if nothing is marked.
     """
     return float(marked_answer_or_all(response) == ground_truth.strip())
 
 
 def regex(response: str, ground_truth: str, metadata: Mapping[str, Any]) -> float:
-    """1 if the ground truth, a Python regular expression, matches the whole answer (as ``exact`` takes it)."""
+    """Return 1 if the ground truth, a Python regular expression, matches the whole answer (extracted as by ``exact``); else 0."""
     return float(_pattern(ground_truth).fullmatch(marked_answer_or_all(response)) is not None)
 
 
 def stated_text(response: str, ground_truth: str, metadata: Mapping[str, Any]) -> str | None:
-    """The answer as ``exact`` takes it; None if it is empty."""
+    """Return the answer extracted as by ``exact``, None if it is empty."""
     return marked_answer_or_all(response) or None
 
 
@@ -44,11 +44,11 @@ _WRAPPERS = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|mathit|operatorna
 
 
 def multiple_choice(response: str, ground_truth: str, metadata: Mapping[str, Any]) -> float:
-    """1 if the response chose the right letter.
+    """Return 1 if the response chose the right letter, else 0.
 
     The ground truth is a letter (``B``, ``(B)``) or, with ``metadata["choices"]`` (a list of texts, or a mapping from
-    letters to texts), the text of the right choice or its letter. The response may give the letter (``B``, ``(b)``,
-    ``\\text{B}``, ``B. its text``) or, with choices, the text of the choice alone.
+    letters to texts), the letter or the text of the right choice. The response may give the letter (``B``, ``(b)``,
+    ``\\text{B}``, ``B. its text``) or, with choices, only the text of the choice.
     """
     choices = _choices(metadata)
     right = _chosen(ground_truth, choices)
@@ -59,13 +59,13 @@ def multiple_choice(response: str, ground_truth: str, metadata: Mapping[str, Any
 
 
 def stated_choice(response: str, ground_truth: str, metadata: Mapping[str, Any]) -> str | None:
-    """The letter that the response chose; None if it is none."""
+    """Return the letter that the response chose, or None."""
     answer = choice_text(response)
     return None if answer is None else _chosen(answer, _choices(metadata))
 
 
 def choices_key(metadata: Mapping[str, Any]) -> Hashable:
-    """What ``multiple_choice`` reads from the metadata."""
+    """Return the part of the metadata that ``multiple_choice`` reads."""
     return tuple(_choices(metadata).items())
 
 
@@ -81,7 +81,7 @@ def _choices(metadata: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _plain(text: str) -> str:
-    """Without LaTeX text wrappers, dollar signs, emphasis and a final full stop; whitespace and case folded."""
+    """Remove LaTeX text wrappers, dollar signs, emphasis and a final full stop; normalise whitespace and fold case."""
     text = _WRAPPERS.sub(r"\1", text)
     text = _LATEX_SPACES.sub(" ", text)
     text = text.replace("**", "").replace("$", "").strip().removesuffix(".")
@@ -89,7 +89,7 @@ def _plain(text: str) -> str:
 
 
 def _chosen(text: str, choices: dict[str, str]) -> str | None:
-    """The letter that ``text`` stands for, or None."""
+    """Return the letter that ``text`` selects, or None."""
     folded = _plain(text)
     letter = _LETTER.fullmatch(folded)
     if letter is not None and (not choices or letter.group(1).upper() in choices):
@@ -101,5 +101,5 @@ def _chosen(text: str, choices: dict[str, str]) -> str | None:
     if both is None:
         return None
     name = both.group(1).upper()
-    # "B. its text" stands for B unless the text says otherwise.
+    # "B. its text" selects B unless the text belongs to another choice.
     return name if not choices or choices.get(name) == both.group(2).strip() else None

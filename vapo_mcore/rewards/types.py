@@ -1,4 +1,4 @@
-"""What goes into a verifier pool and what comes out."""
+"""Inputs and outputs of the verifier pool."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from vapo_mcore.config.verifiers import Cause
 
 
 class UngradableError(ValueError):
-    """A verifier raises this if the ground truth (or the metadata) is such that no response could be judged by it."""
+    """Raised by a verifier if the ground truth (or the metadata) is invalid, so that no response can be graded."""
 
 
 @dataclass(frozen=True)
 class StepReward:
-    """The reward of one step of a response, which ends after ``end`` characters of it; given to the token that completes the step."""
+    """Reward of one step of a response, which ends after ``end`` characters; placed on the token that completes the step."""
 
     end: int
     reward: float
@@ -24,16 +24,16 @@ class StepReward:
 
 @dataclass(frozen=True)
 class StepScores:
-    """What a verifier may return in place of a number: the score of the whole response, and rewards of its steps.
+    """Alternative return value of a verifier: the score of the whole response, and rewards of its steps.
 
-    ``steps`` are in the order of the response, ``end`` rising from 1 to the response's length at most; rewards are finite.
+    ``steps`` are in order, with strictly increasing ``end`` between 1 and the response's length; rewards are finite.
     """
 
     score: float
     steps: Sequence[StepReward] = ()
 
     def fault(self, response: str) -> str | None:
-        """What is wrong with the steps, or None."""
+        """Return a description of the first invalid step, or None."""
         before = 0
         for step in self.steps:
             if not isinstance(step, StepReward):
@@ -51,12 +51,12 @@ class GradeItem:
     """One response to grade.
 
     Attributes:
-        verifier: name of a built-in verifier (``math``, ``exact``, ...) or a reference to a function of the user's.
-        response: the whole text that the model produced; of a response of several turns, the turns' texts, a line break between them.
-        ground_truth: the right answer, as the data file gives it.
-        metadata: further columns of the data row that the verifier may need (``choices``, a reasoning-gym entry, ...);
-            in training and evaluation also the response's sampling seed (``environments.SAMPLE_SEED``) and how many characters
-            precede the region where its answer counts (``environments.ANSWER_START``).
+        verifier: name of a built-in verifier (``math``, ``exact``, ...) or a reference to a user-defined function.
+        response: the whole text that the model produced; the turns of a multi-turn response are joined by line breaks.
+        ground_truth: the right answer, as in the data file.
+        metadata: further columns of the data row (``choices``, a reasoning-gym entry, ...); in training and evaluation also the
+            response's sampling seed (``environments.SAMPLE_SEED``) and the number of characters before the region where its
+            answer counts (``environments.ANSWER_START``).
     """
 
     verifier: str
@@ -70,13 +70,13 @@ class Verdict:
     """The outcome of grading one response.
 
     Attributes:
-        score: what the verifier returned; 0.0 if ``error`` is set.
-        correct: ``score`` reaches the pool's threshold; always False if ``error`` is set.
-        error: why there is no verdict (time-out, crash, an exception, a score that is not a number, a ground truth
-            that cannot be read), else None. Such a response must be left out of training: its score means nothing.
-        seconds: time spent in the verifier itself, without waiting; 0.0 if the verdict was known already.
-        steps: rewards of the response's steps, from verifiers that give them.
-        cause: the kind of ``error``, by which such responses are counted; None where ``error`` is None.
+        score: the verifier's score; 0.0 if ``error`` is set.
+        correct: whether ``score`` reaches the pool's threshold; False if ``error`` is set.
+        error: why there is no verdict (time-out, crash, exception, a score that is not a number, an unreadable ground truth), else
+            None. A response with an error must be excluded from training, because its score is meaningless.
+        seconds: time spent in the verifier, without waiting; 0.0 if the verdict was cached.
+        steps: rewards of the response's steps, if the verifier returns them.
+        cause: category of ``error``, for counting; None if ``error`` is None.
     """
 
     score: float
@@ -93,13 +93,13 @@ class Verdict:
 
 @dataclass
 class PoolStats:
-    """Counts since the pool was made. ``graded + cached + errors`` is the number of responses asked about.
+    """Counters since the pool was created. ``graded + cached + errors`` is the number of responses submitted.
 
     Attributes:
-        graded: responses that a verifier gave a score.
-        cached: responses whose answer had been graded before (or twice in the same call).
-        errors: responses without a verdict, for whatever reason; ``timeouts`` and ``crashes`` are among them.
-        timeouts: responses whose grading took longer than the time-out.
+        graded: responses scored by a verifier.
+        cached: responses whose answer was graded before, or earlier in the same call.
+        errors: responses without a verdict, including ``timeouts`` and ``crashes``.
+        timeouts: responses whose grading exceeded the time limit.
         crashes: responses whose grading ended the worker process.
         restarts: worker processes replaced.
         seconds: time spent inside verifiers, summed over workers.

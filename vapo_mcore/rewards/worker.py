@@ -1,8 +1,7 @@
-"""The child's side of the verifier pool: one process that grades chunks and says, at every moment, what it is doing.
+"""Worker process of the verifier pool: grades chunks of responses and reports its progress in shared memory.
 
-The parent must be able to tell *which* response hangs, and for how long it has been in the verifier, even if the child
-is stuck inside C code with the interpreter lock held. So the child writes its progress to memory shared with the
-parent (:class:`Progress`) before it enters a verifier; nothing has to be sent.
+The parent must know *which* response hangs, and for how long, even if the child is stuck in C code with the GIL held. So the child
+writes its progress to memory shared with the parent (:class:`Progress`) before it enters a verifier.
 """
 
 from __future__ import annotations
@@ -28,16 +27,16 @@ from vapo_mcore.rewards.registry import load_environment, load_verifier
 from vapo_mcore.rewards.types import StepReward, StepScores, UngradableError
 
 ENVIRONMENT = "environment/"
-"""Before the names of environments, so that they never mean a verifier."""
+"""Prefix of the names of environments, which distinguishes them from verifiers."""
 
 MAX_CHUNK = 64
-"""Most responses in one chunk."""
+"""Maximum number of responses in one chunk."""
 
 SLICE_SECONDS = 0.5
-"""A chunk that has taken this long comes back unfinished, so that the rest can be spread over all workers."""
+"""After this time a worker returns a chunk unfinished, so that the rest can be distributed over all workers."""
 
 _LAST_RESORT_SECONDS = 60.0
-"""A verifier that nobody stopped this long after its time-out (the trainer is gone) ends its process."""
+"""Time after its time limit at which a verifier that was not stopped (the trainer has died) ends its process."""
 
 _DISTRIBUTED_VARIABLES = (
     "RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE",
@@ -46,28 +45,28 @@ _DISTRIBUTED_VARIABLES = (
 
 
 class Phase(IntEnum):
-    """What a worker is doing."""
+    """Current activity of a worker."""
 
-    QUEUED = 0  # the parent has handed over a chunk; no worker has taken it yet
+    QUEUED = 0  # the parent has submitted a chunk; the worker has not started it
     LOADING = 1  # importing verifiers: not grading time
     GRADING = 2  # inside a verifier
     BETWEEN = 3  # neither: collecting or sending results
 
 
 class Progress:
-    """A few numbers shared by the parent and one worker process. Each is one aligned float64, so reads are not torn."""
+    """Progress of one worker process in memory shared with the parent. Each value is an aligned float64, so reads are not torn."""
 
     def __init__(self, context: SpawnContext) -> None:
         self._cells = context.RawArray("d", 4)
 
     def reset(self) -> None:
-        """Parent: a chunk is about to be handed over."""
+        """Reset before the parent submits a chunk."""
         self._cells[0] = Phase.QUEUED
         self._cells[1] = -1
         self._cells[2] = time.monotonic()
 
     def enter(self, phase: Phase, position: int = -1) -> None:
-        """Worker: a phase begins; ``position`` is the place in the chunk of the response that is being graded."""
+        """Enter a phase, in the worker; ``position`` is the index in the chunk of the response being graded."""
         self._cells[0] = Phase.BETWEEN  # a half-written state must not look like grading
         self._cells[1] = position
         self._cells[2] = time.monotonic()
@@ -75,7 +74,7 @@ class Progress:
         self._cells[0] = phase
 
     def read(self) -> tuple[Phase, int, float, int]:
-        """``(phase, position, monotonic seconds at which the phase began, process id or 0)``."""
+        """Return ``(phase, position, monotonic time at which the phase began, process id or 0)``."""
         while True:
             phase, position, since, pid = self._cells
             if self._cells[0] == phase and self._cells[1] == position:
@@ -84,7 +83,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class Graded:
-    """What became of one response: a score, or the reason why there is none."""
+    """Result of one response: a score, or the reason why there is none."""
 
     score: float
     error: str | None
@@ -117,13 +116,13 @@ _null_file: Any
 
 
 def initialize_worker(progress: Progress, settings: WorkerSettings) -> None:
-    """Runs once in a new worker process, before any verifier is imported."""
+    """Initialise a new worker process, before any verifier is imported."""
     global _progress, _settings, _null_file
     _progress, _settings = progress, settings
     limits.grading_seconds = settings.timeout_seconds
-    _null_file = open(os.devnull, "w")  # noqa: SIM115 - the last-resort timer needs a descriptor for good
-    os.setsid()  # a group of its own, so that whatever a verifier starts can be ended with it
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a Python handler would wait for C code to come back
+    _null_file = open(os.devnull, "w")  # noqa: SIM115 - must stay open for the last-resort timer
+    os.setsid()  # new process group, so that processes started by a verifier can be killed with it
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a Python handler would wait until C code returns
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if _settings.memory_bytes is not None:
         _, hard = resource.getrlimit(resource.RLIMIT_DATA)
@@ -143,7 +142,7 @@ def _forget_the_job() -> None:
 
 
 def _adopt_orphans() -> None:
-    """Grandchildren whose parent ends become ours (Linux), so that they are found and ended as well."""
+    """Become the parent of orphaned grandchildren (Linux), so that they are found and killed too."""
     import ctypes
 
     pr_set_child_subreaper = 36
@@ -152,7 +151,7 @@ def _adopt_orphans() -> None:
 
 
 def _end_leftover_processes() -> None:
-    """Ends processes that a verifier started and left behind; without any this is a single system call."""
+    """Kill processes that a verifier left behind; a single system call if there are none."""
     for _ in range(1000):
         try:
             pid, _ = os.waitpid(-1, os.WNOHANG)
@@ -167,7 +166,7 @@ def _kill_children() -> None:
     try:
         with open(listing) as file:
             children = [int(word) for word in file.read().split()]
-    except OSError:  # not Linux: the parent ends the whole group when the worker goes
+    except OSError:  # not Linux: the parent kills the whole group when the worker ends
         return
     for child in children:
         with suppress(ProcessLookupError):
@@ -176,13 +175,13 @@ def _kill_children() -> None:
 
 
 Item = tuple[str, str | tuple[str, ...], str, Mapping[str, Any]]
-"""(verifier, response, ground truth, metadata) or, asked of an environment, (environment, turns, ground truth, metadata)."""
+"""(verifier, response, ground truth, metadata) or, for an environment, (environment, turns, ground truth, metadata)."""
 
 
 def grade_chunk(names: Sequence[str], items: Sequence[Item]) -> ChunkResult:
-    """Imports the verifiers ``names`` (environments: ``ENVIRONMENT`` before their names), then does the items in order.
+    """Import the verifiers ``names`` (environments: with prefix ``ENVIRONMENT``), then process the items in order.
 
-    May return early, with results for the first few only.
+    May return early with results for only the first items.
     """
     result = ChunkResult()
     for name in names:
@@ -201,7 +200,7 @@ def grade_chunk(names: Sequence[str], items: Sequence[Item]) -> ChunkResult:
             graded = _grade(name, response, ground_truth, metadata)
         else:
             graded = _answer(name, response, ground_truth, metadata)
-        if os.getpid() != worker_pid:  # the verifier forked and this is the copy: it must not go on as a worker
+        if os.getpid() != worker_pid:  # the verifier forked and this is the child, which must not continue as a worker
             os._exit(0)
         faulthandler.cancel_dump_traceback_later()
         _progress.enter(Phase.BETWEEN)
@@ -224,7 +223,7 @@ def _grade(name: str, response: str, ground_truth: str, metadata: Mapping[str, A
         error = _score_fault(name, score)
         if error is None and (fault := given.fault(response)) is not None:
             error = f"verifier {name!r} returned {_shortened(fault)}"
-        if error is None:  # plain ones, whatever classes a user's are of: they go to another process
+        if error is None:  # convert to plain types: the result is sent to another process
             score, steps = float(score), tuple(StepReward(int(step.end), float(step.reward)) for step in given.steps)
     except UngradableError as fault:
         error, cause = str(fault), "ground_truth"
@@ -235,7 +234,7 @@ def _grade(name: str, response: str, ground_truth: str, metadata: Mapping[str, A
 
 
 def _answer(name: str, turns: tuple[str, ...], ground_truth: str, metadata: Mapping[str, Any]) -> Graded:
-    """An environment's observation on the newest turn."""
+    """Run an environment on the newest turn."""
     start = time.perf_counter()
     observation, error = Observation(None), None
     try:
@@ -257,7 +256,7 @@ def _load(name: str) -> object:
 
 
 def described(name: str) -> str:
-    """A verifier or environment in messages."""
+    """Return the description of a verifier or environment for messages."""
     return f"environment {name.removeprefix(ENVIRONMENT)!r}" if name.startswith(ENVIRONMENT) else f"verifier {name!r}"
 
 

@@ -1,4 +1,4 @@
-"""Rollout: responses sampled by vLLM in the training processes, or by transformers where vLLM is not installed.
+"""Rollout engines: sample responses with vLLM inside the training processes, or with transformers on machines without vLLM.
 
-Importing this package imports neither vLLM nor transformers; that happens when an engine is built.
+Importing this package imports neither vLLM nor transformers; building an engine does.
 """

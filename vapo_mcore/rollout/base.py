@@ -1,4 +1,4 @@
-"""What a rollout engine is: its requests, its results, its states and its interface."""
+"""Interface of rollout engines: requests, results, states and the engine protocol."""
 
 from __future__ import annotations
 
@@ -21,8 +21,11 @@ LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE = 0.01, 2.0  # vLLM's bounds, kept by ev
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """One response to be sampled. ``prompt_token_ids`` are given to the model as they are; ``seed`` as of ``seeds.sampling_seed``;
-    ``max_tokens``: of this response, where it is less than the sampling settings'."""
+    """One response to sample.
+
+    ``prompt_token_ids`` are passed to the model unchanged; ``seed``: see ``seeds.sampling_seed``; ``max_tokens``: limit for this
+    response, if lower than that of the sampling settings.
+    """
 
     prompt_id: str
     sample_index: int
@@ -31,17 +34,17 @@ class GenerationRequest:
     max_tokens: int | None = None
 
     def limit(self, sampling: SamplingConfig) -> int:
-        """Most tokens that may be sampled for this request."""
+        """Return the maximum number of tokens to sample for this request."""
         return sampling.max_tokens if self.max_tokens is None else min(self.max_tokens, sampling.max_tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingConfig:
-    """How tokens are drawn: logits / temperature, then the ``top_k`` likeliest, then the smallest set of mass ``top_p``.
+    """Sampling settings: logits / temperature, then the ``top_k`` most likely tokens, then the smallest set with mass ``top_p``.
 
-    Temperature 0 is greedy (``top_p`` and ``top_k`` then do not matter); between 0 and 0.01 vLLM would silently use 0.01, so that is
-    refused, as is more than 2. ``top_k`` -1 keeps all tokens. ``max_tokens`` counts the response's tokens, EOS included.
-    ``stop_token_ids`` end a response besides the model's own stop tokens.
+    Temperature 0 is greedy and ignores ``top_p`` and ``top_k``. Values between 0 and 0.01, for which vLLM would silently use 0.01, and
+    above 2 are rejected. ``top_k`` -1 keeps all tokens. ``max_tokens`` counts the response's tokens including EOS. ``stop_token_ids``
+    end a response in addition to the model's stop tokens.
     """
 
     temperature: float
@@ -69,9 +72,9 @@ class Generation:
     """One sampled response.
 
     Attributes:
-        token_ids: the sampled ids, the stop token included.
-        logprobs: of each sampled token under the distribution it was drawn from (temperature, top-k and top-p applied), natural log.
-        finish_reason: ``stop`` (a stop token was sampled) or ``length`` (cut at ``max_tokens``).
+        token_ids: the sampled ids, including the stop token.
+        logprobs: natural log-probability of each token under the distribution it was sampled from (after temperature, top-k and top-p).
+        finish_reason: ``stop`` (a stop token was sampled) or ``length`` (truncated at ``max_tokens``).
     """
 
     request: GenerationRequest
@@ -91,16 +94,16 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Trajectory:
-    """A whole response: the model's turns and, between them, what an environment wrote.
+    """A complete response: the model's turns, and the environment's observations between them.
 
     Attributes:
-        token_ids: of all turns and observations, in order; the last was sampled by the model.
-        logprobs: of each sampled token as in ``Generation``, 0 at the environment's tokens.
+        token_ids: tokens of all turns and observations, in order; the last one was sampled by the model.
+        logprobs: log-probs of sampled tokens as in ``Generation``, 0 at the environment's tokens.
         sampled: False at the environment's tokens.
-        finish_reason: ``stop``, ``length`` (cut at the limit of sampled tokens) or ``turns`` (the environment would have gone on).
+        finish_reason: ``stop``, ``length`` (truncated at the limit on sampled tokens) or ``turns`` (turn limit reached).
         turns: the model's turns, at least one.
-        observations_cut: observations that were longer than their limit.
-        error: why the environment gave no answer; the response then has no verdict.
+        observations_cut: number of observations truncated to their limit.
+        error: why the environment gave no reply; the response then has no verdict.
     """
 
     request: GenerationRequest
@@ -114,7 +117,7 @@ class Trajectory:
 
     @classmethod
     def of_one_turn(cls, generation: Generation) -> Trajectory:
-        """A response without an environment."""
+        """Wrap a generation without an environment."""
         length = len(generation.token_ids)
         return cls(
             generation.request,
@@ -128,14 +131,14 @@ class Trajectory:
 
 @dataclass(frozen=True, slots=True)
 class SyncReport:
-    """One weight synchronisation, as seen on this rank.
+    """Result of one weight synchronisation on this rank.
 
     Attributes:
         names: number of tensors received.
-        bytes: their size.
+        bytes: their total size.
         seconds: duration of the whole call.
-        load_seconds: the part spent in the engine's own loader, not in producing, checking or summing the tensors.
-        checksums: of each tensor as the loader received it, by name; None unless asked for.
+        load_seconds: the part spent in the engine's loader, excluding producing, checking and checksumming the tensors.
+        checksums: name -> checksum of each tensor as received by the loader; None unless requested.
     """
 
     names: int
@@ -147,7 +150,7 @@ class SyncReport:
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """Which engine this rank is a worker of: replica ``index`` of ``count``, made of ``size`` contiguous ranks."""
+    """The engine replica that this rank belongs to: number ``index`` of ``count``, with ``size`` contiguous ranks."""
 
     index: int
     count: int
@@ -162,7 +165,7 @@ class Replica:
 
 
 class EngineState(Enum):
-    """What an engine holds; it moves through these in order, and from any but ``BROKEN`` back to ``ASLEEP``."""
+    """State of an engine. States are entered in this order; ``sleep`` returns to ``ASLEEP`` from any state except ``BROKEN``."""
 
     ASLEEP = "asleep: no weights, no KV cache"
     WEIGHTS_AWAKE = "weights awake: room for weights, but their values are not valid"
@@ -177,10 +180,10 @@ WeightBuckets = Iterable[list[tuple[str, "Tensor"]]]
 class RolloutEngine(Protocol):
     """Generation and weight sync in the training processes.
 
-    All ranks of a replica make the same calls with the same arguments and get the same results. A step goes
+    All ranks of a replica must make the same calls with the same arguments and get the same results. The order in a step is
     ``sleep`` -> (training) -> ``wake_weights`` -> ``update_weights`` -> ``wake_kv_cache`` -> ``generate`` (any number of times).
-    A new engine is asleep and has never seen weights: the first ones arrive like all later ones. A call in any other state
-    raises RolloutError.
+    A new engine is asleep and has no weights; it gets the first ones by ``update_weights`` too. Calls in the wrong state raise
+    RolloutError.
     """
 
     @property
@@ -199,38 +202,40 @@ class RolloutEngine(Protocol):
     def last_sync(self) -> SyncReport | None: ...
 
     def settings(self) -> dict[str, Any]:
-        """What the engine runs with, defaults resolved, for the record of the run (``engine.json``)."""
+        """Return the engine's settings with resolved defaults, for the run's ``engine.json``."""
         ...
 
     def generate(self, requests: Sequence[GenerationRequest], sampling: SamplingConfig) -> list[Generation]:
-        """The responses to this replica's requests, in their order.
+        """Sample the responses to this replica's requests, in order.
 
-        Raises RolloutError for requests that cannot be met, and EngineFailure, which leaves the engine ``BROKEN``, for everything else
-        that goes wrong, on this rank alone maybe.
+        Raises RolloutError for invalid requests. Any other failure raises EngineFailure, possibly on this rank only, and leaves the
+        engine ``BROKEN``.
         """
         ...
 
     def rebuild(self) -> None:
-        """Replace a broken engine by a new one, which is asleep and gets its weights as usual. All ranks of all replicas together."""
+        """Replace a broken engine by a new one, which is asleep. All ranks of all replicas must call it together."""
         ...
 
     def discard(self) -> None:
-        """End the engine and give back all its memory; it stays ``BROKEN``. All ranks of all replicas together, in any state."""
+        """Shut down the engine and free its memory; it stays ``BROKEN``. All ranks of all replicas must call it, in any state."""
         ...
 
     def update_weights(
         self, buckets: WeightBuckets, expected_names: Collection[str], *, checksum: Callable[[Tensor], str] | None = None
     ) -> SyncReport:
-        """Take over HF-named weights, full tensors, from ``buckets``.
+        """Load weights from ``buckets`` of full tensors with HF names.
 
-        ``expected_names`` is what the caller will deliver; it must be exactly what the model has. ``checksum`` is applied to each
-        tensor just before the loader gets it. A tensor must keep its values until the call returns.
+        ``expected_names``: the names the caller will deliver, which must equal the model's. ``checksum`` is applied to each tensor just
+        before it is passed to the loader. Tensors must keep their values until the call returns.
         """
         ...
 
     def holds(self, name: str, tensor: Tensor) -> bool | None:
-        """Whether the engine's own parameters have exactly the values of a full HF tensor, this rank's part of it; None where the
-        engine does not keep them readable (vLLM on CPU repacks its matrices). After ``update_weights``."""
+        """Return whether the engine's parameters equal this rank's part of a full HF tensor. Call after ``update_weights``.
+
+        Returns None if the engine does not keep them in a readable form (vLLM on CPU repacks its matrices).
+        """
         ...
 
     def sleep(self) -> None: ...

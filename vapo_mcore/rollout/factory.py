@@ -1,4 +1,4 @@
-"""Builds the rollout engine that the configuration names; there is no switch to another one."""
+"""Build the configured rollout engine, without falling back to another one."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ def build_rollout_engine(
     unknown_token_ids: Sequence[int] = (),
     stop_ids: Sequence[int] | None = None,
 ) -> RolloutEngine:
-    """The engine of this rank, asleep. All ranks call this together, with the process group initialised.
+    """Build this rank's engine, asleep. All ranks must call this together, after initialising the process group.
 
     Args:
-        tensor_parallel_size: ranks of a vLLM replica; replicas are contiguous ranks. A transformers replica is always one rank.
-        max_model_len: longest prompt and response together, in tokens.
-        seed: the same on all ranks.
-        unknown_token_ids: ids of the model that the tokenizer lacks; they are never sampled.
+        tensor_parallel_size: number of contiguous ranks of a vLLM replica. A transformers replica is always one rank.
+        max_model_len: maximum tokens of prompt and response together.
+        seed: must be equal on all ranks.
+        unknown_token_ids: vocabulary ids that the tokenizer does not define; they are never sampled.
         stop_ids: ids that end a response; None: the folder's stop tokens.
 
-    Raises ConfigError or RolloutError when the engine cannot be had: vLLM missing, model not supported, lengths beyond the model's, a
-    replica that would span nodes.
+    Raises ConfigError or RolloutError if the engine cannot be built: vLLM is missing, the model is not supported, lengths exceed the
+    model's, or a replica would span nodes.
     """
     common: dict[str, Any] = {"max_model_len": max_model_len, "unknown_token_ids": unknown_token_ids, "stop_ids": stop_ids}
     if config.engine == "vllm":
@@ -53,8 +53,8 @@ def build_rollout_engine(
 
 
 def _require_inside_a_node(tensor_parallel_size: int) -> None:
-    """Replicas are contiguous ranks: they stay inside nodes where their size divides the processes of each."""
-    processes = int(os.environ.get("LOCAL_WORLD_SIZE", tensor_parallel_size))  # torchrun says how many there are on this node
+    """Raise ConfigError if a replica would span nodes; contiguous ranks do not if the size divides the processes per node."""
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", tensor_parallel_size))  # set by torchrun
     if processes % tensor_parallel_size:
         raise ConfigError(
             f"rollout.tensor_parallel_size = {tensor_parallel_size} (null: parallel.tensor_model_parallel_size) does not divide the "

@@ -1,4 +1,4 @@
-"""What the rollout engines need to know about a Hugging Face model folder."""
+"""Properties of a Hugging Face model folder that the rollout engines need: stop tokens, parameter shapes, supported lengths."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from vapo_mcore.errors import CheckpointError, ConfigError, RolloutError
 
 
 def stop_token_ids(folder: str | Path, *, required: bool = True) -> tuple[int, ...]:
-    """Ids that end a response, sorted: ``eos_token_id`` of ``generation_config.json`` if it has one, else of ``config.json``.
+    """Return the sorted ids that end a response: ``eos_token_id`` of ``generation_config.json``, else of ``config.json``.
 
-    Raises CheckpointError when neither has one and it is ``required``: a response could then only end at the length limit.
+    Raises CheckpointError if it is ``required`` and missing: responses could then end only at the length limit.
     """
     for name in ("generation_config.json", "config.json"):
         ids = _read_json(Path(folder) / name).get("eos_token_id")
@@ -29,7 +29,7 @@ def stop_token_ids(folder: str | Path, *, required: bool = True) -> tuple[int, .
 
 
 def parameter_shapes(folder: str | Path) -> dict[str, tuple[int, ...]]:
-    """HF name -> shape of all parameters, by building the transformers model without memory. A tied output head has no entry."""
+    """Return HF name -> shape of all parameters, from the transformers model on the meta device. A tied output head has no entry."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(str(folder), local_files_only=True)
@@ -40,7 +40,7 @@ def parameter_shapes(folder: str | Path) -> dict[str, tuple[int, ...]]:
 
 
 def require_supported(folder: str | Path, max_model_len: int) -> ModelArchitecture:
-    """The architecture, once it is known that sync and generation can handle it with ``max_model_len`` tokens."""
+    """Return the architecture; raises if weight sync or generation with ``max_model_len`` tokens does not support it."""
     architecture = read_architecture(folder)
     if architecture.is_moe:
         raise RolloutError(f"{folder}: weight sync of mixture-of-experts models is not available yet")

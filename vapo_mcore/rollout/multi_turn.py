@@ -1,8 +1,8 @@
-"""Responses of several turns: generate, ask the environment, feed its observation to the model, generate on.
+"""Multi-turn generation: generate a turn, query the environment, append its observation, and generate the next turn.
 
-The sampled ids are kept as they are and never encoded again; an observation is encoded once, by itself. Each turn is one call of the
-engine for all responses that go on, with the prompt, the turns and the observations so far as its prompt (the engine's prefix
-cache has most of it).
+Sampled ids are never re-encoded; each observation is encoded once, separately. Each turn is one engine call for all unfinished
+responses, whose prompt consists of the original prompt and all turns and observations so far (mostly served by the engine's prefix
+cache).
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from vapo_mcore.rollout.base import Generation, GenerationRequest, SamplingConfi
 _PLACE = "{observation}"
 
 Respond = Callable[[Sequence[TurnRequest]], list[Reply]]
-"""The environment's replies to some responses; every rank of a replica gets the same."""
+"""Function that returns the environment's replies to responses; every rank of a replica gets the same replies."""
 
 
 class Subject(Protocol):
-    """What an environment is told of a prompt."""
+    """The part of a prompt that is passed to an environment."""
 
     @property
     def ground_truth(self) -> str: ...
@@ -37,9 +37,9 @@ class Subject(Protocol):
 class ObservationFormat:
     """Tokens around an observation.
 
-    ``before`` follows a turn that ended with the chat template's own end of turn, ``end_of_turn`` (None: it has no token for it),
-    ``before_open`` one that another token ended: the template's end of turn is then still to come. ``control``: tokens that an
-    observation cannot write, their names in it are plain text.
+    ``before`` follows a turn that ended with the chat template's ``end_of_turn`` token (None: the template has none); ``before_open``
+    follows a turn that ended with another token and begins with the template's end of turn. ``control``: control tokens, whose names in
+    an observation are encoded as plain text.
     """
 
     control: ControlTokens
@@ -54,7 +54,7 @@ class ObservationFormat:
     def build(
         cls, tokenizer: Any, settings: EnvironmentConfig, *, chat_template: bool, kwargs: dict[str, Any] | None = None
     ) -> ObservationFormat:
-        """From the configured text, or from the tokenizer's chat template. Raises ConfigError where the tokenizer cannot do it."""
+        """Build the format from the configured text or the chat template. Raises ConfigError if the tokenizer does not support it."""
         ended = opened = ""
         kwargs = kwargs or {}
         end = end_of_turn(tokenizer, kwargs) if chat_template else None
@@ -91,7 +91,7 @@ class ObservationFormat:
         return made
 
     def encode(self, observation: str, *, open_turn: bool) -> tuple[list[int], bool]:
-        """Token ids to feed, and whether the observation was cut to the limit. Names of special tokens in it are plain text."""
+        """Return the token ids to append, and whether the observation was truncated. Names of special tokens become plain text."""
         before = self.before_open if open_turn else self.before
         ids = self.control.encode_plain(observation)
         room = self.limit - len(before) - len(self.after)
@@ -108,7 +108,7 @@ def _stop_ids(tokenizer: Any, tokens: Sequence[str]) -> tuple[int, ...]:
 
 @dataclass
 class _Episode:
-    """One response in the making."""
+    """One unfinished response."""
 
     request: GenerationRequest
     token_ids: list[int] = field(default_factory=list)
@@ -125,7 +125,7 @@ class _Episode:
         return sum(turn.end - turn.start for turn in self.turns)
 
     def next_request(self, budget: int) -> GenerationRequest:
-        """The next turn: everything so far as its prompt, and a seed of its own."""
+        """Return the request of the next turn, with everything so far as its prompt and a separate seed."""
         number = len(self.turns)
         return replace(
             self.request,
@@ -135,7 +135,7 @@ class _Episode:
         )
 
     def turn_request(self, subject: Subject) -> TurnRequest:
-        """What the environment reads of the turns so far, with the response's seed (not the turn's)."""
+        """Return the environment's view of the turns so far, with the response's seed (not the turn's)."""
         return TurnRequest(tuple(self.texts), subject.ground_truth, with_sample_seed(subject.metadata, self.request.seed))
 
     def take(self, generation: Generation, tokenizer: Any) -> None:
@@ -167,7 +167,7 @@ class _Episode:
 
 
 def turn_seed(seed: int, turn: int) -> int:
-    """Seed of a response's turn: the response's own for the first, a hash of it for later ones."""
+    """Return the seed of a turn: the response's seed for the first, a hash of it for later ones."""
     if turn == 0:
         return seed
     digest = hashlib.blake2b(f"{seed}\x00turn\x00{turn}".encode(), digest_size=8).digest()
@@ -175,7 +175,7 @@ def turn_seed(seed: int, turn: int) -> int:
 
 
 class MultiTurn:
-    """Plays responses against an environment. All ranks of a replica call ``play`` with the same arguments."""
+    """Generates multi-turn responses with an environment. All ranks of a replica must call ``play`` with the same arguments."""
 
     def __init__(self, settings: EnvironmentConfig, observation_format: ObservationFormat) -> None:
         self.settings = settings
@@ -189,10 +189,10 @@ class MultiTurn:
         generate: Callable[[Sequence[GenerationRequest], SamplingConfig], list[Generation]],
         respond: Respond,
     ) -> list[Trajectory]:
-        """The whole responses, in order. ``generate`` is the engine's, ``respond`` asks the environment.
+        """Generate complete responses, in order. ``generate`` is the engine's method, ``respond`` queries the environment.
 
-        A response ends when the environment says so or fails, when its sampled tokens reach ``sampling.max_tokens``, or after
-        ``max_turns`` turns. The environment also sees the last turn, whose reward counts and whose observation is not read.
+        A response ends when the environment ends it or fails, when its sampled tokens reach ``sampling.max_tokens``, or after
+        ``max_turns`` turns. The environment also rewards the last turn; its observation is then ignored.
         """
         sampling = replace(sampling, stop_token_ids=self.format.stop_token_ids)
         episodes = [_Episode(request) for request in requests]
@@ -211,7 +211,7 @@ class MultiTurn:
         return [episode.trajectory() for episode in episodes]
 
     def _answer(self, episode: _Episode, reply: Reply, budget: int, *, last: bool) -> bool:
-        """Take the reply to the newest turn; whether another turn follows."""
+        """Process the reply to the newest turn; returns whether another turn follows."""
         episode.error = reply.error
         episode.turns[-1] = replace(episode.turns[-1], reward=reply.observation.reward)
         text = reply.observation.text

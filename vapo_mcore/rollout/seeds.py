@@ -1,4 +1,4 @@
-"""Sampling seeds: one per response, a pure function of what the response is and of nothing else."""
+"""Sampling seeds: one per response, a pure function of the response's identity."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ SEED_BITS = 63
 
 
 def sampling_seed(run_seed: int, step: int, prompt_id: str, sample_index: int) -> int:
-    """Seed of one response, in ``[0, 2**63)``: the range that vLLM and numpy both take.
+    """Return the seed of one response, in ``[0, 2**63)``, the range that both vLLM and numpy accept.
 
-    The BLAKE2b hash of the four arguments. It knows nothing of ranks, replicas or batches, so a run has the same seeds under
-    another layout and after a resume; and two responses of a run share one with a probability of about n^2 / 2^64 only.
+    It is a BLAKE2b hash of the four arguments, independent of ranks, replicas and batches, so it does not change with the layout or after
+    a resume. The probability that any two of a run's n responses share a seed is about n^2 / 2^64.
     """
     identity = f"{run_seed}\x00{step}\x00{sample_index}\x00{prompt_id}".encode()
     digest = hashlib.blake2b(identity, digest_size=8).digest()

@@ -1,4 +1,4 @@
-"""What every rollout engine does alike: the states, the checks of requests and names, the bookkeeping of a weight sync."""
+"""Common base of the rollout engines: states, checks of requests and tensor names, and weight-sync bookkeeping."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ logger = logging.getLogger(__name__)
 
 
 class StatefulEngine(ABC):
-    """The part of a RolloutEngine that does not depend on what generates. A subclass implements the ``_`` methods.
+    """Engine-independent part of a RolloutEngine. Subclasses implement the methods that begin with ``_``.
 
     Args:
-        replica: which replica this rank belongs to.
+        replica: the replica that this rank belongs to.
         parameter_shapes: HF name -> shape of every tensor that a weight sync must deliver.
-        vocab_size: rows of the embedding; prompt tokens lie below it.
-        unknown_token_ids: ids below ``vocab_size`` that the tokenizer lacks: never sampled, and outside the softmax of log-probs.
-        max_model_len: tokens of prompt and response together that the engine was built for.
+        vocab_size: rows of the embedding; prompt tokens must be below it.
+        unknown_token_ids: ids below ``vocab_size`` that the tokenizer does not define; never sampled and excluded from the softmax.
+        max_model_len: maximum tokens of prompt and response together.
     """
 
     def __init__(
@@ -74,20 +74,20 @@ class StatefulEngine(ABC):
         self._state = EngineState.BROKEN
         try:
             generations = self._generate(requests, sampling)
-        except Exception as error:  # whatever a library raises: the engine can no longer be relied on
+        except Exception as error:  # any exception of a library leaves the engine in an unknown state
             logger.warning("generation failed", exc_info=error)
             raise EngineFailure(f"{type(error).__name__}: {error}") from error
         self._state = EngineState.READY
         return generations
 
     def rebuild(self) -> None:
-        """See RolloutEngine. Raises RolloutError when there is no new engine."""
+        """See RolloutEngine. Raises RolloutError if no new engine can be created."""
         self._state = EngineState.BROKEN
         try:
             self._rebuild()
         except VapoError:
             raise
-        except Exception as error:  # whatever a library raises
+        except Exception as error:  # any exception of a library
             logger.warning("the rollout engine could not be rebuilt", exc_info=error)
             raise RolloutError(f"no new rollout engine: {type(error).__name__}: {error}") from error
         self._state = EngineState.ASLEEP
@@ -100,7 +100,7 @@ class StatefulEngine(ABC):
     def update_weights(
         self, buckets: WeightBuckets, expected_names: Collection[str], *, checksum: Callable[[Tensor], str] | None = None
     ) -> SyncReport:
-        """See RolloutEngine. Wrong names leave the engine as it was, without weights; an interrupted load leaves it ``BROKEN``."""
+        """See RolloutEngine. Wrong names leave the engine unchanged, without weights; an interrupted load leaves it ``BROKEN``."""
         self._require("update_weights", EngineState.WEIGHTS_AWAKE)
         require_same_names(expected_names, self.parameter_shapes)
         start = time.perf_counter()
@@ -166,7 +166,7 @@ class StatefulEngine(ABC):
             raise RolloutError(f"rollout engine: {call} needs state {needed}, but the engine is {self._state.name} ({self._state.value})")
 
     def _check_requests(self, requests: Sequence[GenerationRequest], sampling: SamplingConfig) -> None:
-        """Raise RolloutError naming the first requests that the engine could only cut or misread."""
+        """Raise RolloutError naming the first requests that are empty, too long or have invalid token ids."""
         faults = []
         for request in requests:
             length = len(request.prompt_token_ids)

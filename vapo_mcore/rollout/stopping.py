@@ -1,4 +1,4 @@
-"""What ends a response."""
+"""Stop tokens: the ids that end a response."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from vapo_mcore.rollout.hf_folder import stop_token_ids
 
 
 def stop_ids(config: Config, tokenizer: Any) -> tuple[int, ...]:
-    """Ids that end a response, sorted: those of the model's generation config, the tokenizer's EOS token, the token with which the chat
-    template ends an assistant's turn, and ``rollout.stop_token_ids``.
+    """Return the sorted ids that end a response.
 
-    A base model's generation config often knows only the end of a document, while its template ends turns with another token.
+    These are the ids of the model's generation config, the tokenizer's EOS token, the token with which the chat template ends an
+    assistant's turn, and ``rollout.stop_token_ids``. A base model's generation config often has only the end-of-document token, while
+    its template ends turns with another one.
 
-    Raises CheckpointError where there are none, ConfigError for configured ids that the tokenizer lacks.
+    Raises CheckpointError if there are none, ConfigError for configured ids that the tokenizer lacks.
     """
     ids = set(config.rollout.stop_token_ids)
     if tokenizer.eos_token_id is not None:
@@ -33,6 +34,6 @@ def stop_ids(config: Config, tokenizer: Any) -> tuple[int, ...]:
 
 
 def described(token_ids: Sequence[int], tokenizer: Any) -> str:
-    """The stop tokens for the log."""
+    """Describe the stop tokens for the log."""
     names = tokenizer.convert_ids_to_tokens(list(token_ids))
     return "a response ends with " + " or ".join(f"{name!r} ({number})" for name, number in zip(names, token_ids, strict=True))

@@ -1,4 +1,4 @@
-"""Drawing tokens from rows of logits with given uniform numbers: each row's token depends on that row alone."""
+"""Sample tokens from rows of logits with given uniform numbers; each row's token depends only on that row."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from vapo_mcore.rollout.base import GREEDY, SamplingConfig
 
 
 def uniform_numbers(seeds: Sequence[int], count: int) -> Tensor:
-    """float64 ``[len(seeds), count]`` in [0, 1): row i is the stream of seed i, whatever the other seeds are (Philox, 64-bit key)."""
+    """Return float64 ``[len(seeds), count]`` in [0, 1): row i is the Philox stream with seed i as key, independent of the others."""
     rows = [np.random.Generator(np.random.Philox(key=seed)).random(count) for seed in seeds]
     return torch.from_numpy(np.stack(rows))
 
 
 def processed_logprobs(logits: Tensor, sampling: SamplingConfig) -> Tensor:
-    """Log-probabilities float32 ``[n, vocab]`` of the distribution that ``sampling`` describes; -inf where it cannot draw."""
+    """Compute the log-probs of the sampling distribution, float32 ``[n, vocab]``; -inf for tokens that cannot be sampled."""
     logits = logits.float()
     if sampling.temperature == GREEDY:
         return logits.log_softmax(-1)
@@ -28,7 +28,7 @@ def processed_logprobs(logits: Tensor, sampling: SamplingConfig) -> Tensor:
         logits = logits.masked_fill(logits < kth, float("-inf"))
     if sampling.top_p < 1.0:
         ascending, order = logits.sort(dim=-1)
-        # A token stays while the tokens likelier than it have less than top_p together: itself and the rarer ones more than 1 - top_p.
+        # Keep a token if the more likely tokens have a total mass below top_p, that is, it and the less likely ones exceed 1 - top_p.
         dropped = ascending.softmax(-1).cumsum(-1) <= 1.0 - sampling.top_p
         dropped[:, -1] = False
         logits = logits.masked_fill(torch.zeros_like(dropped).scatter(-1, order, dropped), float("-inf"))
@@ -36,7 +36,7 @@ def processed_logprobs(logits: Tensor, sampling: SamplingConfig) -> Tensor:
 
 
 def draw(logits: Tensor, uniforms: Tensor, sampling: SamplingConfig) -> tuple[Tensor, Tensor]:
-    """Tokens int64 ``[n]`` and their log-probs float32 ``[n]``, by inversion of each row's cumulative distribution at ``uniforms [n]``."""
+    """Sample tokens int64 ``[n]`` by inverting each row's cumulative distribution at ``uniforms [n]``; also returns float32 log-probs."""
     logprobs = processed_logprobs(logits, sampling)
     if sampling.temperature == GREEDY:
         tokens = logprobs.argmax(-1)

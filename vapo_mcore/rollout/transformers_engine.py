@@ -1,6 +1,6 @@
-"""Generation by Hugging Face transformers, for machines without vLLM: every process is a replica of its own.
+"""Rollout engine based on Hugging Face transformers, for machines without vLLM; every process is a replica.
 
-Prompts are padded on the left inside this engine, because transformers batches that way; requests and results stay ragged.
+The engine left-pads prompts internally, as transformers requires for batching; requests and results are ragged.
 """
 
 from __future__ import annotations
@@ -20,14 +20,13 @@ from vapo_mcore.rollout.stateful import StatefulEngine
 from vapo_mcore.rollout.token_sampling import draw, uniform_numbers
 
 CACHE_BYTES = 1 << 30
-COMPACT_BELOW = 0.75  # share of unfinished rows under which the finished ones are dropped from the KV cache
+COMPACT_BELOW = 0.75  # drop finished rows from the KV cache when the fraction of unfinished rows falls below this
 
 
 class TransformersEngine(StatefulEngine):
-    """A rollout engine on ``AutoModelForCausalLM`` (see RolloutEngine); weights are kept in ``dtype`` on ``device``.
+    """Rollout engine on ``AutoModelForCausalLM`` (see RolloutEngine), with weights in ``dtype`` on ``device``.
 
-    A response depends on its request and on the weights, not on the other requests of the call, up to the rounding of batched
-    matrix products.
+    A response depends on its request and the weights, but, up to the rounding of batched matrix products, not on the other requests.
     """
 
     def __init__(
@@ -66,7 +65,7 @@ class TransformersEngine(StatefulEngine):
         }
 
     def _rebuild(self) -> None:
-        self._sleep()  # nothing but the weights outlives a generation
+        self._sleep()  # a generation leaves no state except the weights
 
     def _discard(self) -> None:
         self._sleep()
@@ -80,7 +79,7 @@ class TransformersEngine(StatefulEngine):
             parameter.data = torch.empty(self.parameter_shapes[name], dtype=self.dtype, device=self.device)
 
     def _wake_kv_cache(self) -> None:
-        """The cache lives only while it generates."""
+        """Do nothing: the cache exists only during generation."""
 
     def _load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         for name, tensor in weights:
@@ -101,7 +100,7 @@ class TransformersEngine(StatefulEngine):
         return [generations[i] for i in range(len(requests))]
 
     def _generate_batch(self, requests: list[GenerationRequest], sampling: SamplingConfig) -> list[Generation]:
-        """One padded batch. ``rows`` are the requests in the KV cache, ``live`` marks those of them that are unfinished."""
+        """Generate one padded batch. ``rows``: requests in the KV cache; ``live``: which of these are unfinished."""
         limits = torch.tensor([request.limit(sampling) for request in requests], device=self.device)
         n, steps = len(requests), int(limits.max())
         stop_ids = torch.cat([self.stop_ids, self.stop_ids.new_tensor(sampling.stop_token_ids)])
@@ -136,7 +135,7 @@ class TransformersEngine(StatefulEngine):
 
 
 class _LeftPaddedBatch:
-    """Prompts in a model's KV cache, and the logits ``[n, vocab]`` of each row's next token, -inf for the ``excluded`` ids."""
+    """A batch in the model's KV cache, and the next-token logits ``[n, vocab]`` of each row, -inf for the ``excluded`` ids."""
 
     def __init__(self, model: Any, prompts: Sequence[Sequence[int]], excluded: Tensor) -> None:
         from transformers import DynamicCache
@@ -149,7 +148,7 @@ class _LeftPaddedBatch:
         self.logits = self._forward(ids, (self.mask.cumsum(-1) - 1).clamp(min=0))
 
     def append(self, tokens: Tensor) -> None:
-        """Feed one token ``[n]`` to each row."""
+        """Append one token per row, ``[n]``."""
         self.mask = torch.cat([self.mask, self.mask.new_ones((len(tokens), 1))], dim=1)
         self.logits = self._forward(tokens[:, None], self.mask.sum(-1, keepdim=True) - 1)
 
@@ -171,7 +170,7 @@ class _LeftPaddedBatch:
 
 
 def _uninitialised_model(folder: str | Path, dtype: torch.dtype) -> Any:
-    """The model with buffers (rotary frequencies) as they should be and parameters of any value: a sync brings them."""
+    """Build the model with valid buffers (rotary frequencies) and uninitialised parameters, which a weight sync fills."""
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.initialization import no_init_weights
 

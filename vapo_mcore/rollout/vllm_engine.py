@@ -1,12 +1,12 @@
-"""vLLM inside the training processes: each replica is a run of contiguous ranks that all schedule alike.
+"""Rollout engine based on vLLM inside the training processes; each replica consists of contiguous ranks.
 
-vLLM is imported when an engine is built. What is particular to it, and why it is set:
+vLLM is imported when an engine is built. Its non-default settings:
 
-- ``external_launcher``: every rank runs the whole scheduler and its own shard of the model, in step with its replica's other ranks;
-- ``load_format="dummy"``: the first weights arrive through the same sync as all later ones, and no rank reads the checkpoint;
-- ``logprobs_mode="processed_logprobs"``: log-probs of the distribution that was sampled from, not of the raw logits;
-- no tokenizer, no generation config: requests and results are token ids, the stop ids are given explicitly, and no default of the
-  model folder (a repetition penalty, a top-k) can slip into the sampling.
+- ``external_launcher``: every rank runs the full scheduler and its shard of the model, in lockstep with the replica's other ranks;
+- ``load_format="dummy"``: the first weights arrive by weight sync like all later ones, and no rank reads the checkpoint;
+- ``logprobs_mode="processed_logprobs"``: log-probs of the sampling distribution, not of the raw logits;
+- no tokenizer and no generation config: requests and results are token ids, stop ids are passed explicitly, and no default of the model
+  folder (repetition penalty, top-k) affects sampling.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ from vapo_mcore.rollout.stateful import StatefulEngine
 from vapo_mcore.rollout.vllm_parameters import exclude_tokens, holds
 from vapo_mcore.rollout.weight_stream import listed
 
-RUN_KEY = "vapo_mcore_run"  # in vLLM's additional_config: the name of this run, for RunScopedCPUWorker
+RUN_KEY = "vapo_mcore_run"  # key in vLLM's additional_config with the name of this run, read by RunScopedCPUWorker
 logger = logging.getLogger(__name__)
 _HAS_CUDA = torch.cuda.is_available()
 
 
 class VllmEngine(StatefulEngine):
-    """A rollout engine on vLLM (see RolloutEngine). All ranks construct it together, inside an initialised process group.
+    """Rollout engine on vLLM (see RolloutEngine). All ranks must construct it together, after initialising the process group.
 
-    On CUDA the states are vLLM's sleep mode: asleep is level 2 (weights and KV cache discarded). vLLM's CPU backend cannot release
-    its memory, so there the states only guard the order of calls.
+    On CUDA the states use vLLM's sleep mode; asleep is level 2 (weights and KV cache discarded). vLLM's CPU backend cannot free its
+    memory, so there the states only enforce the order of calls.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class VllmEngine(StatefulEngine):
         self._build()
 
     def _build(self) -> None:
-        """Start vLLM, with a name of its own for this start, and put it to sleep. A collective over all ranks."""
+        """Start vLLM under a unique name and put it to sleep. A collective over all ranks."""
         with _random_state_kept(), warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # vLLM's own use of deprecated torch names
             named = {} if _HAS_CUDA else {"additional_config": {RUN_KEY: _run_key()}}
@@ -157,7 +157,7 @@ class VllmEngine(StatefulEngine):
     def _generate(self, requests: Sequence[GenerationRequest], sampling: SamplingConfig) -> list[Generation]:
         prompts = [{"prompt_token_ids": list(request.prompt_token_ids)} for request in requests]
         parameters = [_sampling_parameters(request, sampling, self._stop_ids) for request in requests]
-        # Prompts that an earlier call has left in the cache (an evaluation's) would be rounded differently: a resumed run has none of them.
+        # Prompts cached by an earlier call (an evaluation) would round differently from a resumed run, whose cache is empty.
         self._llm.reset_prefix_cache()
         with _random_state_kept(), _uncompiled_on_cpu():
             outputs = self._llm.generate(prompts, parameters, use_tqdm=False)
@@ -166,7 +166,7 @@ class VllmEngine(StatefulEngine):
         return generations
 
     def _require_agreement(self, generations: Sequence[Generation]) -> None:
-        """The ranks of a replica must hold the same responses; training on anything else would mix them up silently."""
+        """Raise RolloutError unless all ranks of a replica hold the same responses; training would silently mix up different ones."""
         if self.replica.size == 1:
             return
         from vllm.distributed.parallel_state import get_tp_group
@@ -190,31 +190,31 @@ def _require_installed() -> None:
 
 
 def _prepare_environment(rank: int) -> None:
-    """Environment variables that vLLM reads when it is imported or started."""
+    """Set environment variables that vLLM reads on import or start."""
     if not dist.is_initialized():
         raise RolloutError("the process group must exist before the vLLM engine: it is how the ranks of a replica talk")
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine lives in this process
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # training in the same process needs its threads where they are
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"].upper())  # it warns before it reads the variable
+    logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"].upper())  # vLLM warns before it reads the variable
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    # Without it vLLM takes V2 where it can and V1 where it cannot; pinned, it raises an error for what V2 cannot do.
+    # By default vLLM falls back from V2 to V1; if pinned, it raises an error for what V2 does not support.
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1" if _HAS_CUDA else "0"
     os.environ.setdefault("RANK", str(rank))  # torchrun sets both; a single-process run may not
     os.environ.setdefault("LOCAL_RANK", "0")
 
 
-_CPU_BATCHED_TOKENS = 8192  # vLLM's own default on CPU
+_CPU_BATCHED_TOKENS = 8192  # vLLM's default on CPU
 
 
 def _engine_arguments(
     folder: str | Path, dtype: torch.dtype, config: VllmConfig, replica: Replica, *, max_model_len: int, seed: int
 ) -> dict[str, Any]:
-    """Arguments of ``vllm.LLM``.
+    """Return the arguments of ``vllm.LLM``.
 
-    With CUDA graphs their memory moves to the host while vLLM sleeps (``sleep_mode_offload_cudagraph``). vLLM then also copies the inputs
-    of its custom all-reduce in graphs; otherwise it would share them by ``cudaIpcGetMemHandle``, which ends the process where PyTorch's
-    allocator has ``expandable_segments`` (vLLM issue 42609).
+    ``sleep_mode_offload_cudagraph`` moves the memory of CUDA graphs to the host while vLLM sleeps. With it vLLM also copies the inputs of
+    its custom all-reduce in graphs instead of sharing them by ``cudaIpcGetMemHandle``, which crashes the process if PyTorch's allocator
+    uses ``expandable_segments`` (vLLM issue 42609).
     """
     eager = runs_eagerly(config, cuda=_HAS_CUDA)
     arguments: dict[str, Any] = {
@@ -231,7 +231,7 @@ def _engine_arguments(
         "max_num_batched_tokens": config.max_num_batched_tokens,
         "num_gpu_blocks_override": config.num_gpu_blocks,
         "logprobs_mode": "processed_logprobs",
-        "seed": seed % 2**32,  # numpy's range; every response has a seed of its own, this one only has to be equal on all ranks
+        "seed": seed % 2**32,  # numpy's range; responses have their own seeds, so this one only has to be equal on all ranks
         "disable_log_stats": True,
     }
     if _HAS_CUDA:
@@ -241,8 +241,8 @@ def _engine_arguments(
             "gpu_memory_utilization": config.gpu_memory_utilization,
         }
     return arguments | {
-        # After a prompt's part vLLM draws a token, throws it away and winds the request's generator back, which a CPU generator cannot
-        # do: prompts are taken whole, and a step must hold the longest.
+        # After a prompt chunk vLLM samples a token, discards it and rewinds the request's generator, which CPU generators do not support.
+        # So prompts are not chunked, and a step must fit the longest one.
         "enable_chunked_prefill": False,
         "max_num_batched_tokens": max(config.max_num_batched_tokens or _CPU_BATCHED_TOKENS, max_model_len),
         "kv_cache_memory_bytes": int(config.kv_cache_gib * 2**30),
@@ -251,15 +251,15 @@ def _engine_arguments(
 
 
 def _name(value: Any) -> Any:
-    """The name of an enumeration's member; anything else as it is."""
+    """Return the name of an enum member; other values unchanged."""
     return getattr(value, "name", value)
 
 
 def _require_released() -> None:
-    """Raise EngineRemains on all ranks if the discarded engine still holds device memory on any; a collective.
+    """Raise EngineRemains on all ranks if the discarded engine still holds device memory on any rank. A collective.
 
-    vLLM's allocator serves one engine a process: a new one asserts that the allocator holds nothing, and some ranks would fail in that
-    assertion while the others wait for them.
+    vLLM's allocator supports one engine per process and asserts that it is empty when a new one starts; without this check some ranks
+    would fail that assertion while the others wait for them.
     """
     held = 0
     if _HAS_CUDA:
@@ -273,7 +273,7 @@ def _require_released() -> None:
 
 
 def _run_key() -> str:
-    """A random name that all ranks agree on."""
+    """Return a random name, equal on all ranks."""
     key = [uuid.uuid4().hex[:12]]
     dist.broadcast_object_list(key, src=0)
     return key[0]
@@ -290,14 +290,14 @@ def _start(arguments: dict[str, Any]) -> Any:
         llm = LLM(**arguments)
     except (ValueError, RuntimeError, torch.OutOfMemoryError) as error:
         raise RolloutError(f"vLLM could not start with model {arguments['model']!r}: {error}") from error
-    # vLLM would destroy the process group, which is not its own, when the engine is collected or the process ends.
+    # Otherwise vLLM would destroy the process group, which it does not own, when the engine is collected or the process ends.
     llm.llm_engine.engine_core._finalizer.detach()
     atexit.register(_release)
     return llm
 
 
 def _report_steps(llm: Any) -> None:
-    """Every step of the engine is a sign of life: a generation may take long, and not show any result for long."""
+    """Update the heartbeat at every engine step, because a generation may run long without returning a result."""
     step = llm.llm_engine.step
 
     def reported() -> Any:
@@ -308,9 +308,9 @@ def _report_steps(llm: Any) -> None:
 
 
 def _shut_down(llm: Any) -> None:
-    """vLLM's own shutdown of an engine in this process, but for the process group, which is not its own.
+    """Shut down an in-process vLLM engine, except for the process group, which it does not own.
 
-    An engine that failed may fail in this too; that must not keep the next one from being tried.
+    Best-effort: a failed engine may also fail to shut down, which must not prevent the next one from being tried.
     """
     from vllm.distributed.parallel_state import destroy_model_parallel
 
@@ -318,24 +318,24 @@ def _shut_down(llm: Any) -> None:
     for end in (core.model_executor.shutdown, core.scheduler.shutdown, destroy_model_parallel):
         try:
             end()
-        except Exception as error:  # noqa: BLE001 (whatever state the failure left it in)
+        except Exception as error:  # noqa: BLE001 (the failed engine may be in any state)
             logger.warning("a part of the old rollout engine did not shut down: %s: %s", type(error).__name__, error)
     gc.unfreeze()
 
 
 def _release() -> None:
-    """What remains of vLLM's own shutdown: its shared memory is unlinked and its objects may be collected again."""
+    """Run the rest of vLLM's shutdown: unlink its shared memory and make its objects collectable."""
     from vllm.distributed.parallel_state import get_tp_group, model_parallel_is_initialized
 
-    if model_parallel_is_initialized():  # not after an engine that was discarded
+    if model_parallel_is_initialized():  # False after the engine was discarded
         get_tp_group().mq_broadcaster = None
     gc.unfreeze()
 
 
 def _let_modules_be_scanned() -> None:
-    """vLLM's CPU backend asks every object of every loaded module for its ``__dict__``.
+    """Give llvmlite's handle a real ``__dict__``, which vLLM's CPU backend reads from every object of every loaded module.
 
-    llvmlite's handle (numba loads it) resolves any attribute name to a function of the library; give it a real ``__dict__``.
+    The handle (loaded by numba) resolves any attribute name to a function of the library.
     """
     ffi = sys.modules.get("llvmlite.binding.ffi")
     if ffi is not None and not _HAS_CUDA:
@@ -343,7 +343,7 @@ def _let_modules_be_scanned() -> None:
 
 
 def _require_parameters_of(llm: Any, shapes: dict[str, tuple[int, ...]]) -> None:
-    """vLLM's own parameters, unpacked (``qkv_proj`` -> ``q_proj``, ...), must be the HF names: then a complete sync fills all of them."""
+    """Raise RolloutError unless vLLM's parameters, unpacked (``qkv_proj`` -> ``q_proj``, ...), have the HF names that a sync fills."""
     names, packed = llm.apply_model(lambda model: ([name for name, _ in model.named_parameters()], dict(model.packed_modules_mapping)))[0]
     unpacked: set[str] = set()
     for name in names:
@@ -358,8 +358,11 @@ def _require_parameters_of(llm: Any, shapes: dict[str, tuple[int, ...]]) -> None
 
 
 def _prepare_tied_heads(model: torch.nn.Module) -> None:
-    """vLLM prepares reloaded weights only in the layer that they are loaded into, the embedding. On CPU a head that shares them has a
-    packed copy of its own, which would stay what it was."""
+    """Update tied output heads after a reload.
+
+    vLLM processes reloaded weights only in the layer they are loaded into, the embedding. On CPU a tied head has a separate packed copy,
+    which would keep the old weights.
+    """
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
     embeddings = {id(parameter) for name, parameter in model.named_parameters() if "lm_head" not in name}
@@ -382,7 +385,7 @@ def _sampling_parameters(request: GenerationRequest, sampling: SamplingConfig, s
         max_tokens=request.limit(sampling),
         seed=request.seed,
         stop_token_ids=[*stop_ids, *sampling.stop_token_ids],
-        logprobs=0,  # of the sampled token only
+        logprobs=0,  # only of the sampled token
         flat_logprobs=True,
         detokenize=False,
     )
@@ -400,7 +403,7 @@ def _generation(request: GenerationRequest, completion: Any) -> Generation:
 
 @contextlib.contextmanager
 def _random_state_kept() -> Iterator[None]:
-    """vLLM seeds and draws from the process's random generators; training in the same process must not notice."""
+    """Restore the process's random generators, which vLLM seeds and uses, so that training in the same process is unaffected."""
     python, numpy_state = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=[torch.cuda.current_device()] if _HAS_CUDA else []):
         try:
@@ -411,8 +414,8 @@ def _random_state_kept() -> Iterator[None]:
 
 
 def _uncompiled_on_cpu() -> contextlib.AbstractContextManager[Any]:
-    """vLLM compiles a one-line helper (the rank of the sampled token) at the first generation; a C++ compiler takes some 15 s for it.
+    """Disable compilation on CPU: vLLM would spend about 15 s at the first generation to compile a one-line helper.
 
-    In eager mode it gives the same numbers at the same speed. On CUDA compilation is left to vLLM.
+    In eager mode the helper (rank of the sampled token) gives the same numbers at the same speed. On CUDA, vLLM decides.
     """
     return contextlib.nullcontext() if _HAS_CUDA else torch.compiler.set_stance("force_eager")

@@ -1,9 +1,7 @@
-"""vLLM's own model: does it hold the weights it was given, and which token ids it may draw.
+"""Access to vLLM's model: compare its parameters with full HF tensors, and exclude token ids from sampling.
 
-Its fused and sharded parameters are compared with full HF tensors, value by value.
-
-vLLM fuses q, k, v and gate, up into one parameter each (``packed_modules_mapping``) and cuts them over its own tensor parallelism, which
-is unlike Megatron's: whole blocks of q, k and v one after the other, key-value heads repeated where there are fewer than ranks.
+vLLM fuses q, k, v and gate, up into one parameter each (``packed_modules_mapping``) and shards them over its tensor parallelism
+differently from Megatron: whole blocks of q, k and v one after the other, with key-value heads repeated if there are fewer than ranks.
 """
 
 from __future__ import annotations
@@ -16,9 +14,9 @@ from torch import Tensor, nn
 
 
 def holds(model: nn.Module, name: str, full: Tensor) -> bool:
-    """Whether this rank's part of the HF tensor ``full`` has exactly the values that vLLM's parameter has in its place.
+    """Return whether vLLM's parameter exactly equals this rank's part of the HF tensor ``full``.
 
-    ``model`` is a vLLM model whose parameters are still as loaded: on CUDA and unquantised they are, on CPU linear layers repack them.
+    ``model`` must keep its parameters as loaded: unquantised models on CUDA do; on CPU linear layers repack them.
     """
     module, leaf, part = _place(model, name)
     parameter = getattr(module, leaf).detach()
@@ -27,7 +25,7 @@ def holds(model: nn.Module, name: str, full: Tensor) -> bool:
 
 
 def _place(model: nn.Module, name: str) -> tuple[Any, str, int]:
-    """Module and attribute of the parameter that a HF tensor is a part of, and which part."""
+    """Return module and attribute of the parameter that contains a HF tensor, and the index of the part."""
     path, _, leaf = name.rpartition(".")
     parent, _, child = path.rpartition(".")
     for packed, parts in getattr(model, "packed_modules_mapping", {}).items():
@@ -37,7 +35,7 @@ def _place(model: nn.Module, name: str) -> tuple[Any, str, int]:
 
 
 def _blocks(module: Any, leaf: str, part: int, full: Tensor, parameter: Tensor) -> tuple[Tensor, Tensor]:
-    """This rank's rows or columns of ``full``, and the region of the parameter where they belong."""
+    """Return this rank's rows or columns of ``full``, and the corresponding region of the parameter."""
     from vllm.model_executor.layers.linear import ColumnParallelLinear, MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
@@ -62,10 +60,9 @@ def _blocks(module: Any, leaf: str, part: int, full: Tensor, parameter: Tensor) 
 
 
 def exclude_tokens(model: nn.Module, token_ids: Sequence[int]) -> None:
-    """Set the logits of ``token_ids`` to -inf as the model computes them, before any sampling: whatever vLLM does with logits (greedy
-    or sampled, top-p, log-probs), these ids have probability 0.
+    """Make the model return -inf logits for ``token_ids``, so that they have probability 0 in greedy and sampled decoding and log-probs.
 
-    One fill of a few columns a step. vLLM's ``allowed_token_ids`` would need the whole vocabulary in each request, and its
+    Takes one fill of a few columns per step. vLLM's ``allowed_token_ids`` would need the whole vocabulary in each request, and its
     ``logit_bias`` is bounded.
     """
     if not token_ids:

@@ -1,4 +1,4 @@
-"""vLLM's CPU worker with shared-memory names of its own for every run. Imported by vLLM, by name."""
+"""vLLM's CPU worker with shared-memory names unique to each run. vLLM imports it by name."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from vapo_mcore.rollout.vllm_engine import RUN_KEY
 
 
 class RunScopedCPUWorker(CPUWorker):
-    """Tensor parallelism on CPU goes through ``/dev/shm`` segments that vLLM names after its init method alone.
+    """CPU worker whose ``/dev/shm`` segments, used for tensor parallelism, have names unique to the run.
 
-    Launched by torchrun that is always ``env://``: a second run on the machine, or one after a killed run, would find the segments
-    taken and fail. The process group exists before vLLM starts, so the init method names the segments and does nothing else;
-    here it carries the run's key.
+    vLLM names the segments after its init method, which under torchrun is always ``env://``: a second run on the machine, or one after a
+    killed run, would find them in use and fail. Because the process group already exists, the init method only names the segments, and
+    the run's key can be added to it.
     """
 
     def init_device(self) -> None:

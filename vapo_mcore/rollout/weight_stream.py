@@ -1,4 +1,4 @@
-"""The tensors of one weight sync on their way into a loader: names and shapes checked, bytes counted, checksums taken."""
+"""Stream the tensors of a weight sync to a loader, checking names and shapes, counting bytes and computing checksums."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _SHOWN = 8
 
 
 def listed(names: Collection[str]) -> str:
-    """Names for a message: the first few, sorted, and how many more."""
+    """Format names for a message: the first few, sorted, and the number of further ones."""
     some = sorted(names)[:_SHOWN]
     more = len(names) - len(some)
     return ", ".join(some) + (f" and {more} more" if more else "")
 
 
 def require_same_names(expected: Collection[str], model: Collection[str]) -> None:
-    """Raise RolloutError naming what the sync would not deliver and what the model does not have."""
+    """Raise RolloutError naming tensors that the sync would not deliver and tensors that the model lacks."""
     missing, surplus = set(model) - set(expected), set(expected) - set(model)
     faults = []
     if missing:
@@ -35,9 +35,8 @@ def require_same_names(expected: Collection[str], model: Collection[str]) -> Non
 class WeightStream:
     """Iterates ``(name, tensor)`` for a loader, once.
 
-    A tensor that the model does not have, has already been given or has in another shape never reaches the loader. It is remembered
-    and reported by :meth:`finish`, after everything else has been consumed: the buckets may come from collectives, and leaving
-    those half-way would hang the other ranks.
+    Tensors that the model lacks, that were already delivered or that have the wrong shape are not passed to the loader. :meth:`finish`
+    reports them after consuming all buckets, which may come from collectives: stopping earlier would hang the other ranks.
     """
 
     def __init__(self, buckets: WeightBuckets, shapes: Mapping[str, tuple[int, ...]], checksum: Callable[[Tensor], str] | None) -> None:
@@ -55,19 +54,19 @@ class WeightStream:
 
     @property
     def names(self) -> int:
-        """Number of tensors handed to the loader."""
+        """Number of tensors passed to the loader."""
         return len(self._delivered)
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         while (bucket := self._next_bucket()) is not None:
-            while bucket:  # emptied as it is read, so that no tensor of it is alive when the next bucket is made
+            while bucket:  # pop while reading, so that no tensor of it is alive when the next bucket is built
                 name, tensor = bucket.pop(0)
                 if self._accept(name, tensor):
                     yield name, tensor
                 del tensor
 
     def finish(self) -> None:
-        """Consume what the loader left, then raise RolloutError unless exactly the model's tensors were taken."""
+        """Consume the remaining buckets, then raise RolloutError unless exactly the model's tensors were loaded."""
         unread = self._drain()
         faults = []
         missing = set(self._shapes) - self._delivered

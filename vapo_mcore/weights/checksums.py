@@ -1,4 +1,4 @@
-"""Checksums of tensors, the same on every device, for comparing both sides of a weight sync."""
+"""Device-independent checksums of tensors, to compare both sides of a weight sync."""
 
 from __future__ import annotations
 
@@ -10,21 +10,20 @@ import torch
 from torch import Tensor
 
 _PIECE_WORDS = {"cpu": 1 << 17, "cuda": 1 << 24}
-"""Words mixed at a time: what fits a core's cache, and what fills a GPU without much temporary memory."""
+"""Words mixed at a time: fits a core's cache, and fills a GPU without much temporary memory."""
 _COMPILED_WORDS = 1 << 15
-"""On the CPU a compiled loop, some ten times as fast, sums tensors of at least so many words; compiling it takes a second, once."""
+"""From this many words on, CPU tensors are summed by a compiled loop, about ten times as fast; compilation takes about a second once."""
 _MULTIPLIERS = (0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64))
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
 _MASK = (1 << 64) - 1
 
 
 def tensor_checksum(tensor: Tensor) -> str:
-    """``"<type>:<shape>:<16 hex digits>"`` of the exact bits of a tensor.
+    """Return the checksum ``"<dtype>:<shape>:<16 hex digits>"`` of the exact bits of a tensor.
 
-    The digits are a 64-bit sum over the tensor's 8-byte words, each mixed with its position first (the finaliser of splitmix64;
-    Steele, Lea and Flood 2014), so that a changed bit, a swap or a shift changes the result. It is computed where the tensor
-    lies, in one compiled pass on the CPU and in a few passes of integer arithmetic with bounded temporary memory elsewhere; it
-    guards against errors, not against forgery.
+    The digits are a 64-bit sum over the tensor's 8-byte words, each first mixed with its position (the finaliser of splitmix64;
+    Steele, Lea and Flood 2014), so that a changed bit, a swap or a shift changes the result. Computed on the tensor's device: in one
+    compiled pass on CPU, elsewhere in a few passes of integer arithmetic with bounded temporary memory. Detects errors, not forgery.
     """
     raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     whole = raw.numel() // 8 * 8
@@ -67,7 +66,7 @@ def _logical_shift(words: Tensor, bits: int) -> Tensor:
 
 @cache
 def _compiled_sum() -> Callable[[Any], Any]:
-    """``_sum_in_pieces`` of a numpy array as one loop, for the CPU; it runs without the GIL."""
+    """Compile ``_sum_in_pieces`` for numpy arrays as one loop that releases the GIL."""
     import numpy as np
     from numba import njit
 

@@ -1,4 +1,4 @@
-"""``vapo-mcore convert``: hf-to-megatron, megatron-to-hf, verify, inspect. Importing this does not import torch."""
+"""Command line of ``vapo-mcore convert``: hf-to-megatron, megatron-to-hf, verify, inspect. Importing it does not import torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _DEFAULT_TOLERANCE = 1e-5
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the four actions and their options to a parser; the chosen one is ``options.action``."""
+    """Add the four actions and their options to a parser; ``options.action`` holds the chosen one."""
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     to_megatron = actions.add_parser("hf-to-megatron", help="Hugging Face folder -> Megatron distributed checkpoint")
     to_hf = actions.add_parser("megatron-to-hf", help="Megatron distributed checkpoint -> Hugging Face folder")
@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the chosen action; returns the exit code. Raises VapoError for faults of the input."""
+    """Run the chosen action; returns the exit code. Raises VapoError for invalid input."""
     if options.action in ("hf-to-megatron", "megatron-to-hf"):
         return _convert(options)
     if options.action == "verify":
@@ -137,7 +137,7 @@ def _inspect(options: argparse.Namespace) -> int:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The command on its own (``tools/convert_checkpoint.py``)."""
+    """Run the command standalone (``tools/convert_checkpoint.py``)."""
     parser = argparse.ArgumentParser(description="Convert and compare model checkpoints.")
     add_arguments(parser)
     try:

@@ -1,7 +1,7 @@
 """Offline conversion between Hugging Face folders and Megatron's distributed checkpoints, one tensor at a time on the CPU.
 
-A Megatron folder made here is a ``torch_dist`` checkpoint that loads at any TP/PP/EP, with a subfolder ``hf`` (config, tokenizer,
-...) that makes it convertible back on its own, and ``checksums.json`` with the checksum of every HF tensor.
+The Megatron folders are ``torch_dist`` checkpoints that load at any TP/PP/EP. Each has a subfolder ``hf`` (config, tokenizer, ...), so
+that it can be converted back without the original, and ``checksums.json`` with the checksum of every HF tensor.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _EXTRA_STATES = (
 
 @dataclass(frozen=True)
 class ConversionReport:
-    """What a conversion wrote: HF tensors, their bytes, and the tensors of the source that were left out, with the reason."""
+    """Result of a conversion: number and bytes of HF tensors written, and the skipped tensors of the source with the reason."""
 
     tensors: int
     num_bytes: int
@@ -65,10 +65,10 @@ def hf_to_megatron(
     dtype: torch.dtype | None = None,
     vocab_multiple: int = DEFAULT_VOCAB_MULTIPLE,
 ) -> ConversionReport:
-    """Convert a HF folder to a distributed checkpoint. The vocabulary is padded with zero rows to ``vocab_multiple``.
+    """Convert a HF folder to a distributed checkpoint. Pads the vocabulary with zero rows to a multiple of ``vocab_multiple``.
 
-    Peak memory is about one tensor group. ``destination`` appears complete, at the end, or not at all. Raises CheckpointError on
-    every fault of the source (see :class:`HfFolderView`), an existing destination and a full disk.
+    Peak memory is about one tensor group. ``destination`` is published by a rename at the end. Raises CheckpointError for an invalid
+    source (see :class:`HfFolderView`), an existing destination and a full disk.
     """
     refuse_existing(destination)
     with open_view(source, role=role) as view, new_folder(destination) as folder:
@@ -90,7 +90,7 @@ def hf_to_megatron(
 
 
 def stored_dtype(source: torch.dtype, name: str, wanted: torch.dtype | None) -> torch.dtype:
-    """Type to store a HF tensor in; a scalar head keeps its own, it is tiny and trained in float32."""
+    """Return the dtype to store a HF tensor in; a scalar head keeps its own, since it is tiny and trained in float32."""
     return source if wanted is None or name.startswith(HEAD_PREFIX) else wanted
 
 
@@ -103,7 +103,7 @@ def _write_entry(
     vocab_multiple: int,
     checksums: _Checksums,
 ) -> None:
-    """Chunks as Megatron cuts them: gate and up apart, padding rows apart; q, k and v fused."""
+    """Write the chunks as Megatron splits them: gate and up separately, padding rows separately; q, k and v fused."""
     arch = view.architecture
     place = placements(entry, arch)[0]
     rank = len(entry.hf_shapes[0])
@@ -130,7 +130,7 @@ def _write_entry(
 
 
 def _write_extra_states(out: DistributedCheckpointWriter, arch: ModelArchitecture) -> None:
-    """Megatron's linear layers ask for their ``_extra_state`` (scales of fp8 recipes); without fp8 it is empty."""
+    """Write the empty ``_extra_state`` (fp8 scales) that Megatron's linear layers require on load."""
     for module in _EXTRA_STATES:
         if arch.is_moe and module.startswith("mlp."):
             module = module.replace("mlp.", "mlp.experts.experts.")
@@ -150,9 +150,9 @@ def megatron_to_hf(
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = DEFAULT_MAX_SHARD_BYTES,
 ) -> ConversionReport:
-    """Convert a distributed checkpoint to a HF folder; ``config`` as ``companions`` of :func:`open_view`.
+    """Convert a distributed checkpoint to a HF folder; ``config`` is ``companions`` of :func:`open_view`.
 
-    A critic becomes a token-classification folder with one label. Guarantees and errors as :func:`hf_to_megatron`.
+    A critic becomes a token-classification folder with one label. Gives the same guarantees and errors as :func:`hf_to_megatron`.
     """
     refuse_existing(destination)
     with open_view(source, role=role, companions=config) as view, new_folder(destination) as folder:
@@ -173,7 +173,7 @@ def megatron_to_hf(
 
 
 class _Checksums:
-    """Checksums of the HF tensors that pass by."""
+    """Collects the checksums of the converted HF tensors."""
 
     def __init__(self) -> None:
         self.num_bytes = 0

@@ -1,12 +1,12 @@
-"""Megatron-Core's distributed checkpoint format (``torch_dist``), written and read tensor by tensor without a process group.
+"""Read and write Megatron-Core's distributed checkpoint format (``torch_dist``) tensor by tensor, without a process group.
 
-A checkpoint is a folder with ``.metadata`` (which chunk of which global tensor lies where), data files of chunks stored by
-``torch.save``, ``common.pt`` and ``metadata.json``. ``megatron.core.dist_checkpointing`` holds a whole model in memory to write
-it; here a chunk goes to disk as soon as it is there. What is written loads with ``dist_checkpointing.load`` at any layout,
-and what Megatron saves at any layout is read here.
+A checkpoint is a folder with ``.metadata`` (location of each chunk of each global tensor), data files with chunks written by
+``torch.save``, ``common.pt`` and ``metadata.json``. ``megatron.core.dist_checkpointing`` needs the whole model in memory; this module
+writes each chunk immediately. Its checkpoints load with ``dist_checkpointing.load`` at any layout, and it reads what Megatron saves at
+any layout.
 
-``.metadata`` is a pickle. It is read by an unpickler that knows the classes of this format and nothing else, so that a foreign
-checkpoint cannot run code; the chunks are read with ``weights_only``.
+``.metadata`` is a pickle. It is read by an unpickler restricted to the classes of this format, and the chunks with ``weights_only``, so
+that an untrusted checkpoint cannot run code.
 """
 
 from __future__ import annotations
@@ -55,11 +55,12 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 class DistributedCheckpointWriter:
-    """Writes chunks of global tensors into ``folder`` (which exists and is empty). Use as a context manager; the folder is
-    complete, with its metadata, once it is left without an error.
+    """Writes chunks of global tensors into ``folder``, which must exist and be empty.
 
-    ``expected_bytes``: about how much will be written; it is reserved on the disk file by file (OSError where there is no room).
-    ``rank``: of several writers of one folder, in the names of its files.
+    Use as a context manager; leaving it without an error writes the metadata and completes the folder.
+
+    ``expected_bytes``: approximate total size, reserved on disk file by file (raises OSError if it does not fit). ``rank``: rank of the
+    writer, used in the names of its files when several write one folder.
     """
 
     def __init__(self, folder: str | Path, *, expected_bytes: int = 0, rank: int = 0) -> None:
@@ -75,7 +76,7 @@ class DistributedCheckpointWriter:
         self._frames: dict[tuple[torch.dtype, tuple[int, ...]], tuple[bytes, bytes]] = {}
 
     def add(self, key: str, chunk: Tensor, global_shape: Sequence[int], offsets: Sequence[int]) -> None:
-        """Write one chunk: ``chunk`` lies at ``offsets`` of the tensor ``key`` of ``global_shape`` (leading axes of size one added)."""
+        """Write the chunk at ``offsets`` of the tensor ``key`` with ``global_shape``; adds leading axes of size one."""
         assert len(global_shape) == len(offsets) >= chunk.dim(), (key, global_shape, offsets, chunk.shape)
         value = chunk.detach().reshape((1,) * (len(global_shape) - chunk.dim()) + tuple(chunk.shape)).contiguous()
         known = self._tensors.setdefault(key, (value.dtype, tuple(global_shape), []))
@@ -84,19 +85,18 @@ class DistributedCheckpointWriter:
         self._store(key, tuple(offsets), lambda stream: self._save(value, stream))
 
     def add_object(self, key: str, value: Any, offset: Sequence[int], global_shape: Sequence[int]) -> None:
-        """Write one piece of a sharded object (Megatron's ``ShardedObject``), for example a module's ``_extra_state``."""
+        """Write one shard of a Megatron ``ShardedObject``, for example a module's ``_extra_state``."""
         name = f"{key}/shard_{'.'.join(map(str, offset))}_{'.'.join(map(str, global_shape))}"
         self._objects.append(name)
         content = _archive_of_nothing() if value is None else _archive(value)
         self._store(name, None, lambda stream: stream.write(content))
 
     def _save(self, value: Tensor, stream: io.BufferedRandom) -> None:
-        """``torch.save``: the archives of two tensors of one type and shape differ in the numbers alone, so what surrounds those is
-        made once."""
+        """Write what ``torch.save`` would, reusing the archive's framing, which is equal for tensors of the same dtype and shape."""
         frame = self._frames.get((value.dtype, tuple(value.shape)))
         if frame is None:
             if value.untyped_storage().nbytes() != value.nbytes:
-                value = value.clone()  # torch.save would store the whole tensor that this is a view of
+                value = value.clone()  # torch.save would store the whole storage of a view
             start = stream.tell()
             _torch_save(value, stream)
             self._frames[value.dtype, tuple(value.shape)] = _frame(stream, start, value.nbytes)
@@ -124,16 +124,16 @@ class DistributedCheckpointWriter:
         self._expected_bytes -= reserved
 
     def open(self, name: str) -> Any:
-        """A new file of the folder, for binary reading and writing."""
+        """Create a file in the folder for binary reading and writing."""
         return (self.folder / name).open("x+b")
 
     def part(self) -> WrittenPart:
-        """What this writer has put where, for :func:`write_metadata`."""
+        """Return the locations of everything written, for :func:`write_metadata`."""
         return WrittenPart(self._tensors, self._objects, self._places)
 
     def _close_file(self) -> None:
         if self._stream is not None:
-            self._stream.truncate()  # what was reserved and not used
+            self._stream.truncate()  # free unused reserved space
             self._stream.close()
             self._stream = None
 
@@ -152,8 +152,11 @@ class DistributedCheckpointWriter:
 
 
 class WrittenPart(NamedTuple):
-    """The chunks and objects that one rank has written: tensor -> (type, global shape, (offsets, sizes) of its chunks); the objects'
-    names; and for each of both (key, offsets or None, file, first byte, bytes)."""
+    """The chunks and objects written by one rank.
+
+    ``tensors``: key -> (dtype, global shape, (offsets, sizes) of its chunks); ``objects``: names; ``places``: (key, offsets or None,
+    file, first byte, number of bytes) of each chunk and object.
+    """
 
     tensors: dict[str, tuple[torch.dtype, tuple[int, ...], list[tuple[tuple[int, ...], tuple[int, ...]]]]]
     objects: list[str]
@@ -161,7 +164,7 @@ class WrittenPart(NamedTuple):
 
 
 def write_metadata(folder: Path, parts: Sequence[WrittenPart]) -> None:
-    """Write ``.metadata`` of a checkpoint whose chunks the ranks have written as ``parts`` say."""
+    """Write ``.metadata`` for the chunks that the ranks have written, given by ``parts``."""
     from torch.distributed.checkpoint.filesystem import _StorageInfo
     from torch.distributed.checkpoint.metadata import (
         BytesStorageMetadata,
@@ -197,7 +200,7 @@ def write_metadata(folder: Path, parts: Sequence[WrittenPart]) -> None:
 
 
 class _Output:
-    """A stream for ``torch.save`` that keeps the error of a failed write; ``torch.save`` would replace it."""
+    """Stream for ``torch.save`` that keeps the OSError of a failed write, which ``torch.save`` replaces by a RuntimeError."""
 
     def __init__(self, stream: io.BytesIO | io.BufferedRandom) -> None:
         self.flush = stream.flush
@@ -213,8 +216,10 @@ class _Output:
 
 
 def _torch_save(value: Any, stream: io.BytesIO | io.BufferedRandom) -> None:
-    """``torch.save`` without its CRC-32: nothing reads it, it halves the speed, and conversions store their own checksums.
-    Raises OSError where the disk is full."""
+    """Call ``torch.save`` without CRC-32, which nothing reads and which halves the speed; conversions store their own checksums.
+
+    Raises OSError if the disk is full.
+    """
     crc32 = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
     output = _Output(stream)
@@ -228,7 +233,7 @@ def _torch_save(value: Any, stream: io.BytesIO | io.BufferedRandom) -> None:
 
 def _archive(value: Any) -> bytes:
     content = io.BytesIO()
-    _torch_save([value], content)  # Megatron keeps a list of the pieces with one name
+    _torch_save([value], content)  # Megatron stores a list of the shards with one name
     return content.getvalue()
 
 
@@ -239,11 +244,11 @@ def _archive_of_nothing() -> bytes:
 
 
 def _frame(stream: io.BufferedRandom, start: int, num_bytes: int) -> tuple[bytes, bytes]:
-    """What ``torch.save`` wrote from ``start`` to here, before and after the ``num_bytes`` of its one tensor."""
+    """Return the bytes that ``torch.save`` wrote from ``start`` on, before and after the ``num_bytes`` of its single tensor."""
     end = stream.tell()
     with ZipFile(_Window(stream, start, end - start)) as archive:  # type: ignore[arg-type]
         (data,) = (entry for entry in archive.infolist() if entry.filename.endswith("/data/0"))
-    stream.seek(start + data.header_offset + 26)  # in a local header: the lengths of name and extra field, which follow it
+    stream.seek(start + data.header_offset + 26)  # in the local file header: lengths of the name and extra field that follow it
     name_length, extra_length = (int.from_bytes(stream.read(2), "little") for _ in range(2))
     first = data.header_offset + 30 + name_length + extra_length
     assert (data.file_size, data.compress_type) == (num_bytes, ZIP_STORED)
@@ -255,9 +260,9 @@ def _frame(stream: io.BufferedRandom, start: int, num_bytes: int) -> tuple[bytes
 
 
 class DistributedCheckpointReader:
-    """Global tensors of a distributed checkpoint, read in the regions that are asked for.
+    """Reads regions of the global tensors of a distributed checkpoint.
 
-    Raises CheckpointError where the folder is no such checkpoint, is damaged, or refers to anything outside of itself.
+    Raises CheckpointError if the folder is not such a checkpoint, is damaged, or refers to files outside the folder.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -310,9 +315,9 @@ class DistributedCheckpointReader:
         return sum(torch.Size(self.shape(key)).numel() * self.dtype(key).itemsize for key in self._entries)
 
     def read(self, key: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
-        """The region of ``key`` that starts at ``offsets`` and has ``sizes``; no copy where one chunk holds all of it."""
+        """Read the region of ``key`` with ``sizes`` at ``offsets``; does not copy if one chunk contains it."""
         chunks = self._sizes[key]
-        if chunks.get(tuple(offsets)) == tuple(sizes):  # as the converter writes them; a large model has thousands
+        if chunks.get(tuple(offsets)) == tuple(sizes):  # fast path for checkpoints of the converter; a large model has thousands
             return self._chunk(key, tuple(offsets), tuple(sizes))
         result: Tensor | None = None
         filled = 0
@@ -342,7 +347,7 @@ class DistributedCheckpointReader:
         return value
 
     def read_object(self, name: str) -> Any:
-        """The sharded object of that name: plain values and tensors, others are refused."""
+        """Read a sharded object of plain values and tensors. Raises CheckpointError for anything else."""
         info = self._places.get((name, None))
         if info is None:
             raise CheckpointError(f"{self.folder}: {name} is not stored")
@@ -362,7 +367,7 @@ class DistributedCheckpointReader:
 def _overlap(
     offsets: Sequence[int], sizes: Sequence[int], chunk_offsets: Sequence[int], chunk_sizes: Sequence[int]
 ) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
-    """Slices of the common part, in the chunk and in the region; None if there is none."""
+    """Return the slices of the overlap within the chunk and within the region; None without overlap."""
     there, here = [], []
     for start, size, chunk_start, chunk_size in zip(offsets, sizes, chunk_offsets, chunk_sizes, strict=True):
         first, last = max(start, chunk_start), min(start + size, chunk_start + chunk_size)

@@ -1,8 +1,8 @@
-"""Megatron weights as Hugging Face tensors: a collective generator of buckets that feeds weight sync and saving.
+"""Export Megatron weights as Hugging Face tensors: a collective generator of buckets, used for weight sync and saving.
 
-Within a bucket the shards travel first (one broadcast per owning pipeline stage of 1/TP of the bytes) and are gathered over tensor
-parallelism on every rank afterwards, so that a bucket costs a handful of large transfers whatever the number of its tensors.
-A tensor group that is too large for a bucket, such as the embedding of a large model, goes the same way in pieces of its rows.
+For each bucket the shards are first broadcast over the pipeline (one broadcast per owning stage, 1/TP of the bytes) and then gathered
+over tensor parallelism, so that a bucket takes a few large transfers regardless of its number of tensors. A tensor group larger than a
+bucket, such as the embedding of a large model, is exported the same way in blocks of rows.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ DEFAULT_BUCKET_BYTES = 256 << 20
 
 @dataclass(frozen=True)
 class _Item:
-    """A plan entry with what the manifest says about it: the pipeline rank that holds it, its type, and its shape on a TP rank."""
+    """A plan entry with its manifest data: the pipeline rank that holds it, its dtype, and its shape on a TP rank."""
 
     index: int
     entry: MappedTensor
@@ -53,10 +53,10 @@ class _Item:
 
 
 class Exporter:
-    """Exports the weights of one model, as often as wanted; the manifest is exchanged once, when the object is made.
+    """Exports the weights of one model repeatedly; the ranks exchange the manifest once, on construction.
 
-    Collective over tensor and pipeline parallelism: all those ranks construct it, and iterate :meth:`buckets`, together.
-    ``chunks`` are this rank's unwrapped GPTModel chunks; parameters are read anew at each export.
+    Collective over tensor and pipeline parallelism: all these ranks must construct it and iterate :meth:`buckets` together.
+    ``chunks`` are this rank's unwrapped GPTModel chunks; each export reads the current parameters.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Exporter:
         }
         self._items = self._exchange_manifest()
         tp = parallel.tensor_model_parallel_size
-        # At most these exist at the same time: a bucket's shards, their gathered copies, the merged tensors, one group being split.
+        # Peak memory: a bucket's shards, their gathered copies, the merged tensors, and one group being split.
         self._limit = bucket_bytes / (3 + 1 / tp)
         self._buckets = list(_group(self._items, self._limit, tp))
 
@@ -90,25 +90,25 @@ class Exporter:
 
     @property
     def manifest(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """HF name -> (shape, type) of everything that is exported, in order."""
+        """HF name -> (shape, dtype) of all exported tensors, in order."""
         return {
             name: (shape, item.dtype) for item in self._items for name, shape in zip(item.entry.hf_names, item.entry.hf_shapes, strict=True)
         }
 
     def buckets(self) -> Iterator[list[tuple[str, Tensor]]]:
-        """Full HF tensors on every rank, in the parameters' types, a bucket at a time.
+        """Yield full HF tensors on every rank, in the dtypes of the parameters, one bucket at a time.
 
-        Temporary memory, the bucket included, is at most ``bucket_bytes``. A tensor group (gate and up; q, k and v) that is too large
-        for it is a bucket of its own; it takes that much at most beside its own tensors, which are whole. Tensors may share memory
-        with the parameters: read them, do not change them, and let go of them before the next bucket.
+        Temporary memory, including the bucket, is at most ``bucket_bytes``. A larger tensor group (gate and up; q, k and v) gets a separate
+        bucket and takes up to ``bucket_bytes`` in addition to its full tensors. Tensors may share memory with the parameters: do not
+        modify them, and drop all references before the next bucket.
         """
-        for items in self._buckets:  # not under no_grad, whose wrapper of a generator would keep a bucket while the next is made
+        for items in self._buckets:  # not under no_grad: its generator wrapper would keep a bucket alive while the next is built
             bucket = self._export_in_pieces(items[0]) if self._needs_pieces(items[0]) else self._export(items)
             yield bucket
             del bucket
 
     def _degree(self, item: _Item) -> int:
-        """Number of ranks that a parameter is cut over."""
+        """Return the number of ranks that a parameter is sharded over."""
         return self.parallel.tensor_model_parallel_size if item.entry.functions.sharded else 1
 
     def _needs_pieces(self, item: _Item) -> bool:
@@ -118,7 +118,7 @@ class Exporter:
 
     @torch.no_grad()
     def _export_in_pieces(self, item: _Item) -> list[tuple[str, Tensor]]:
-        """The HF tensors of one parameter, filled with a range of its rows at a time."""
+        """Export the HF tensors of one parameter, one range of rows at a time."""
         device = next(iter(self._parameters.values())).device
         tensors = [torch.empty(shape, dtype=item.dtype, device=device) for shape in item.entry.hf_shapes]
         rows, degree = item.shard_shape[0], self._degree(item)
@@ -139,14 +139,13 @@ class Exporter:
         return list(zip(item.entry.hf_names, tensors, strict=True))
 
     def _row_sources(self, item: _Item, degree: int, device: torch.device) -> list[tuple[Tensor, Tensor]]:
-        """For each HF tensor of a parameter, the TP rank and the row of its shard that each row comes from: the rule itself, applied to
-        row numbers."""
+        """Return for each HF tensor of a parameter the source TP rank and shard row of each row, by applying the rule to row indices."""
         rows, kind = item.shard_shape[0], item.entry.functions
         numbers = torch.arange(degree * rows, device=device).view(degree, rows)
         return [(part // rows, part % rows) for part in kind.split(kind.unshard(list(numbers), self.architecture), self.architecture)]
 
     def _piece(self, item: _Item, start: int, stop: int) -> Tensor:
-        """Rows of this TP rank's shard of a parameter, on all pipeline stages."""
+        """Broadcast a range of rows of this TP rank's shard to all pipeline stages."""
         rank, size = self.parallel.pipeline_model_parallel_rank, self.parallel.pipeline_model_parallel_size
         if item.owner == rank:
             piece = self._shard(item).view(item.shard_shape)[start:stop]
@@ -158,7 +157,7 @@ class Exporter:
         return piece
 
     def _gather_piece(self, piece: Tensor, degree: int) -> Tensor:
-        """The pieces of all TP ranks, [TP, rows, ...]."""
+        """Gather the rows of all TP ranks, [TP, rows, ...]."""
         if degree == 1:
             return piece[None]
         gathered = piece.new_empty((degree, *piece.shape))
@@ -185,7 +184,7 @@ class Exporter:
         return named
 
     def _on_all_stages(self, items: Sequence[_Item]) -> list[Tensor]:
-        """This TP rank's flat shard of every item: the parameters themselves without pipeline parallelism, else received copies."""
+        """Return this TP rank's flat shard of every item: the parameters without pipeline parallelism, else received copies."""
         rank, size = self.parallel.pipeline_model_parallel_rank, self.parallel.pipeline_model_parallel_size
         if size == 1:
             return [self._shard(item) for item in items]
@@ -212,7 +211,7 @@ class Exporter:
         return parameter.reshape(-1)
 
     def _gather_shards(self, shards: Sequence[Tensor]) -> Iterator[Tensor]:
-        """For each flat shard, the blocks of all TP ranks, [TP, flat shard]; one collective for all of them."""
+        """Yield for each flat shard the blocks of all TP ranks, [TP, flat shard], using one collective for all shards."""
         tp = self.parallel.tensor_model_parallel_size
         if tp == 1 or not shards:
             return
@@ -242,7 +241,7 @@ class Exporter:
 
 
 def _group(items: Sequence[_Item], limit: float, tp: int) -> Iterator[list[_Item]]:
-    """Consecutive items of one type, together at most ``limit`` bytes when gathered, at least one item."""
+    """Group consecutive items of one dtype into buckets of at most ``limit`` gathered bytes, at least one item each."""
     bucket: list[_Item] = []
     size = 0
     for item in items:
@@ -264,7 +263,7 @@ def export_tensors(
     role: Role,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
 ) -> Iterator[list[tuple[str, Tensor]]]:
-    """One export (see :class:`Exporter`, which to keep when exporting every step)."""
+    """Export once. To export every step, keep an :class:`Exporter`."""
     return Exporter(chunks, architecture, parallel, role=role, bucket_bytes=bucket_bytes).buckets()
 
 
@@ -276,11 +275,11 @@ def save_hf(
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = DEFAULT_MAX_SHARD_BYTES,
 ) -> None:
-    """Write the model as a Hugging Face folder. Collective over the whole world; global rank 0 writes.
+    """Write the model as a Hugging Face folder. A collective over all ranks; rank 0 writes.
 
-    ``source``: the folder that the model was loaded from, for config, tokenizer and the like; ``checksums.json`` is added.
-    ``dtype``: type of the weights on disk, that of the parameters if None (a critic's head stays in float32). ``destination``
-    appears complete, at the end, or not at all; every rank raises the writer's CheckpointError (destination exists, disk full).
+    ``source``: the folder the model was loaded from, for config and tokenizer; ``checksums.json`` is added. ``dtype``: dtype of the
+    weights on disk, None: that of the parameters (a critic's head stays in float32). ``destination`` is published by a rename at the end.
+    A CheckpointError of the writer (destination exists, disk full) is raised on every rank.
     """
     failure: list[CheckpointError | None] = [None]
     parallel = exporter.parallel
@@ -290,7 +289,7 @@ def save_hf(
             _write_hf(exporter, buckets, Path(source), Path(destination), dtype, max_shard_bytes)
         except CheckpointError as error:
             failure[0] = error
-            for _ in buckets:  # the other ranks are in this collective: see it to its end, then tell them
+            for _ in buckets:  # finish the collective that the other ranks are in before broadcasting the error
                 pass
     elif parallel.data_parallel_rank == 0 and parallel.context_parallel_rank == 0:
         for _ in exporter.buckets():
@@ -319,7 +318,7 @@ def _write_hf(
                     stored = tensor.to(manifest[name][1])
                     checksums[name] = tensor_checksum(stored)
                     writer.write(name, stored)
-                del bucket, tensor, stored  # before the next one is made
+                del bucket, tensor, stored  # before the next bucket is built
         copy_companions(source, folder, exporter.architecture, role=exporter.role, dtype=trunk_dtype)
         write_json(folder / CHECKSUMS_NAME, checksums)
 

@@ -1,7 +1,7 @@
-"""Which HF tensors make which Megatron parameters, family by family.
+"""Mapping rules from Hugging Face tensors to Megatron parameters, by model family.
 
-A new dense family is a tuple of rules: take the blocks below, add what differs, and enter it in :data:`FAMILIES`. For example a
-Llama-like model whose attention output is normalised before the residual would be::
+A new dense family is a tuple of rules: combine the blocks below, add rules for what differs, and register it in :data:`FAMILIES`. For
+example a Llama-like model whose attention output is normalised before the residual would be::
 
     POST_ATTENTION_NORM = (
         Rule(
@@ -12,7 +12,7 @@ Llama-like model whose attention output is normalised before the residual would 
     )
     MY_FAMILY = LLAMA + POST_ATTENTION_NORM
 
-The shapes in the rules are checked against the checkpoint before anything is read, so a wrong entry is reported by name.
+The shapes in the rules are checked against the checkpoint before any tensor is read, so a wrong entry is reported by name.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ MLP_NORM = (
     ),
 )
 
-# Experts leave the norm on its own in every layer spec, and Transformer Engine's stores it so: the last name is what is written.
+# With experts this norm is never fused: save it under its own name (the last one).
 MOE_NORM = (
     Rule(
         (f"{_MCORE}.mlp.linear_fc1.layer_norm_weight", f"{_MCORE}.pre_mlp_layernorm.weight"),
@@ -127,8 +127,8 @@ LM_HEAD = (
     ),
 )
 
-# The names of transformers' token classifiers. Its classes have no head of two layers: such a one has names of its own, so
-# that they take it for a missing head and never for a linear one.
+# Names of transformers' token classifiers. transformers has no two-layer head, so that head gets other names: its classes then report a
+# missing head instead of loading it as a linear one.
 VALUE_HEAD = (
     Rule(("output_layer.weight",), (("score.weight", ("values", "hidden")),), "copy", when="not mlp_value_head"),
     Rule(("output_layer.bias",), (("score.bias", ("values",)),), "copy", when="not mlp_value_head"),
@@ -138,7 +138,7 @@ VALUE_HEAD = (
     Rule(("output_layer.bias",), (("score.out.bias", ("values",)),), "copy", when="mlp_value_head"),
 )
 HEAD_PREFIX = "score."
-"""Of the HF names of a critic's head, and of nothing else."""
+"""Prefix of the HF names of a critic's head; no other tensor has it."""
 
 _DENSE = EMBEDDING + ATTENTION + MLP_NORM + GATED_MLP + FINAL_NORM
 LLAMA = _DENSE + QKV_BIAS + OUTPUT_BIAS
@@ -154,7 +154,7 @@ FAMILIES: dict[str, tuple[Rule, ...]] = {
     "qwen3": QWEN3,
     "qwen3_moe": QWEN3_MOE,
 }
-"""Trunk rules by ``ModelArchitecture.family``; the head (LM_HEAD or VALUE_HEAD) depends on the role and is added by the plan."""
+"""Trunk rules by ``ModelArchitecture.family``; ``plan_mapping`` adds the head of the role (LM_HEAD or VALUE_HEAD)."""
 
 HF_CLASS_PREFIX = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe"}
 """Class name prefix in transformers: ``<prefix>ForCausalLM``, ``<prefix>ForTokenClassification``."""

@@ -1,4 +1,4 @@
-"""Loading a Hugging Face folder into the Megatron model chunks of this rank, one tensor group at a time."""
+"""Load a Hugging Face folder into this rank's Megatron model chunks, one tensor group at a time."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from vapo_mcore.weights.reader import SafetensorsFolder
 
 HeadInit = Literal["zero", "small"]
 SMALL_HEAD_OUTPUT_STD = 0.1
-"""Standard deviation of the values that a ``small`` head gives on hidden states of unit root mean square."""
+"""Standard deviation of the values of a ``small`` head for hidden states of unit root mean square."""
 
 
 class ParallelLayout(Protocol):
-    """What loading and exporting need of the parallel context."""
+    """The part of the parallel context that loading and exporting use."""
 
     @property
     def tensor_model_parallel_size(self) -> int: ...
@@ -56,8 +56,11 @@ class ParallelLayout(Protocol):
 
 @dataclass
 class LoadReport:
-    """What was loaded on this rank. ``dropped``: tensors of the folder that were not used, each with the reason;
-    ``head``: where a critic's head came from ("score.weight", "score.weight + score.bias", "zero", "small"; None for a policy)."""
+    """Result of loading on this rank.
+
+    ``dropped``: unused tensors of the folder, with the reason; ``head``: source of a critic's head ("score.weight",
+    "score.weight + score.bias", "zero", "small"; None for a policy).
+    """
 
     parameters: int = 0
     num_bytes: int = 0
@@ -77,11 +80,11 @@ def load_hf_into(
 ) -> LoadReport:
     """Fill every parameter of this rank's (unwrapped) GPTModel chunks from a Hugging Face safetensors folder.
 
-    Each rank reads its own part of each tensor; values are cast to the parameter's type. Names and shapes of the whole model are
-    compared with the folder before anything is read, and the pipeline ranks make sure together that no layer is left out, so
-    all ranks of a pipeline must call this. A critic loads the trunk; its scalar head comes from the folder's ``score.*`` (a missing
-    ``score.bias`` is zero) where ``head_init`` is None, else its last layer is zeros or the same small random numbers on every
-    rank (``seed``). Raises CheckpointError naming every missing, surplus or mis-shaped tensor, or the first one with NaN or inf.
+    Each rank reads its part of each tensor and casts it to the parameter's dtype. Names and shapes of the whole model are compared with
+    the folder before any tensor is read, and the pipeline ranks together verify that no layer is missing, so all ranks of a pipeline
+    must call this. A critic loads the trunk. With ``head_init`` None its scalar head is loaded from the folder's ``score.*`` (a missing
+    ``score.bias`` is zero); otherwise its last layer is zero or small random numbers, equal on every rank (``seed``). Raises
+    CheckpointError naming every missing, unexpected or wrongly shaped tensor, or the first one with NaN or inf.
     """
     assert role == "critic" or head_init is None, "only a critic has a head to initialise"
     plan = plan_mapping(architecture, role)
@@ -109,7 +112,7 @@ def load_hf_into(
 
 
 def check_folder(folder: str | Path, architecture: ModelArchitecture, *, role: Role, head_init: HeadInit | None = None) -> None:
-    """Raise the CheckpointError that ``load_hf_into`` would raise for files, names, shapes and types, from the files' headers alone."""
+    """Check files, names, shapes and dtypes from the file headers; raises the CheckpointError that ``load_hf_into`` would raise."""
     with SafetensorsFolder(folder) as source:
         new_head = role == "critic" and head_init is not None
         check_bijection(plan_mapping(architecture, role), source.shapes, arch=architecture, role=role, where=str(folder), new_head=new_head)
@@ -144,7 +147,7 @@ def _fill_head(
         value = source.read(name)
         _require_finite(value, entry, source)
         _copy(parameter, value, entry)
-    elif name == "score.dense.weight":  # whatever the last layer is: zeros in both would never receive a gradient
+    elif name == "score.dense.weight":  # random even if the last layer is zero: with zeros in both, neither would receive a gradient
         _copy(parameter, _random(entry, 1.0, seed + 1), entry)
     elif head_init == "small" and name.endswith("weight"):
         _copy(parameter, _random(entry, SMALL_HEAD_OUTPUT_STD, seed), entry)
@@ -153,7 +156,7 @@ def _fill_head(
 
 
 def _random(entry: MappedTensor, output_std: float, seed: int) -> Tensor:
-    """A weight matrix that gives outputs of this standard deviation on inputs of unit root mean square."""
+    """Draw a weight matrix whose outputs have this standard deviation for inputs of unit root mean square."""
     shape = entry.hf_shapes[0]
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * (output_std / math.sqrt(shape[-1]))
 
@@ -171,13 +174,13 @@ def _require_finite(value: Tensor, entry: MappedTensor, source: SafetensorsFolde
 
 
 def all_finite(value: Tensor) -> bool:
-    """Whether a non-empty tensor has neither NaN nor inf."""
+    """Return whether a non-empty tensor has neither NaN nor inf."""
     low, high = torch.aminmax(value)  # one pass without a temporary; NaN propagates
     return math.isfinite(low.item()) and math.isfinite(high.item())
 
 
 def _require_tied(source: SafetensorsFolder, architecture: ModelArchitecture, parallel: ParallelLayout) -> None:
-    """A tied checkpoint may store its output layer too, but only as the same numbers: Megatron keeps one of them."""
+    """Raise CheckpointError unless a tied checkpoint's stored output layer equals the embedding; Megatron keeps only one of them."""
     count = source.info("lm_head.weight").shape[0]
     size, rank = parallel.tensor_model_parallel_size, parallel.tensor_model_parallel_rank
     if not source.equal("lm_head.weight", "model.embed_tokens.weight", (count * rank // size, count * (rank + 1) // size)):

@@ -1,4 +1,4 @@
-"""Rules made concrete for one model: every Megatron parameter by name, with its HF tensors, and the checks against both sides."""
+"""Apply the mapping rules to one model: list every Megatron parameter with its HF tensors, and check both sides against the list."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _MAX_NAMED = 12
 
 @dataclass(frozen=True)
 class MappedTensor:
-    """One Megatron parameter of the whole model (global layer and expert indices) and the HF tensors it is made of.
+    """One Megatron parameter (with global layer and expert indices) and the HF tensors it consists of.
 
-    ``mcore_names``: canonical name first, then alternates of other layer specs. ``hf_shapes`` are whole-model shapes.
+    ``mcore_names``: canonical name first, then the names in other layer specs. ``hf_shapes`` are unsharded shapes.
     """
 
     mcore_names: tuple[str, ...]
@@ -45,13 +45,13 @@ class MappedTensor:
         return KINDS[self.kind]
 
     def shard_shape(self, tp: int, arch: ModelArchitecture) -> tuple[int, ...]:
-        """Shape of the parameter on one TP rank, computed by the rule itself on tensors without storage."""
+        """Return the shape of the parameter on one TP rank, by applying the rule to meta tensors."""
         tensors = [torch.empty(shape, device="meta") for shape in self.hf_shapes]
         return tuple(self.functions.shard(self.functions.merge(tensors, arch), tp, 0, arch).shape)
 
 
 def plan_mapping(arch: ModelArchitecture, role: Role) -> tuple[MappedTensor, ...]:
-    """All parameters of the model in the order of the network: embedding, layers, final norm, head."""
+    """Return all parameters of the model in network order: embedding, layers, final norm, head."""
     rules = [rule for rule in FAMILIES[arch.family] + (VALUE_HEAD if role == "critic" else LM_HEAD) if rule.applies(arch)]
     first_layer = next(index for index, rule in enumerate(rules) if rule.per_layer)
     before, layered = rules[:first_layer], [rule for rule in rules if rule.per_layer]
@@ -76,13 +76,13 @@ def _concrete(rule: Rule, arch: ModelArchitecture, layer: int = 0, expert: int =
 
 
 def hf_manifest(plan: Iterable[MappedTensor]) -> dict[str, tuple[int, ...]]:
-    """HF names and shapes that the plan covers, in plan order."""
+    """Return the HF names and shapes that the plan covers, in plan order."""
     return {name: shape for entry in plan if not entry.tied_copy for name, shape in zip(entry.hf_names, entry.hf_shapes, strict=True)}
 
 
 @dataclass(frozen=True)
 class Bijection:
-    """Result of :func:`check_bijection`. ``dropped``: tensors of the folder that this role has no use for, each with the reason."""
+    """Result of :func:`check_bijection`. ``dropped``: tensors of the folder that the role does not use, with the reason."""
 
     dropped: dict[str, str]
     tied_duplicate: bool
@@ -100,10 +100,10 @@ def check_bijection(
 ) -> Bijection:
     """Compare the plan with the names and shapes found in a folder. Raises one CheckpointError that names every fault.
 
-    What is not in the plan is accepted for stated reasons only: rotary buffers of old checkpoints (derived from the config), the
-    language-model head where the model is a critic, a value head that the caller replaces (``new_head``), and ``lm_head.weight``
-    in a checkpoint with tied embeddings, whose equality with the embedding the loader must verify (``tied_duplicate``).
-    A missing ``score.bias`` is allowed (sequence-classification heads have none); a missing ``score.weight`` is with ``new_head``.
+    Accepts only these tensors outside the plan: rotary buffers of old checkpoints (computed from the config), the language-model head if
+    the model is a critic, a value head that the caller replaces (``new_head``), and ``lm_head.weight`` in a checkpoint with tied
+    embeddings, whose equality with the embedding the loader must verify (``tied_duplicate``). ``score.bias`` may be missing
+    (sequence-classification heads have none), with ``new_head`` also ``score.weight``.
     """
     expected = hf_manifest(plan)
     dropped: dict[str, str] = {}
@@ -162,10 +162,10 @@ _EXPERT = re.compile(r"(\.mlp\.experts\.local_experts\.)(\d+)(\.)|(\.mlp\.expert
 
 
 def global_parameters(chunks: Sequence[nn.Module], *, expert_offset: int = 0) -> dict[str, Tensor]:
-    """Parameters of this rank's model chunks under whole-model names.
+    """Return the parameters of this rank's model chunks by global name.
 
-    The layer index inside a chunk becomes the global one through ``TransformerLayer.layer_number`` (from 1), which Megatron sets
-    for every pipeline layout; ``expert_offset`` is the global index of the first local expert.
+    The global layer index comes from ``TransformerLayer.layer_number`` (from 1), which Megatron sets for every pipeline layout;
+    ``expert_offset`` is the global index of the first local expert.
     """
     parameters: dict[str, Tensor] = {}
     for chunk in chunks:
@@ -190,7 +190,7 @@ def _shifted_expert(match: re.Match[str], offset: int) -> str:
 
 
 def match_parameters(plan: Sequence[MappedTensor], parameters: Mapping[str, Tensor]) -> dict[int, Tensor]:
-    """Index of the plan entry -> parameter of this rank. Raises CheckpointError naming parameters that no rule covers."""
+    """Map indices of plan entries to this rank's parameters. Raises CheckpointError naming parameters without a rule."""
     index_by_name = {name: index for index, entry in enumerate(plan) for name in entry.mcore_names}
     unknown = [name for name in parameters if name not in index_by_name]
     if unknown:
@@ -204,7 +204,7 @@ def match_parameters(plan: Sequence[MappedTensor], parameters: Mapping[str, Tens
 
 
 def require_complete(plan: Sequence[MappedTensor], present: Iterable[int]) -> None:
-    """Raise CheckpointError naming the plan entries that no rank of the model holds (copies of tied tensors may be absent)."""
+    """Raise CheckpointError naming the plan entries that no rank holds (copies of tied tensors may be absent)."""
     held = set(present)
     absent = [entry.mcore_name for index, entry in enumerate(plan) if index not in held and not entry.tied_copy]
     if absent:

@@ -1,4 +1,4 @@
-"""Reading the next tensors of a model while the present one is worked on, within bounded memory."""
+"""Prefetch the tensors of a model in a thread, within bounded memory."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ DEFAULT_AHEAD_BYTES = 128 << 20
 
 @contextmanager
 def read_ahead(view: HfView, *, ahead_bytes: int = DEFAULT_AHEAD_BYTES) -> Iterator[Iterator[tuple[str, Tensor]]]:
-    """Iterator of ``(name, tensor)`` over all HF tensors of ``view`` in plan order, read by a thread.
+    """Iterate over ``(name, tensor)`` of all HF tensors of ``view`` in plan order, read by a thread.
 
-    At most ``ahead_bytes`` of tensors wait (one that is larger waits alone). An error of reading is raised where the tensor was
-    due. The thread has ended when the context is left.
+    Holds at most ``ahead_bytes`` of prefetched tensors (or a single larger one). Read errors are raised when the iterator reaches the
+    tensor. Leaving the context joins the thread.
     """
     queue = _Queue(ahead_bytes)
     thread = threading.Thread(target=_read_all, args=(view, queue), name="read-ahead", daemon=True)
@@ -46,7 +46,7 @@ def _read_all(view: HfView, queue: _Queue) -> None:
 
 
 class _Queue:
-    """Items in order between one producer and one consumer; room is reserved before an item is made."""
+    """Bounded FIFO between one producer and one consumer; the producer reserves space before it reads an item."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -56,7 +56,7 @@ class _Queue:
         self._changed = threading.Condition()
 
     def reserve(self, num_bytes: int) -> bool:
-        """Wait for room; whether the item is still wanted."""
+        """Wait for space; returns False if the consumer has stopped."""
         with self._changed:
             self._changed.wait_for(lambda: self._stopped or not self._waiting or self._bytes + num_bytes <= self._limit)
             return not self._stopped

@@ -1,7 +1,7 @@
-"""Reading safetensors folders: names, shapes and types from the headers alone, data in the pieces that are asked for.
+"""Reader of safetensors folders: names, shapes and dtypes from the headers, and tensors or parts of them on demand.
 
-Data is read with plain positioned reads rather than through a memory map, so that resident memory is what the caller holds and not
-every page ever touched. Headers and file sizes of all files are checked when the folder is opened, before any tensor is read.
+Uses positioned reads instead of a memory map, so that resident memory is limited to what the caller holds. Opening a folder checks
+headers and sizes of all its files before any tensor is read.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from vapo_mcore.errors import CheckpointError
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-"""Types a checkpoint may hold. Quantised ones are refused: their tensors mean nothing without their scales."""
+"""Supported dtypes. Quantised ones are rejected, because their tensors are meaningless without the scales."""
 _MAX_HEADER_BYTES = 100_000_000
 _READ_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Where a tensor lies: ``start`` is the byte offset in the file."""
+    """Location of a tensor; ``start`` is the byte offset in the file."""
 
     file: Path
     dtype: torch.dtype
@@ -44,8 +44,8 @@ class TensorInfo:
 class SafetensorsFolder:
     """A Hugging Face model folder with one ``model.safetensors`` or an index and its shards. Use as a context manager.
 
-    Raises CheckpointError where the folder holds no safetensors (pickled weights are refused), the index names a file or a tensor
-    that is not there, a file is truncated or malformed, or a type is not one of :data:`DTYPES`.
+    Raises CheckpointError if the folder holds no safetensors (pickled weights are rejected), the index names a missing file or tensor,
+    a file is truncated or malformed, or a dtype is not in :data:`DTYPES`.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -87,15 +87,15 @@ class SafetensorsFolder:
         return self._infos[name]
 
     def tensor(self, name: str) -> FolderTensor:
-        """A handle that reads the tensor, or a part of it, when asked."""
+        """Return a handle that reads the tensor, or a part of it, on demand."""
         return FolderTensor(self, name, self.info(name))
 
     def read(self, name: str, rows: tuple[int, int] | None = None, columns: tuple[int, int] | None = None) -> Tensor:
-        """The tensor in its stored type. ``rows``, ``columns``: (start, stop) of the first and second dimension."""
+        """Read a tensor in its stored dtype. ``rows``, ``columns``: (start, stop) of the first and second dimension."""
         return self.tensor(name).read(rows, columns)
 
     def equal(self, one: str, other: str, rows: tuple[int, int] | None = None) -> bool:
-        """Whether two tensors (or the same rows of them) have the same shape and numbers; read in pieces of bounded size."""
+        """Return whether two tensors (or the same rows of them) are equal; reads them in pieces of bounded size."""
         shape = self.info(one).shape
         if self.info(other).shape != shape:
             return False
@@ -142,7 +142,7 @@ class FolderTensor:
         assert 0 <= start <= stop <= shape[0], (self.name, rows)
         if columns is None or columns == (0, shape[1]):
             return self._read_rows(start, stop, shape[1:])
-        # A block of columns is strided on disk: pass over whole rows in pieces of bounded size and keep the block.
+        # Columns are strided on disk: read whole rows in pieces of bounded size and keep the columns.
         first, last = columns
         assert 0 <= first <= last <= shape[1], (self.name, columns)
         result = torch.empty((stop - start, last - first, *shape[2:]), dtype=self.info.dtype)
@@ -173,8 +173,10 @@ def _read_exactly(folder: SafetensorsFolder, info: TensorInfo, offset: int, out:
 
 
 def require_inside(folder: Path, file: Path) -> None:
-    """Raise CheckpointError where ``file`` is a link that leaves its model folder; links into the ``blobs`` of a Hugging Face cache,
-    which its snapshots consist of, are followed."""
+    """Raise CheckpointError if ``file`` is a symbolic link out of its model folder.
+
+    Links from a snapshot of a Hugging Face cache to its ``blobs`` are allowed.
+    """
     if not file.is_symlink():
         return
     target, home = file.resolve(), folder.resolve()
@@ -202,12 +204,12 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 def _read_index(path: Path) -> dict[str, str]:
-    """``weight_map`` of an index, every file name checked to be a plain name inside the folder."""
+    """Return ``weight_map`` of an index after checking that every file is a plain name inside the folder."""
     try:
         weight_map: Any = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
-    except (ValueError, RecursionError, KeyError, TypeError) as error:  # of JSON, of UTF-8, of what is in it
+    except (ValueError, RecursionError, KeyError, TypeError) as error:  # invalid JSON, UTF-8 or contents
         raise CheckpointError(f"{path} is not a safetensors index with a weight_map: {error!r}") from error
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{path}: weight_map must be a non-empty mapping of tensor names to file names")
@@ -226,7 +228,7 @@ def _compare_with_index(path: Path, index: dict[str, str], infos: dict[str, Tens
 
 
 def read_header(file: Path) -> dict[str, TensorInfo]:
-    """Tensors of one safetensors file: an 8-byte little-endian header length, a JSON header, then the data without gaps."""
+    """Read the header of a safetensors file: an 8-byte little-endian header length, a JSON header, then the data without gaps."""
     try:
         size = file.stat().st_size
         stream = file.open("rb")

@@ -1,26 +1,25 @@
-"""Mapping rules as data, and the pure tensor functions behind each kind of rule.
+"""Declarative mapping rules, and the pure tensor functions that implement each kind of rule.
 
-A :class:`Rule` says that one Megatron parameter is made of one or more Hugging Face tensors, and how:
+A :class:`Rule` declares which Hugging Face tensors one Megatron parameter consists of, and how:
 
 =========  =====================================================================================================
 kind       the Megatron parameter
 =========  =====================================================================================================
 copy       the HF tensor, the same on every tensor-parallel rank (norms, row-parallel biases, scalar heads)
-column     cut into equal blocks of rows (column-parallel linear: HF stores ``[out, in]``)
-row        cut into equal blocks of columns (row-parallel linear)
-qkv        q, k and v fused group by group, then cut into equal blocks of rows
-gated      gate and up projections, each cut into blocks of rows; a rank holds ``[gate block; up block]``
-vocab      rows padded with zeros to ``padded_vocab_size``, then cut into equal blocks of rows
+column     split into equal blocks of rows (column-parallel linear: HF stores ``[out, in]``)
+row        split into equal blocks of columns (row-parallel linear)
+qkv        q, k and v fused group by group, then split into equal blocks of rows
+gated      gate and up projections, each split into blocks of rows; a rank holds ``[gate block; up block]``
+vocab      rows padded with zeros to ``padded_vocab_size``, then split into equal blocks of rows
 =========  =====================================================================================================
 
-Every kind is two inverse pairs: ``merge`` (HF tensors -> full Megatron tensor) and ``split``; ``shard`` (full -> block of one
-rank) and ``unshard``. ``load`` is ``shard(merge(...))`` that reads only what the rank needs. Experts use the same kinds: a
-``{expert}`` placeholder in the names makes a rule an expert rule, cut over the *expert* tensor-parallel group.
+Every kind has two pairs of inverse functions: ``merge`` (HF tensors -> full Megatron tensor) and ``split``; ``shard`` (full tensor ->
+block of one rank) and ``unshard``. ``load`` is ``shard(merge(...))`` that reads only the data the rank needs. Experts use the same kinds:
+a ``{expert}`` placeholder in the names makes a rule an expert rule, sharded over the *expert* tensor-parallel group.
 
-Fused QKV in Megatron-Core 0.16.1 (``SelfAttention.get_query_key_value_tensors``): rows are ``[q heads of the group, k, v]`` for
-each key-value group. With fewer groups than TP ranks the fused rows are still cut into equal contiguous blocks, which may end
-inside a group (or inside a head): the forward pass all-gathers the block outputs and slices its group out. So one ``shard``
-serves both cases.
+Fused QKV in Megatron-Core 0.16.1 (``SelfAttention.get_query_key_value_tensors``): the rows of each key-value group are ``[q heads of the
+group, k, v]``. With fewer groups than TP ranks the fused rows are still split into equal contiguous blocks, which may end inside a group
+or a head; the forward pass all-gathers the block outputs and slices out its group. The same ``shard`` handles both cases.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ class TensorSource(Protocol):
 
 
 def block(size: int, tp: int, rank: int) -> tuple[int, int]:
-    """(start, stop) of one of ``tp`` equal blocks. Raises ConfigError where ``size`` does not divide."""
+    """Return (start, stop) of one of ``tp`` equal blocks. Raises ConfigError unless ``size`` is divisible by ``tp``."""
     if size % tp:
         raise ConfigError(
             f"a dimension of {size} cannot be cut into tensor_model_parallel_size = {tp} equal blocks; choose a divisor of {size}"
@@ -64,32 +63,32 @@ class Copy:
     row_blocks = False
     """Whether ``unshard`` is concatenation along rows."""
     cuts_columns = False
-    """Whether ``shard`` cuts along the second dimension. Otherwise ``unshard`` and ``split`` only move whole rows."""
+    """Whether ``shard`` splits the second dimension. Otherwise ``unshard`` and ``split`` only move whole rows."""
 
     def merge(self, tensors: Sequence[Tensor], arch: ModelArchitecture) -> Tensor:
-        """HF tensors in rule order -> the full Megatron tensor."""
+        """Merge HF tensors, in rule order, into the full Megatron tensor."""
         (only,) = tensors
         return only
 
     def split(self, full: Tensor, arch: ModelArchitecture) -> tuple[Tensor, ...]:
-        """The full Megatron tensor -> HF tensors in rule order (views where possible)."""
+        """Split the full Megatron tensor into HF tensors, in rule order (views where possible)."""
         return (full,)
 
     def shard(self, full: Tensor, tp: int, rank: int, arch: ModelArchitecture) -> Tensor:
-        """The block of TP rank ``rank``."""
+        """Return the block of TP rank ``rank``."""
         return full
 
     def unshard(self, shards: Sequence[Tensor], arch: ModelArchitecture) -> Tensor:
-        """All ranks' blocks, in rank order -> the full Megatron tensor (no copy with one rank)."""
+        """Combine the blocks of all ranks, in rank order, into the full Megatron tensor (no copy with one rank)."""
         return shards[0]
 
     def load(self, sources: Sequence[TensorSource], tp: int, rank: int, arch: ModelArchitecture) -> Tensor:
-        """``shard(merge(sources))``, reading no more than this rank needs where that is possible."""
+        """Compute ``shard(merge(sources))``, where possible reading only the data this rank needs."""
         return self.shard(self.merge([source.read() for source in sources], arch), tp, rank, arch)
 
 
 class Column(Copy):
-    """One HF ``[out, ...]`` tensor cut along ``out``."""
+    """One HF ``[out, ...]`` tensor split along ``out``."""
 
     name = "column"
     sharded = True
@@ -107,7 +106,7 @@ class Column(Copy):
 
 
 class Row(Copy):
-    """One HF ``[out, in]`` tensor cut along ``in``."""
+    """One HF ``[out, in]`` tensor split along ``in``."""
 
     name = "row"
     sharded = True
@@ -125,7 +124,7 @@ class Row(Copy):
 
 
 class Vocab(Column):
-    """One HF ``[vocab, hidden]`` tensor; zero rows are added before the cut and trimmed by ``split``."""
+    """One HF ``[vocab, hidden]`` tensor; ``shard`` adds zero rows, ``split`` removes them."""
 
     name = "vocab"
 
@@ -184,7 +183,7 @@ class Qkv(Column):
         return tuple(part.flatten(0, 1) for part in grouped.split(sizes, dim=1))
 
     def load(self, sources: Sequence[TensorSource], tp: int, rank: int, arch: ModelArchitecture) -> Tensor:
-        if arch.num_key_value_heads % tp:  # blocks end inside a group: read all, the tensors are small next to the MLP's
+        if arch.num_key_value_heads % tp:  # blocks end inside a group: read everything; these tensors are small compared to the MLP
             return super(Column, self).load(sources, tp, rank, arch)
         parts = [source.read(rows=block(source.shape[0], tp, rank)) for source in sources]
         return _fuse_groups(parts, arch.num_key_value_heads // tp)
@@ -220,14 +219,13 @@ DIMENSIONS = {
 
 @dataclass(frozen=True)
 class Rule:
-    """One Megatron parameter (or one a layer, or one a layer and expert) and the HF tensors it is made of.
+    """One Megatron parameter (or one per layer, or per layer and expert) and the HF tensors it consists of.
 
-    ``mcore``: parameter names, the first the canonical one (local layer spec), the others alternates of the same parameter
-    (Transformer Engine's fused norms, grouped experts). ``hf``: ``(name, dimensions)`` of each HF tensor in ``merge`` order, the
-    dimensions named as in :data:`DIMENSIONS`. Placeholders ``{layer}`` and ``{expert}`` stand for whole-model indices; nothing
-    else is a pattern, so a name matches exactly or not at all. ``when``: a boolean attribute of :class:`ModelArchitecture` that
-    switches the rule on (``not name`` inverts it). ``tied_copy``: a second copy of a parameter that only some pipeline layouts
-    have; it is loaded but never exported.
+    ``mcore``: parameter names, the canonical one first (local layer spec), then the names of the same parameter in other specs
+    (Transformer Engine's fused norms, grouped experts). ``hf``: ``(name, dimensions)`` of each HF tensor in ``merge`` order, with
+    dimension names from :data:`DIMENSIONS`. ``{layer}`` and ``{expert}`` are placeholders for global indices; names otherwise match
+    exactly. ``when``: a boolean attribute of :class:`ModelArchitecture` that enables the rule (``not name`` inverts it).
+    ``tied_copy``: a second copy of a parameter that only some pipeline layouts have; it is loaded but not exported.
     """
 
     mcore: tuple[str, ...]

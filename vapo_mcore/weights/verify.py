@@ -1,4 +1,4 @@
-"""Proving that two model folders hold the same model: tensor by tensor, or by the logits of Hugging Face and Megatron."""
+"""Verify that two model folders hold the same model: tensor by tensor, or by the logits of Hugging Face and Megatron."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from vapo_mcore.weights.writer import CHECKSUMS_NAME
 
 @dataclass(frozen=True)
 class Comparison:
-    """Result of :func:`compare`: tensors compared, and for each that differs what differs."""
+    """Result of :func:`compare`: number of tensors compared, and tensor name -> difference."""
 
     tensors: int
     differences: dict[str, str]
@@ -31,7 +31,7 @@ class Comparison:
 
 
 def compare(first: str | Path, second: str | Path, *, config: str | Path | None = None) -> Comparison:
-    """Compare two models (HF or Megatron folders) tensor by tensor, bit for bit in the coarser of two types."""
+    """Compare two models (HF or Megatron folders) tensor by tensor, bitwise in the less precise of the two dtypes."""
     with open_view(first, companions=config) as left, open_view(second, companions=config) as right:
         shapes = [hf_manifest(view.plan) for view in (left, right)]
         differences = dict.fromkeys(sorted(shapes[0].keys() ^ shapes[1].keys()), "is in one of the models only")
@@ -55,7 +55,7 @@ def _difference(one: Tensor, other: Tensor) -> str | None:
 
 
 def check_own_checksums(folder: str | Path, *, config: str | Path | None = None) -> Comparison:
-    """Compare a folder that a conversion wrote with the ``checksums.json`` that it wrote beside it."""
+    """Compare a converted folder with the ``checksums.json`` that the conversion wrote into it."""
     file = Path(folder) / CHECKSUMS_NAME
     try:
         expected = json.loads(file.read_text(encoding="utf-8"))
@@ -74,8 +74,7 @@ def check_own_checksums(folder: str | Path, *, config: str | Path | None = None)
 
 @dataclass(frozen=True)
 class LogitComparison:
-    """Differences of the outputs of two models on the same tokens, in float32. Values instead of logits for a critic
-    (``top1_agreement`` is None then)."""
+    """Differences of the float32 logits of two models on the same tokens; for critics of the values (``top1_agreement`` is None)."""
 
     tokens: int
     max_difference: float
@@ -86,10 +85,10 @@ class LogitComparison:
 def compare_logits(hf_folder: str | Path, folder: str | Path, texts: Sequence[str], *, config: str | Path | None = None) -> LogitComparison:
     """Run ``texts`` through transformers (``hf_folder``) and through a Megatron model filled from ``folder`` (HF or Megatron).
 
-    Both sides run one forward pass per text: a matrix product of one row sums in another order than one of many, which
-    moves SmolLM2's logits by up to 7e-5 (their error against float64 is as large). transformers computes on the CPU, Megatron on this
-    process's device, both in float32 without TF32. This process must not hold a process group of another size. Raises CheckpointError
-    on faults of either folder and texts without tokens.
+    Both sides run one forward pass per text: a matrix product with one row sums in a different order than one with many rows, which
+    changes SmolLM2's logits by up to 7e-5 (as much as their error against float64). transformers runs on the CPU, Megatron on this
+    process's device, both in float32 without TF32. The process must not have a process group of more than one rank. Raises
+    CheckpointError for invalid folders and for texts without tokens.
     """
     sequences = _tokenize(hf_folder, texts)
     with open_view(folder, companions=config) as view:
@@ -137,8 +136,8 @@ def _megatron_outputs(view: HfView, sequences: Sequence[Sequence[int]]) -> list[
     from vapo_mcore.megatron.parallel import initialize_parallel
 
     parallel = initialize_parallel(ParallelConfig(world_size=1))
-    torch.set_float32_matmul_precision("highest")  # some images switch TF32 on by an environment variable
-    settings = ModelConfig(path=str(view.companions), dtype="float32", attention="sdpa")  # Transformer Engine would compute in TF32
+    torch.set_float32_matmul_precision("highest")  # some container images enable TF32 by an environment variable
+    settings = ModelConfig(path=str(view.companions), dtype="float32", attention="sdpa")  # Transformer Engine would use TF32
     (chunk,) = build_chunks(view.role, view.architecture, settings, parallel, for_training=False)
     fill_from_view(chunk, view)
     width = 1 if view.role == "critic" else view.architecture.vocab_size
@@ -157,7 +156,7 @@ def _megatron_outputs(view: HfView, sequences: Sequence[Sequence[int]]) -> list[
 
 @torch.no_grad()
 def fill_from_view(chunk: Any, view: HfView) -> None:
-    """Fill a whole model (one chunk, TP 1) from a folder of either kind."""
+    """Fill an unsharded model (one chunk, TP 1) from a folder of either kind."""
     plan = plan_mapping(view.architecture, view.role)
     parameters = match_parameters(plan, global_parameters([chunk]))
     require_complete(plan, parameters)

@@ -1,4 +1,4 @@
-"""The HF tensors of a model on disk, whatever they are stored as: a Hugging Face folder or a Megatron distributed checkpoint."""
+"""Common view of a model's HF tensors on disk, stored as a Hugging Face folder or as a Megatron distributed checkpoint."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from vapo_mcore.weights.plan import MappedTensor, Role, check_bijection, plan_ma
 from vapo_mcore.weights.reader import SafetensorsFolder
 
 HF_SUBFOLDER = "hf"
-"""Subfolder of a Megatron checkpoint with the HF config, tokenizer and so on."""
+"""Subfolder of a Megatron checkpoint with the HF config and tokenizer files."""
 
 _LAYER_KEY = re.compile(r"decoder\.layers\.(\d+)\.")
 _EXPERT_KEY = re.compile(r"experts\.local_experts\.(\d+)\.|experts\.(linear_fc[12]\.weight)(\d+)$")
@@ -30,8 +30,11 @@ _EXPERT_KEY = re.compile(r"experts\.local_experts\.(\d+)\.|experts\.(linear_fc[1
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a plan entry lies in a distributed checkpoint: Megatron stacks the layers (and experts) of one kind into one tensor
-    ``key`` with leading axes of sizes ``sizes``; this entry is at ``offsets`` of them."""
+    """Location of a plan entry in a distributed checkpoint.
+
+    Megatron stacks the same parameter of all layers (and experts) into one tensor ``key`` with leading axes of sizes ``sizes``; the entry
+    is at ``offsets`` of these axes.
+    """
 
     key: str
     offsets: tuple[int, ...] = ()
@@ -39,8 +42,11 @@ class Placement:
 
 
 def placements(entry: MappedTensor, arch: ModelArchitecture) -> list[Placement]:
-    """Possible places in the order of preference: Transformer Engine's names first (our local layers store theirs under
-    them too), then the local ones, then the same with a key a layer, as heterogeneous models have them."""
+    """Return the possible placements in order of preference.
+
+    Transformer Engine's names come first (our local layers are saved under them too), then the local names, then both with one key per
+    layer, as in heterogeneous models.
+    """
     stacked, plain = [], []
     for name in reversed(entry.mcore_names):
         match = _LAYER_KEY.match(name)
@@ -60,8 +66,10 @@ def placements(entry: MappedTensor, arch: ModelArchitecture) -> list[Placement]:
 
 
 class HfView(ABC):
-    """The HF tensors of a model on disk. ``plan`` is the mapping, ``folder`` where it was opened, ``companions`` the folder with
-    config, tokenizer and so on. Use as a context manager."""
+    """View of the HF tensors of a model on disk. Use as a context manager.
+
+    ``plan``: the mapping; ``folder``: the opened folder; ``companions``: the folder with config and tokenizer files.
+    """
 
     def __init__(self, folder: Path, companions: Path, role: Role) -> None:
         self.folder, self.companions, self.role = folder, companions, role
@@ -71,22 +79,22 @@ class HfView(ABC):
     @property
     @abstractmethod
     def num_bytes(self) -> int:
-        """Bytes of the tensors as stored."""
+        """Bytes of the stored tensors."""
 
     @abstractmethod
     def dtype(self, name: str) -> torch.dtype:
-        """Stored type of a HF tensor."""
+        """Return the stored dtype of a HF tensor."""
 
     @abstractmethod
     def tensors(self, entry: MappedTensor) -> Iterator[tuple[str, Tensor]]:
-        """The HF tensors of one plan entry, in its order, one after the other."""
+        """Yield the HF tensors of one plan entry in order."""
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of open files."""
+        """Close open files."""
 
     def all_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """All HF tensors in plan order. Raises CheckpointError naming one with NaN or inf."""
+        """Yield all HF tensors in plan order. Raises CheckpointError naming a tensor with NaN or inf."""
         for entry in self.plan:
             for name, tensor in self.tensors(entry):
                 require_finite(self.folder, name, tensor)
@@ -105,7 +113,7 @@ def require_finite(folder: Path, name: str, tensor: Tensor) -> None:
 
 
 class HfFolderView(HfView):
-    """A Hugging Face folder. A critic's missing ``score.bias`` reads as zero."""
+    """View of a Hugging Face folder. A critic's missing ``score.bias`` is read as zero."""
 
     def __init__(self, folder: Path, role: Role | None) -> None:
         self._source = SafetensorsFolder(folder)
@@ -133,7 +141,7 @@ class HfFolderView(HfView):
 
 
 class MegatronFolderView(HfView):
-    """A distributed checkpoint of a model, saved by Megatron at any layout or made here."""
+    """View of a model's distributed checkpoint, saved by Megatron at any layout or written by the converter."""
 
     def __init__(self, folder: Path, role: Role | None, companions: Path) -> None:
         self._source = DistributedCheckpointReader(folder)
@@ -143,7 +151,7 @@ class MegatronFolderView(HfView):
         self._check()
 
     def close(self) -> None:
-        """Nothing is held open between reads."""
+        """Do nothing: no file stays open between reads."""
 
     def _check(self) -> None:
         faults = []
@@ -177,7 +185,7 @@ class MegatronFolderView(HfView):
             full = self._region(place, entry.shard_shape(1, self.architecture))
             yield from zip(entry.hf_names, entry.functions.split(full, self.architecture), strict=True)
             return
-        row = 0  # gate and up, and the vocabulary without its padding, are blocks of rows: read one at a time
+        row = 0  # gate and up, or the vocabulary without padding, are blocks of rows; read them one at a time
         for name, shape in zip(entry.hf_names, entry.hf_shapes, strict=True):
             yield name, self._region(place, shape, row)
             row += shape[0]
@@ -188,8 +196,11 @@ class MegatronFolderView(HfView):
 
 
 def open_view(folder: str | Path, *, role: Role | None = None, companions: str | Path | None = None) -> HfView:
-    """Open a HF folder or a Megatron distributed checkpoint. ``role``: what it holds, found out where None. ``companions``: the HF
-    folder with the config of a Megatron checkpoint (default: its subfolder ``hf``)."""
+    """Open a HF folder or a Megatron distributed checkpoint.
+
+    ``role``: kind of model (None: detect it). ``companions``: HF folder with the config of a Megatron checkpoint (default: its subfolder
+    ``hf``).
+    """
     folder = Path(folder)
     if not folder.is_dir():
         raise CheckpointError(f"model folder {str(folder)!r} does not exist")

@@ -1,7 +1,7 @@
-"""Writing Hugging Face model folders: sharded safetensors tensor by tensor, published whole or not at all.
+"""Writer of Hugging Face model folders: sharded safetensors, written tensor by tensor and published by one rename.
 
-Shapes and types are known beforehand, so each shard's header is written first and every tensor goes straight to its place: memory is
-one tensor, whatever the shard size.
+Shapes and dtypes are known in advance, so each shard's header is written first and every tensor directly at its offset; memory use is
+one tensor, independent of the shard size.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ DEFAULT_MAX_SHARD_BYTES = 5_000_000_000
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf")
 CHECKSUMS_NAME = "checksums.json"
-"""HF name -> checksum of every tensor of a model that was written here."""
+"""File with HF name -> checksum of every tensor of a written model."""
 _NOT_COPIED = {"config.json", INDEX_NAME, "pytorch_model.bin.index.json", CHECKSUMS_NAME}
 _COPIED_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".md", ".tiktoken", ".spm")
 _COPIED_NAMES = {"LICENSE", "NOTICE", "USE_POLICY"}
@@ -41,9 +41,9 @@ Manifest = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 
 @contextmanager
 def new_folder(destination: str | Path) -> Iterator[Path]:
-    """A temporary folder beside ``destination`` that takes its name at the end, or disappears if the body fails.
+    """Create a temporary folder next to ``destination``; rename it to ``destination`` at the end, or delete it if the body fails.
 
-    Raises CheckpointError where the destination exists or the disk is full.
+    Raises CheckpointError if the destination exists or the disk is full.
     """
     destination = Path(destination)
     refuse_existing(destination)
@@ -70,13 +70,13 @@ def new_folder(destination: str | Path) -> Iterator[Path]:
 
 
 def refuse_existing(destination: str | Path) -> None:
-    """Raise CheckpointError where something is at ``destination`` already."""
+    """Raise CheckpointError if ``destination`` exists."""
     if os.path.lexists(destination):
         raise CheckpointError(f"{destination} exists already and is never overwritten; choose another folder or remove it")
 
 
 def require_space(folder: Path, num_bytes: int) -> None:
-    """Raise CheckpointError where ``num_bytes`` do not fit on the disk of ``folder``."""
+    """Raise CheckpointError unless ``num_bytes`` fit on the disk of ``folder``."""
     free = shutil.disk_usage(folder).free
     if num_bytes > free:
         raise CheckpointError(f"no space left: {folder.parent} has {free / 1e9:.3f} GB free, the model takes {num_bytes / 1e9:.3f} GB")
@@ -91,10 +91,10 @@ def _sync(path: Path) -> None:
 
 
 class SafetensorsWriter:
-    """Writes the tensors of ``manifest`` (name -> (shape, type)) into ``folder``, in any order, each exactly once.
+    """Writes the tensors of ``manifest`` (name -> (shape, dtype)) into ``folder``, in any order, each exactly once.
 
-    One ``model.safetensors``, or shards of at most ``max_shard_bytes`` (a larger tensor has its own) with an index, named as
-    transformers does. Use as a context manager: leaving it checks that nothing is missing.
+    Writes one ``model.safetensors``, or shards of at most ``max_shard_bytes`` (a larger tensor gets a separate one) with an index, named
+    like those of transformers. Use as a context manager: leaving it checks that every tensor was written.
     """
 
     def __init__(self, folder: str | Path, manifest: Manifest, *, max_shard_bytes: int = DEFAULT_MAX_SHARD_BYTES) -> None:
@@ -132,7 +132,7 @@ class SafetensorsWriter:
             self._places[name] = (descriptor, 8 + len(encoded) + header[name]["data_offsets"][0])
 
     def write(self, name: str, tensor: Tensor) -> None:
-        """Write one tensor, cast to the manifest's type."""
+        """Write one tensor, cast to the manifest's dtype."""
         assert name in self._left, f"{name} is not in the manifest or was written before"
         shape, dtype = self._manifest[name]
         assert tuple(tensor.shape) == shape, f"{name} is {tuple(tensor.shape)}, the manifest says {shape}"
@@ -183,8 +183,10 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def companion_files(source: str | Path) -> list[Path]:
-    """Files of a model folder that go with its weights: tokenizer, chat template, generation config, licence; not ``config.json``,
-    which :func:`copy_companions` adapts. Raises CheckpointError for links out of the folder."""
+    """Return the files to copy along with the weights: tokenizer, chat template, generation config, licence.
+
+    ``config.json`` is not included; :func:`copy_companions` adapts it. Raises CheckpointError for symbolic links out of the folder.
+    """
     files = []
     for file in sorted(Path(source).iterdir()):
         weights = file.name.endswith(_WEIGHT_SUFFIXES) or file.name in _NOT_COPIED
@@ -195,10 +197,10 @@ def companion_files(source: str | Path) -> list[Path]:
 
 
 def copy_companions(source: str | Path, folder: Path, architecture: ModelArchitecture, *, role: Role, dtype: torch.dtype) -> list[str]:
-    """Copy everything but the weights of a model folder, to be done after those: a folder without ``config.json`` is no model.
+    """Copy everything except the weights of a model folder; returns the names of the copied files.
 
-    ``config.json`` stays as it is but for the type of the weights and, for a critic, the class (a token classifier with
-    one label, which is how transformers calls a scalar head on every token). Returns the names of the copied files.
+    Call it after the weights are written: ``config.json`` marks a complete model folder. In ``config.json`` only the dtype changes and,
+    for a critic, the class: a token classifier with one label, transformers' form of a scalar head on every token.
     """
     source = Path(source)
     files = companion_files(source)
@@ -213,7 +215,7 @@ def _config(source: Path, architecture: ModelArchitecture, role: Role, dtype: to
     config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(dtype).removeprefix("torch.")
     prefix = HF_CLASS_PREFIX[architecture.family]
     if role == "critic":
-        # transformers has no class with a head of two layers; its trunk is an ordinary model
+        # transformers has no class with a two-layer head; declare the trunk model
         config["architectures"] = [f"{prefix}Model" if architecture.mlp_value_head else f"{prefix}ForTokenClassification"]
         config["value_head"] = "mlp" if architecture.mlp_value_head else "linear"
         bins = architecture.value_bins
