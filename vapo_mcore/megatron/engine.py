@@ -5,7 +5,7 @@ All passes run through Megatron-Core's pipeline schedules. The engine alone conv
 - *Alignment.* Callers hold token-aligned tensors (entry t belongs to token t). Output i of a model predicts token i + 1, so loss
   inputs are shifted left within each sequence, padded and split over context parallelism; outputs are converted back.
 - *Scaling.* Losses are sums of terms already divided by the mini-batch's denominators. Gradients are summed over data and context
-  parallelism and over micro-batches, without any division (see ``_finalize_gradients``). Policy and critic use the same path, so
+  parallelism and over micro-batches, without any division (see ``_ready_sum``). Policy and critic use the same path, so
   packing, the number of micro-batches and the layout do not change a step.
 """
 
@@ -204,7 +204,7 @@ class MegatronModel:
         """Run forward and backward over this rank's share of a mini-batch, then one optimizer step on all ranks or on none.
 
         All data-parallel ranks must pass the same number of micro-batches (dummies included). All ranks skip the update if on any rank
-        the loss or a gradient is not finite or ``is_spike`` returns True for the mini-batch's loss. ``unscheduled_lr``: learning rate of a
+        the loss or a gradient is not finite or ``is_spike`` returns True for the mini-batch's loss. ``aside_lr``: learning rate of a
         step outside the learning-rate schedule (None: a step of the schedule). Raises AssertionError if the model has no optimizer.
         """
         assert self.optimizer is not None, f"the {self.role} was built without an optimizer"

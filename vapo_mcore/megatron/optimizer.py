@@ -106,7 +106,7 @@ class Optimizer:
 
         Args:
             fault: a fault that this rank has already found in the loss.
-            unscheduled_lr: learning rate of an update outside the schedule (None: the schedule's next update).
+            aside_lr: learning rate of an update outside the schedule (None: the schedule's next update).
 
         Returns:
             (gradient norm before clipping, why the update was skipped or None). All ranks take the same decision; a skipped update
