@@ -1,7 +1,7 @@
 """Policy, critic and the rollout engine take turns on the device: what is resident when, and the moves between.
 
-A model's memory has three parts that move separately: ``params`` (the parameter buffers), ``grads`` (freed and allocated anew,
-never copied) and ``optimizer`` (main parameters and every moment). Parameter and gradient buffers use Megatron's own buffer
+A model's memory has three parts that move separately: ``params`` (the parameter buffers and frozen parameters, which Megatron's
+buffers leave out), ``grads`` (freed and allocated anew, never copied) and ``optimizer`` (main parameters and every moment). Parameter and gradient buffers use Megatron's own buffer
 offload, with host buffers that are handed to it; optimizer state uses the same host pool, because Megatron's version makes
 fresh, unpinned copies at every move. Tensors keep their identity: only their storage is emptied and filled again, so views
 (bucket slices, fp32 optimizer shards of the parameter buffer) stay valid. An optimizer on the CPU (``cpu_offload``) has its state in
@@ -142,6 +142,8 @@ class ModelOffloader:
         self.resident: set[Part] = set(PARTS)
         self._on_host: set[Part] = set()  # parts whose host copy is up to date
         self._offloaded_state: list[tuple[tuple[Any, ...], Tensor, int]] = []
+        self._frozen = [parameter for chunk in model.chunks for parameter in chunk.parameters() if not parameter.requires_grad]
+        self._frozen_bytes = [parameter.untyped_storage().nbytes() for parameter in self._frozen]
         self._hand_over_gradient_copies()
 
     @property
@@ -199,7 +201,7 @@ class ModelOffloader:
     def device_bytes(self) -> dict[Part, int]:
         """Bytes of each part on the device, from the storages themselves."""
         grads = sum(buffer.grad_data.untyped_storage().nbytes() for buffer in self._buffers)
-        params = sum(buffer.param_data.untyped_storage().nbytes() for buffer in self._buffers)
+        params = sum(tensor.untyped_storage().nbytes() for tensor in (*(buffer.param_data for buffer in self._buffers), *self._frozen))
         state = sum(tensor.untyped_storage().nbytes() for _, tensor in self.state_tensors())
         return {"params": params, "grads": grads, "optimizer": state}
 
@@ -241,6 +243,8 @@ class ModelOffloader:
                     buffer.param_data_cpu = self.pool.buffer(self._key("params", number), buffer.param_data)
                     self.traffic.to_host += buffer.param_data.untyped_storage().nbytes()
                 buffer.offload_to_cpu(move_params=params, move_grads=not params)
+        if params:
+            self._offload_frozen(keep)
 
     def _reload_buffers(self, part: Part) -> None:
         params = part == "params"
@@ -249,6 +253,21 @@ class ModelOffloader:
                 buffer.reload_from_cpu(move_params=params, move_grads=not params)
                 if params:
                     self.traffic.to_device += buffer.param_data.untyped_storage().nbytes()
+        if params:
+            for number, (parameter, num_bytes) in enumerate(zip(self._frozen, self._frozen_bytes, strict=True)):
+                parameter.untyped_storage().resize_(num_bytes)
+                parameter.detach().view(-1).copy_(self.pool.buffer(self._key("frozen", number), parameter), non_blocking=True)
+                self.traffic.to_device += num_bytes
+
+    def _offload_frozen(self, keep: bool) -> None:
+        """Empty the storages of parameters without gradients; ``keep``: their host copies are up to date."""
+        for number, parameter in enumerate(self._frozen):
+            storage = parameter.untyped_storage()
+            assert parameter.is_contiguous() and storage.nbytes() == parameter.nbytes, "a frozen parameter is a view of another tensor"
+            if not keep:
+                self.pool.buffer(self._key("frozen", number), parameter).copy_(parameter.detach().view(-1), non_blocking=True)
+                self.traffic.to_host += parameter.nbytes
+            storage.resize_(0)
 
     def _offload_optimizer(self) -> None:
         unchanged = "optimizer" in self._on_host
@@ -317,9 +336,9 @@ class Residency:
         self.enter("generate")
 
     def remove(self, name: str) -> None:
-        """Forget a model; it is on the device afterwards, for as long as somebody else holds it."""
+        """Forget a model. Its parameters are on the device afterwards, for as long as somebody else holds them; it cannot be trained again."""
         offloader = self.offloaders.pop(name)
-        offloader.onload(PARTS)
+        offloader.onload({"params"})
         _synchronize()
         self.pool.release(name)
 

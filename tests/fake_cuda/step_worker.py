@@ -1,0 +1,121 @@
+"""Steps of policy and critic in turns, with offload, for one or two processes: ``step_worker.py fake|plain FILE``.
+
+Rank 0 writes a JSON object to FILE: case -> its numbers, and on the fake device what was counted. Without a GPU ``plain`` is what the tests
+of the layouts run; its numbers are those that the device's must equal.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+FAKE = sys.argv[1] == "fake"
+if FAKE:
+    from tests import fake_cuda
+
+    fake_cuda.install()
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+
+from tests.fake_cuda.models import LENGTHS, TokenLoss, build, microbatches  # noqa: E402
+from vapo_mcore.config.schema import ParallelConfig  # noqa: E402
+from vapo_mcore.megatron.offload import Residency  # noqa: E402
+from vapo_mcore.megatron.parallel import initialize_parallel  # noqa: E402
+
+CASES: dict[int, dict[str, dict[str, Any]]] = {
+    1: {"one": {}, "bfloat16, recomputed": {"dtype": "bfloat16", "recompute": "full"}, "cpu optimizer": {"cpu_offload": True}, "head only": {"head_only": True}},
+    2: {
+        "dp": {},
+        "tp": {"tensor_model_parallel_size": 2},
+        "pp": {"pipeline_model_parallel_size": 2},
+        "cp": {"context_parallel_size": 2},
+        "interleaved": {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
+    },
+}
+
+
+def run_case(options: dict[str, Any], world: int) -> dict[str, Any]:
+    layout = {name: options.pop(name) for name in list(options) if name.endswith("_size")}
+    parallel = initialize_parallel(ParallelConfig(world_size=world, **layout))
+    head_only = options.pop("head_only", False)
+    counted: dict[str, Any] = {}
+    allocated = (lambda: torch.cuda.memory_allocated(parallel.device)) if FAKE else lambda: 0
+    before = allocated()
+    residency = Residency(enabled=True)
+    policy = build("policy", parallel, **options)
+    residency.add(policy)
+    critic = build("critic", parallel, head_only=head_only, **options)
+    residency.add(critic)
+    models = {"policy": policy, "critic": critic}
+    parts = microbatches(parallel, LENGTHS)
+    own = allocated() - before  # the micro-batches
+    numbers: dict[str, Any] = {}
+    left = []
+    for step in range(2):
+        residency.enter("logprobs")
+        found = policy.forward(parts, outputs=("logprobs", "entropy"))
+        numbers |= {f"{name}{step}": [float(part.double().sum()) for part in found[name]] for name in found}
+        residency.enter("values")
+        found = critic.forward(parts, outputs=("values", "bootstrap_values"))
+        numbers |= {f"{name}{step}": [float(part.double().sum()) for part in found[name]] for name in found}
+        del found
+        for name in ("critic", "policy"):
+            residency.enter(f"{name}_update")  # type: ignore[arg-type]
+            if FAKE:
+                counted[f"{name} resident"] = residency.device_bytes()
+                counted[f"{name} allocated"] = allocated() - before - own
+            result = models[name].train_step(parts, TokenLoss())
+            residency.mark_changed(name)
+            numbers[f"{name}{step}"] = [result.metrics["loss"], result.grad_norm, str(result.skipped)]
+            del result
+        residency.enter("generate")
+        left.append(allocated() - before - own)
+    counted["left"] = left
+    if FAKE:
+        counted["live"] = fake_cuda.live(parallel.device.index)
+        counted["residency"] = residency.device_bytes()
+        counted["syncs"] = count_syncs(residency, models, parts)
+    for name in list(residency.offloaders):
+        residency.remove(name)
+    return {"numbers": numbers, **counted}
+
+
+def count_syncs(residency: Residency, models: dict[str, Any], parts: list[Any]) -> dict[str, list[dict[str, int]]]:
+    """Synchronisations of each kind of pass with the given micro-batches, and with twice as many."""
+    found: dict[str, list[dict[str, int]]] = {}
+    for name, stage, run in (
+        ("policy forward", "logprobs", lambda batches: models["policy"].forward(batches, outputs=("logprobs", "entropy"))),
+        ("critic forward", "values", lambda batches: models["critic"].forward(batches, outputs=("values", "bootstrap_values"))),
+        ("policy step", "policy_update", lambda batches: models["policy"].train_step(batches, TokenLoss())),
+        ("critic step", "critic_update", lambda batches: models["critic"].train_step(batches, TokenLoss())),
+    ):
+        residency.enter(stage)  # type: ignore[arg-type]
+        found[name] = []
+        for batches in (parts, parts + parts):
+            with fake_cuda.counted_syncs() as syncs:
+                run(batches)
+            found[name].append({f"{kind} {place}": count for (kind, place), count in sorted(syncs.items())})
+        residency.mark_changed(name.split()[0])
+    residency.enter("generate")
+    return found
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    results = {name: run_case(dict(options), world) for name, options in CASES[world].items() if len(sys.argv) < 4 or name in sys.argv[3:]}
+    everywhere: list[Any] = [None] * world
+    dist.all_gather_object(everywhere, (results, fake_cuda.FAULTS if FAKE else []))
+    if dist.get_rank() == 0:
+        faults = sorted({fault for _, found in everywhere for fault in found})
+        Path(sys.argv[2]).write_text(json.dumps({"faults": faults, "ranks": [found for found, _ in everywhere]}))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
