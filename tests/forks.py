@@ -2,6 +2,7 @@
 
 ``run_ranks`` runs a worker script as the ranks of a run, with torchrun's environment; ``run_script`` runs it in one process; ``Forks``
 starts any program of this repository. Tests of torchrun and of the command line itself start those instead (tests/torchrun.py).
+``fake_cuda``: on fake CUDA devices (tests/fake_cuda), which the server of such processes installs before it imports anything else.
 
 There are two servers, one for even and one for odd ranks, with different seeds of Python's hash, so that the iteration order of a set
 cannot agree on all ranks by chance. ``python tests/forks.py`` is a server: it reads one JSON request per line, responds with {"pid": n},
@@ -64,12 +65,12 @@ class Forked:
 class Forks:
     """A server process and the processes it forks."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, fake_cuda: bool = False) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="vapo_mcore_forks_")
         self._count = 0
         self._lock = threading.Lock()
         self._server = subprocess.Popen(
-            [sys.executable, str(Path(__file__).resolve())],
+            [sys.executable, str(Path(__file__).resolve()), *(["fake_cuda"] if fake_cuda else [])],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -113,15 +114,17 @@ def inherited() -> dict[str, str]:
 
 
 @functools.cache
-def servers() -> tuple[Forks, Forks]:
-    """Return the two servers, which all tests of this process share."""
-    both = Forks(), Forks()
-    for server in both:
+def servers(*, fake_cuda: bool = False) -> tuple[Forks, Forks]:
+    """Return the two servers, which all tests of this process share (one server for both with fake CUDA devices)."""
+    both = (Forks(fake_cuda=True),) * 2 if fake_cuda else (Forks(), Forks())
+    for server in dict.fromkeys(both):
         atexit.register(server.close)
     return both
 
 
-def run_ranks(script: str | Path, nproc: int, *args: str, timeout: float = 180) -> subprocess.CompletedProcess[str]:
+def run_ranks(
+    script: str | Path, nproc: int, *args: str, timeout: float = 180, fake_cuda: bool = False
+) -> subprocess.CompletedProcess[str]:
     """Run ``script`` (relative to the repository or absolute) as ``nproc`` ranks. Returns their joint output, and 0 or the first failure.
 
     When a rank fails, the others are terminated. After ``timeout`` seconds all are killed and the test fails with the output so far.
@@ -131,12 +134,12 @@ def run_ranks(script: str | Path, nproc: int, *args: str, timeout: float = 180) 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # in this process, like torchrun's in its agent
     world = {"WORLD_SIZE": nproc, "LOCAL_WORLD_SIZE": nproc, "GROUP_WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port}
     world |= {"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": 0, "TORCHELASTIC_MAX_RESTARTS": 0}
-    return _run([str(ROOT / script), *args], [{**world, "RANK": rank, "LOCAL_RANK": rank} for rank in range(nproc)], timeout)
+    return _run([str(ROOT / script), *args], [{**world, "RANK": rank, "LOCAL_RANK": rank} for rank in range(nproc)], timeout, fake_cuda)
 
 
-def run_script(script: str | Path, *args: str, timeout: float = 180) -> subprocess.CompletedProcess[str]:
+def run_script(script: str | Path, *args: str, timeout: float = 180, fake_cuda: bool = False) -> subprocess.CompletedProcess[str]:
     """Run ``script`` in one process without torchrun's environment. Returns like :func:`run_ranks`."""
-    return _run([str(ROOT / script), *args], [{}], timeout)
+    return _run([str(ROOT / script), *args], [{}], timeout, fake_cuda)
 
 
 def run_command(*args: str, timeout: float = 180) -> subprocess.CompletedProcess[str]:
@@ -144,7 +147,9 @@ def run_command(*args: str, timeout: float = 180) -> subprocess.CompletedProcess
     return _run(["-m", "vapo_mcore.cli", *args], [{}], timeout)
 
 
-def _run(command: list[str], environments: list[dict[str, object]], timeout: float) -> subprocess.CompletedProcess[str]:
+def _run(
+    command: list[str], environments: list[dict[str, object]], timeout: float, fake_cuda: bool = False
+) -> subprocess.CompletedProcess[str]:
     """Start one process per environment, alternating between the servers, and wait for all."""
     with tempfile.TemporaryDirectory(prefix="vapo_mcore_output_") as folder:
         files = Path(folder) / "stdout", Path(folder) / "stderr"
@@ -152,7 +157,7 @@ def _run(command: list[str], environments: list[dict[str, object]], timeout: flo
         status = None
         try:
             for number, environment in enumerate(environments):
-                processes.append(servers()[number % 2].start(command, *files, environment))
+                processes.append(servers(fake_cuda=fake_cuda)[number % 2].start(command, *files, environment))
             status = _wait(processes, timeout)
         finally:
             for process in processes:
@@ -225,6 +230,10 @@ def _become(request: dict[str, Any]) -> list[str]:
 
 def _import_everything() -> None:
     os.environ["HF_HUB_OFFLINE"] = "1"  # transformers reads it once
+    if sys.argv[1:] == ["fake_cuda"]:
+        from tests import fake_cuda
+
+        fake_cuda.install()
     from vapo_mcore.megatron.host import import_megatron
 
     import_megatron()

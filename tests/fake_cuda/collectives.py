@@ -45,6 +45,11 @@ def _calling(asynchronous: bool) -> Iterator[_Ticket]:
         _tickets.pop()
 
 
+def running() -> bool:
+    """Whether a collective is being called."""
+    return bool(_tickets)
+
+
 class Work:
     """A handle of NCCL: ``wait`` orders the current stream, it does not stop the host."""
 
@@ -76,7 +81,9 @@ def enter(name: str, args: tuple, tensors: list[Tensor]) -> None:
         return
     for tensor in data:
         if device_of(tensor) != order.current_device():
-            fault(f"{name}: NCCL takes tensors of cuda:{order.current_device()}, not {tuple(tensor.shape)} {tensor.dtype} on {tensor.device}")
+            fault(
+                f"{name}: NCCL takes tensors of cuda:{order.current_device()}, not {tuple(tensor.shape)} {tensor.dtype} on {tensor.device}"
+            )
     stream, current = _streams.get(group) or _new_stream(group), order.current_stream()
     stream.wait_stream(current)
     mark = stream.enqueue()
@@ -172,11 +179,30 @@ def install() -> None:
         if not async_ops:
             ticket.wait()
 
-    replaced: dict[str, Any] = {"init_process_group": init_process_group, "new_group": make_group, "_coalescing_manager": coalescing_manager}
-    for name in (
-        "all_reduce all_gather_into_tensor reduce_scatter_tensor _all_gather_base _reduce_scatter_base broadcast reduce all_gather gather scatter "
-        "reduce_scatter all_to_all all_to_all_single isend irecv send recv"
-    ).split():
+    replaced: dict[str, Any] = {
+        "init_process_group": init_process_group,
+        "new_group": make_group,
+        "_coalescing_manager": coalescing_manager,
+    }
+    for name in [
+        "all_reduce",
+        "all_gather_into_tensor",
+        "reduce_scatter_tensor",
+        "_all_gather_base",
+        "_reduce_scatter_base",
+        "broadcast",
+        "reduce",
+        "all_gather",
+        "gather",
+        "scatter",
+        "reduce_scatter",
+        "all_to_all",
+        "all_to_all_single",
+        "isend",
+        "irecv",
+        "send",
+        "recv",
+    ]:
         replaced[name] = _wrap(getattr(module, name))
     for name in ("all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list"):
         replaced[name] = _wrap_objects(getattr(module, name))

@@ -14,8 +14,8 @@ FAULTS: list[str] = []
 SYNCS: Counter[tuple[str, str]] = Counter()
 """(kind, place in the code) -> how often the host has waited for the device.
 
-Kinds: ``item`` (also ``bool``, ``tolist``), ``to_host`` and ``to_device`` (blocking copies), ``shape`` (operators whose result's size depends
-on values: ``nonzero``, indexing by a mask), ``synchronize``, ``barrier``, ``objects`` (collectives of Python objects).
+Kinds: ``item`` (also ``bool``), ``to_host`` and ``to_device`` (blocking copies), ``shape`` (operators whose result's size depends on
+values: ``nonzero``, indexing by a mask), ``synchronize``, ``barrier``, ``objects`` (collectives of Python objects).
 """
 
 
@@ -50,7 +50,9 @@ def place() -> str:
     frame = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
-        if ("/megatron/core/" in name or "/vapo_mcore/" in name or "/tests/" in name or "/benchmarks/" in name) and "/tests/fake_cuda/" not in name:
+        if (
+            "/megatron/core/" in name or "/vapo_mcore/" in name or "/tests/" in name or "/benchmarks/" in name
+        ) and "/tests/fake_cuda/" not in name:
             return f"{'/'.join(name.split('/')[-2:])}:{frame.f_lineno}"
         frame = frame.f_back  # type: ignore[assignment]
     return "elsewhere"

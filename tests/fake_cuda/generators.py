@@ -74,10 +74,9 @@ def default_of(number: int) -> Iterator[None]:
 
 def check_generator(generator: Any, device: Any, tensors: int | None) -> None:
     """FakeCudaError where a generator is not on the device of what is drawn: an explicit one, else that of the tensors given."""
+    wanted = tensors
     if device is not None:
         wanted = order.device_number(device) if order.names_cuda(device) else None
-    else:
-        wanted = tensors
     own = generator._number if isinstance(generator, Generator) and type(generator) is Generator else None
     if own != wanted:
         fault(f"a generator on {generator.device} for a tensor on {'cpu' if wanted is None else f'cuda:{wanted}'}")

@@ -1,7 +1,7 @@
 """Which storage is on which device, and the allocator's counters.
 
-The facts are an attribute of the storage itself (PyTorch keeps one Python object a storage as long as the storage lives), so they follow every
-view and end with the memory.
+The facts are an attribute of the storage itself (PyTorch keeps one Python object per storage for as long as the storage lives), so they
+follow every view and end with the memory.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def device_of(tensor: torch.Tensor) -> int | None:
 def put(tensor: torch.Tensor, device: int, stream: Any) -> None:
     """Say that a fresh storage is on a device."""
     storage = storage_of(tensor)
-    if storage is None or getattr(storage, "fake_cuda", None) is not None and storage.fake_cuda.device is not None:
+    if storage is None or (getattr(storage, "fake_cuda", None) is not None and storage.fake_cuda.device is not None):
         return
     own = int(os.environ.get("LOCAL_RANK", "0"))
     if device != own:

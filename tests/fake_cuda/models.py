@@ -35,8 +35,8 @@ SHAPE = ModelArchitecture(
     qk_norm=False,
 )
 
-LENGTHS = [[37, 5, 1], [120, 2], [64], [3, 9]]
-"""Tokens of the sequences of four micro-batches."""
+LENGTHS = [[37, 5, 1], [20, 2]]
+"""Tokens of the sequences of two micro-batches."""
 
 
 class TokenLoss:
@@ -64,7 +64,13 @@ def random_weights(chunks: list[Any]) -> None:
 
 
 def build(
-    role: Any, parallel: ParallelContext, *, dtype: Any = "float32", recompute: Any = "none", cpu_offload: bool = False, head_only: bool = False
+    role: Any,
+    parallel: ParallelContext,
+    *,
+    dtype: Any = "float32",
+    recompute: Any = "none",
+    cpu_offload: bool = False,
+    head_only: bool = False,
 ) -> MegatronModel:
     settings = ModelConfig(path="unused: weights are random", dtype=dtype, attention="sdpa", recompute=recompute)
     optimizer = OptimizerConfig(lr=1e-3, warmup_rollouts=0, cpu_offload=cpu_offload)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.fake_cuda import generators, memory, order
+from tests.fake_cuda import collectives, generators, memory, order
 from tests.fake_cuda.faults import count_sync, fault
 from tests.fake_cuda.memory import device_of, host_facts, memory_of, storage_of
 
@@ -22,7 +22,15 @@ CPU = torch.device("cpu")
 SIZED_BY_VALUES = ("nonzero", "masked_select", "unique", "_unique", "repeat_interleave.Tensor", "argwhere")
 """Operators that wait for values to know the size of their result."""
 
-HOST_TENSORS_TAKEN = ("aten.index.", "aten.index_put", "aten._index_put", "aten.masked_fill", "aten._foreach_mul", "aten.fill", "aten._foreach_add")
+HOST_TENSORS_TAKEN = (
+    "aten.index.",
+    "aten.index_put",
+    "aten._index_put",
+    "aten.masked_fill",
+    "aten._foreach_mul",
+    "aten.fill",
+    "aten._foreach_add",
+)
 """Operators besides element-wise ones that take host tensors: indices of advanced indexing, 0-dimensional values."""
 
 
@@ -56,6 +64,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, dict):
         for inner in value.values():
             yield from tensors_in(inner)
+
 
 HOST: Literal["host"] = "host"
 _outer: list[int | Literal["host"] | None] = []
@@ -111,7 +120,24 @@ def _tensor(args: tuple, kwargs: dict) -> Tensor:
 
 _FACTORIES = {
     getattr(torch, name)
-    for name in "empty zeros ones full rand randn randint randperm arange linspace logspace eye empty_strided scalar_tensor from_numpy tril_indices".split()
+    for name in [
+        "empty",
+        "zeros",
+        "ones",
+        "full",
+        "rand",
+        "randn",
+        "randint",
+        "randperm",
+        "arange",
+        "linspace",
+        "logspace",
+        "eye",
+        "empty_strided",
+        "scalar_tensor",
+        "from_numpy",
+        "tril_indices",
+    ]
 }
 
 
@@ -123,8 +149,6 @@ class Operators(TorchDispatchMode):
         kind = kind_of(func)
         tensors = [value for value in tensors_in((args, kwargs)) if not value.is_meta]
         if kind.is_collective:
-            from tests.fake_cuda import collectives
-
             collectives.enter(kind.name, args, tensors)
             return func(*args, **kwargs)
         if (device := kwargs.get("device")) is not None and device.type == "meta":
@@ -181,7 +205,7 @@ class Operators(TorchDispatchMode):
         scalars_fit = kind.pointwise or kind.name.startswith(HOST_TENSORS_TAKEN)
         wrong = [tensor for tensor in host if tensor.dim() > 0 or not scalars_fit]
         if wrong:
-            fault(f"{kind.name}: CUDA {[tuple(x.shape) for x in on_device][:3]} with host {[tuple(x.shape) for x in wrong][:3]} {wrong[0].dtype}")
+            fault(f"{kind.name}: CUDA {[tuple(x.shape) for x in on_device][:3]} with host {[tuple(x.shape) for x in wrong][:3]}")
 
     def _in_order(self, kind: Kind, args: tuple, kwargs: dict, tensors: list[Tensor], target: int | None) -> None:
         written: set[int] = set()
@@ -195,7 +219,9 @@ class Operators(TorchDispatchMode):
         if device is None:
             for tensor in tensors:
                 if (facts := memory_of(tensor)) is not None:
-                    facts.accesses.check(order.HOST, writes=id(storage_of(tensor)) in written, what=f"{kind.name}: a host tensor {tuple(tensor.shape)}")
+                    facts.accesses.check(
+                        order.HOST, writes=id(storage_of(tensor)) in written, what=f"{kind.name}: a host tensor {tuple(tensor.shape)}"
+                    )
             return
         use_device(kind.name)
         stream = order.current_stream(device)
@@ -223,14 +249,16 @@ class Operators(TorchDispatchMode):
 
     def _waits(self, kind: Kind, args: tuple, kwargs: dict, on_device: list[Tensor]) -> None:
         """Count what the host waits for, and note that it then knows the stream to be complete."""
-        if not on_device:
+        if not on_device or collectives.running():  # gloo copies to and fro, NCCL does not
             return
         waited = None
         if kind.name.startswith("aten._local_scalar_dense") or kind.name.startswith(("aten.equal", "aten.is_nonzero")):
             waited = "item"
         elif (kind.waits and kwargs.get("output_size") is None) or _indexes_by_mask(kind, args):
             waited = "shape"
-        elif kind.name.startswith("aten.copy_.") and len(on_device) == 1 and not (kwargs.get("non_blocking") or (len(args) > 2 and args[2])):
+        elif (
+            kind.name.startswith("aten.copy_.") and len(on_device) == 1 and not (kwargs.get("non_blocking") or (len(args) > 2 and args[2]))
+        ):
             waited = "to_device" if device_of(args[0]) is not None else "to_host"
         if waited:
             count_sync(waited)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+from collections.abc import Sequence
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +20,7 @@ ERROR_ALREADY_REGISTERED, ERROR_NOT_REGISTERED, ERROR_OUT_OF_MEMORY = 712, 713, 
 class Cudart:
     """``torch.cuda.cudart()``. A failed call leaves its error for ``cudaGetLastError`` or, if nobody asks, the next kernel."""
 
-    cudaError = SimpleNamespace(success=0)  # noqa: N815
+    cudaError = SimpleNamespace(success=0)
     registered: dict[int, int] = {}  # noqa: RUF012
     page_lockable_bytes = sys.maxsize
     """``ulimit -l``: what may be page-locked in all."""
@@ -28,7 +29,7 @@ class Cudart:
         modes.leave_error(code)
         return code
 
-    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:  # noqa: N802
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
         del flags
         modes.use_device("cudaHostRegister")
         if any(address < start + length and start < address + size for start, length in self.registered.items()):
@@ -40,7 +41,7 @@ class Cudart:
             facts.registered = True
         return 0
 
-    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+    def cudaHostUnregister(self, address: int) -> int:
         if self.registered.pop(address, None) is None:
             return self._fail(ERROR_NOT_REGISTERED)
         if (facts := memory.HOST_MEMORY.get(address)) is not None:
@@ -49,19 +50,19 @@ class Cudart:
             facts.registered = False
         return 0
 
-    def cudaGetLastError(self) -> int:  # noqa: N802
+    def cudaGetLastError(self) -> int:
         return modes.fetch_error()
 
-    def cudaPeekAtLastError(self) -> int:  # noqa: N802
+    def cudaPeekAtLastError(self) -> int:
         return modes._Process.error
 
-    def cudaGetErrorString(self, code: int) -> str:  # noqa: N802
+    def cudaGetErrorString(self, code: int) -> str:
         return f"fake CUDA error {code}"
 
-    def cudaProfilerStart(self) -> int:  # noqa: N802
+    def cudaProfilerStart(self) -> int:
         return 0
 
-    def cudaProfilerStop(self) -> int:  # noqa: N802
+    def cudaProfilerStop(self) -> int:
         return 0
 
 
@@ -90,8 +91,14 @@ def _device_count() -> int:
     return int(os.environ.get("FAKE_CUDA_DEVICES", os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
-def _generators() -> tuple[generators.Generator, ...]:
-    return tuple(generators.default(number) for number in range(_device_count()))
+class _Defaults(Sequence[generators.Generator]):
+    """``torch.cuda.default_generators``: one a device."""
+
+    def __getitem__(self, number: Any) -> Any:
+        return generators.default(range(_device_count())[number])
+
+    def __len__(self) -> int:
+        return _device_count()
 
 
 def _seed(seed: int) -> None:
@@ -99,7 +106,7 @@ def _seed(seed: int) -> None:
 
 
 def _seed_all(seed: int) -> None:
-    for generator in _generators():
+    for generator in _Defaults():
         generator.manual_seed(seed)
 
 
@@ -143,7 +150,7 @@ def _functions() -> dict[str, Any]:
         "current_stream": order.current_stream,
         "default_stream": order.default_stream,
         "is_current_stream_capturing": lambda: False,
-        "default_generators": _generators(),
+        "default_generators": _Defaults(),
         "get_rng_state": get,
         "set_rng_state": put,
         "get_rng_state_all": lambda: [get(number) for number in range(_device_count())],
@@ -156,7 +163,10 @@ def _functions() -> dict[str, Any]:
         "memory_reserved": lambda device=None: _of(device).reserved,
         "max_memory_reserved": lambda device=None: _of(device).reserved_peak,
         "reset_peak_memory_stats": _reset_peak,
-        "memory_stats": lambda device=None: {"allocated_bytes.all.current": _of(device).allocated, "allocated_bytes.all.peak": _of(device).peak},
+        "memory_stats": lambda device=None: {
+            "allocated_bytes.all.current": _of(device).allocated,
+            "allocated_bytes.all.peak": _of(device).peak,
+        },
         "mem_get_info": lambda device=None: (memory.TOTAL_BYTES - _of(device).reserved, memory.TOTAL_BYTES),
         "get_device_capability": lambda device=None: (9, 0),
         "get_device_name": lambda device=None: "Fake CUDA device",
@@ -186,7 +196,7 @@ class _Engine:
 def install() -> None:
     """Make this process one of a machine with fake CUDA devices: ``LOCAL_WORLD_SIZE`` of them, or ``FAKE_CUDA_DEVICES``.
 
-    Cannot be undone; again, it does nothing. RuntimeError if something has been imported that asks for CUDA at import: it would have been told that there is none.
+    Cannot be undone; a second call does nothing. Raises RuntimeError if something that asks for CUDA at import is imported already.
     """
     if torch.Generator is generators.Generator:
         return
@@ -195,7 +205,10 @@ def install() -> None:
         raise RuntimeError(f"install the fake CUDA device before {', '.join(early)} is imported")
     for library in ("transformer_engine", "flashinfer", "vllm"):  # they would call kernels
         sys.modules[library] = None  # type: ignore[assignment]
-    for module in ("torch._dynamo", "torch.distributed.checkpoint"):  # they table the functions of torch when imported: they must see the real ones
+    for module in (
+        "torch._dynamo",
+        "torch.distributed.checkpoint",
+    ):  # they table the functions of torch when imported: they must see the real ones
         importlib.import_module(module)
     functions = _functions()
     for name, value in functions.items():
@@ -203,7 +216,15 @@ def install() -> None:
         for inner in (torch.cuda.random, torch.cuda.memory, torch.cuda.streams):
             if hasattr(inner, name):
                 setattr(inner, name, value)
-    for name in ("is_available", "current_stream", "synchronize", "empty_cache", "device_count", "memory_allocated", "max_memory_allocated"):
+    for name in (
+        "is_available",
+        "current_stream",
+        "synchronize",
+        "empty_cache",
+        "device_count",
+        "memory_allocated",
+        "max_memory_allocated",
+    ):
         setattr(torch.accelerator, name, functions[name])
     torch.accelerator.current_device_index = order.current_device
     torch.accelerator.set_device_index = order.set_device

@@ -1,4 +1,4 @@
-"""Methods of tensors that tell or change the device, as attributes of ``torch.Tensor``: in force everywhere, threads and C++ callers included."""
+"""Methods of tensors that tell or change the device, as attributes of ``torch.Tensor``: in force everywhere, in threads too."""
 
 from __future__ import annotations
 
@@ -8,12 +8,25 @@ import torch
 from torch import Tensor
 
 from tests.fake_cuda import modes, order
-
 from tests.fake_cuda.memory import Memory, device_of, host_facts, memory_of
 
 _REAL = {
     name: getattr(Tensor, name)
-    for name in "device is_cuda get_device to type numpy tolist pin_memory is_pinned record_stream new_tensor __array__ data_ptr".split()
+    for name in [
+        "device",
+        "is_cuda",
+        "get_device",
+        "to",
+        "type",
+        "numpy",
+        "tolist",
+        "pin_memory",
+        "is_pinned",
+        "record_stream",
+        "new_tensor",
+        "__array__",
+        "data_ptr",
+    ]
 }
 _RESIZE, _CLONE = torch.UntypedStorage.resize_, torch.UntypedStorage.clone
 
@@ -50,7 +63,7 @@ class _Move(torch.autograd.Function):
 
 def _to(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     device, dtype, non_blocking, copy, memory_format = _parse_to(self, args, kwargs)
-    if device is not None and device.type == "meta" or self.is_meta:
+    if (device is not None and device.type == "meta") or self.is_meta:
         return _REAL["to"](self, *args, **kwargs)
     target = device_of(self)
     if device is not None:
@@ -101,7 +114,9 @@ def _needs_host(name: str) -> Any:
 
     def method(self: Tensor, *args: Any, **kwargs: Any) -> Any:
         if device_of(self) is not None:
-            raise TypeError(f"can't convert {self.device} device type tensor to numpy. Use Tensor.cpu() to copy the tensor to host memory first.")
+            raise TypeError(
+                f"can't convert {self.device} device type tensor to numpy. Use Tensor.cpu() to copy the tensor to host memory first."
+            )
         _check_host(self, name)
         return real(self, *args, **kwargs)
 

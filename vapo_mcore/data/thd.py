@@ -129,7 +129,8 @@ class ThdLayout:
             return x.to(self.device, non_blocking=True)
 
         self.lengths, self.padded_lengths = put(real[:count]), put(padded)
-        self.cu_seqlens, self.cu_seqlens_padded = put(starts[: count + 1]), put(starts_padded.to(torch.int32))
+        self._host_offsets = starts_padded.to(torch.int32)
+        self.cu_seqlens, self.cu_seqlens_padded = put(starts[: count + 1]), put(self._host_offsets)
         self.local_index = put(starts_padded[owner] + position)
         self.position_ids = put(position)
         self.local_token_mask = put(is_real)
@@ -196,19 +197,23 @@ class ThdLayout:
         self._expect(x, self.num_tokens)
         return torch.roll(x, 1, dims=0).index_fill_(0, self._first, fill)
 
-    def packed_seq_params(self) -> PackedSeqParams:
+    def packed_seq_params(self, *, fused_rope: bool = True) -> PackedSeqParams:
         """Megatron-Core's description of the padded frame (global offsets; its rotary code divides them by CP itself).
 
         Offsets are those of the padded frame: pads trail their sequence and are ordinary, ignored tokens of it, so attention kernels need
         no support for gaps and the causal mask keeps real tokens exact. Transformer Engine needs them as ``*_padded`` too with context
         parallelism alone, and compares both on the device, waiting for the answer twice in every layer; so they are left out otherwise.
+
+        ``fused_rope``: a kernel applies the rotary embedding, from offsets on the device. Without it Megatron reads the padded offsets as a
+        list, in every layer: they stay on the host then, so that the host does not wait for the device there.
         """
         from megatron.core.packed_seq_params import PackedSeqParams
 
-        names = ["cu_seqlens_q", "cu_seqlens_kv"]
-        if self.context_parallel_size > 1:
-            names += ["cu_seqlens_q_padded", "cu_seqlens_kv_padded"]
-        offsets: dict[str, Any] = dict.fromkeys(names, self.cu_seqlens_padded)
+        offsets: dict[str, Any] = dict.fromkeys(("cu_seqlens_q", "cu_seqlens_kv"), self.cu_seqlens_padded)
+        if not fused_rope:
+            offsets |= dict.fromkeys(("cu_seqlens_q_padded", "cu_seqlens_kv_padded"), self._host_offsets)
+        elif self.context_parallel_size > 1:
+            offsets |= dict.fromkeys(("cu_seqlens_q_padded", "cu_seqlens_kv_padded"), self.cu_seqlens_padded)
         return PackedSeqParams(qkv_format="thd", max_seqlen_q=self.max_seqlen, max_seqlen_kv=self.max_seqlen, **offsets)
 
     @staticmethod

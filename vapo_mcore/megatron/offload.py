@@ -1,11 +1,11 @@
 """Policy, critic and the rollout engine take turns on the device: what is resident when, and the moves between.
 
-A model's memory has three parts that move separately: ``params`` (the parameter buffers and frozen parameters, which Megatron's
-buffers leave out), ``grads`` (freed and allocated anew, never copied) and ``optimizer`` (main parameters and every moment). Parameter and gradient buffers use Megatron's own buffer
-offload, with host buffers that are handed to it; optimizer state uses the same host pool, because Megatron's version makes
-fresh, unpinned copies at every move. Tensors keep their identity: only their storage is emptied and filled again, so views
-(bucket slices, fp32 optimizer shards of the parameter buffer) stay valid. An optimizer on the CPU (``cpu_offload``) has its state in
-host memory all the time: nothing of it moves, and its ``optimizer`` part is empty.
+A model's memory has three parts that move separately: ``params`` (the parameter buffers, and frozen parameters, which Megatron leaves
+out of its buffers), ``grads`` (freed and allocated anew, never copied) and ``optimizer`` (main parameters and every moment). Parameter
+and gradient buffers use Megatron's own buffer offload, with host buffers that are handed to it; optimizer state and frozen parameters
+use the same host pool. Tensors keep their identity: only their storage is emptied and filled again, so views (bucket slices, fp32
+optimizer shards of the parameter buffer) stay valid. An optimizer on the CPU (``cpu_offload``) has its state in host memory all the
+time: nothing of it moves, and its ``optimizer`` part is empty.
 
 The code is the same without CUDA: storages are emptied and filled in the same way, and "device" and "host" bytes are counted
 apart, which is what the tests look at.
@@ -336,7 +336,7 @@ class Residency:
         self.enter("generate")
 
     def remove(self, name: str) -> None:
-        """Forget a model. Its parameters are on the device afterwards, for as long as somebody else holds them; it cannot be trained again."""
+        """Forget a model, which cannot be trained again; its parameters are on the device for as long as somebody else holds them."""
         offloader = self.offloaders.pop(name)
         offloader.onload({"params"})
         _synchronize()
