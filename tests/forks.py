@@ -142,9 +142,9 @@ def run_script(script: str | Path, *args: str, timeout: float = 180, fake_cuda: 
     return _run([str(ROOT / script), *args], [{}], timeout, fake_cuda)
 
 
-def run_command(*args: str, timeout: float = 180) -> subprocess.CompletedProcess[str]:
+def run_command(*args: str, timeout: float = 180, fake_cuda: bool = False) -> subprocess.CompletedProcess[str]:
     """Run ``vapo-mcore`` with arguments in one process. Returns like :func:`run_ranks`."""
-    return _run(["-m", "vapo_mcore.cli", *args], [{}], timeout)
+    return _run(["-m", "vapo_mcore.cli", *args], [{}], timeout, fake_cuda)
 
 
 def _run(

@@ -20,6 +20,10 @@ fork                                    use of the device in a forked child of a
 It counts: allocated bytes and their peak (``torch.cuda.memory_allocated()`` and friends; ``live()`` lists who holds them) and
 synchronisations between host and device (``SYNCS``).
 
+A whole command runs on it as ``python -m tests.fake_cuda vapo_mcore.cli train FILE rollout.engine=transformers`` (a module or a script,
+then its arguments; from the root of the repository); tests use ``fake_cuda=True`` of ``tests/forks.py``. A command that starts its ranks
+itself starts them without the device: start them with ``torchrun -m tests.fake_cuda ...``.
+
 It has no kernels of its own: what calls a library's CUDA kernels (Transformer Engine, Triton, vLLM) cannot run on it. Neither does it
 know time: rates on it mean nothing.
 """

@@ -20,7 +20,7 @@ fake_cuda.install()
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
-from tests.fake_cuda import order  # noqa: E402
+from tests.fake_cuda import order, runtime  # noqa: E402
 from tests.fake_cuda.models import TokenLoss, build, microbatches  # noqa: E402
 from vapo_mcore.checkpoint import state  # noqa: E402
 from vapo_mcore.config.schema import ParallelConfig  # noqa: E402
@@ -64,6 +64,13 @@ def nothing_seeded() -> None:
         residency.enter("policy_update")
         step()
         residency.mark_changed("policy")
+    with mock.patch.object(runtime.Cudart, "page_lockable_bytes", 1000):
+        try:
+            offload.HostPool().buffer(("x", 0), torch.zeros(4096, device=PARALLEL.device))
+        except MemoryError:  # whoever caught it may go on: its error is fetched
+            torch.zeros(1, device=PARALLEL.device)
+        else:
+            raise AssertionError("more was page-locked than can be")
 
 
 @mutant
@@ -182,7 +189,7 @@ def memory_freed_while_another_stream_uses_it() -> None:
 def page_locked_memory_not_unregistered() -> None:
     pool = offload.HostPool()
     pool.buffer(("x", 0), torch.zeros(4096, device=PARALLEL.device))
-    with mock.patch.object(torch.cuda.cudart(), "cudaHostUnregister"):
+    with mock.patch.object(torch.cuda.cudart(), "cudaHostUnregister", return_value=0):
         pool.release("x")
     gc.collect()
 

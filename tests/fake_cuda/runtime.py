@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import os
 import sys
@@ -17,10 +18,19 @@ from tests.fake_cuda import collectives, generators, memory, modes, order, tenso
 ERROR_ALREADY_REGISTERED, ERROR_NOT_REGISTERED, ERROR_OUT_OF_MEMORY = 712, 713, 2
 
 
-class Cudart:
-    """``torch.cuda.cudart()``. A failed call leaves its error for ``cudaGetLastError`` or, if nobody asks, the next kernel."""
+class _ErrorCode(int):
+    """``cudart().cudaError``: made from a code."""
 
-    cudaError = SimpleNamespace(success=0)
+    success = 0
+
+
+class Cudart:
+    """``torch.cuda.cudart()``. A failed call leaves its error for ``cudaGetLastError`` or, if nobody asks, the next kernel.
+
+    As PyTorch's binding, it has no function that clears the error; that one is in the process's global scope (:class:`_Library`).
+    """
+
+    cudaError = _ErrorCode
     registered: dict[int, int] = {}  # noqa: RUF012
     page_lockable_bytes = sys.maxsize
     """``ulimit -l``: what may be page-locked in all."""
@@ -50,12 +60,6 @@ class Cudart:
             facts.registered = False
         return 0
 
-    def cudaGetLastError(self) -> int:
-        return modes.fetch_error()
-
-    def cudaPeekAtLastError(self) -> int:
-        return modes._Process.error
-
     def cudaGetErrorString(self, code: int) -> str:
         return f"fake CUDA error {code}"
 
@@ -64,6 +68,15 @@ class Cudart:
 
     def cudaProfilerStop(self) -> int:
         return 0
+
+
+class _Library(ctypes.CDLL):
+    """``ctypes.CDLL``, where the process itself (no name) has the CUDA runtime's functions, as with a CUDA build of torch."""
+
+    def __init__(self, name: str | None, *args: Any, **kwargs: Any) -> None:
+        super().__init__(name, *args, **kwargs)
+        if name is None:
+            self.cudaGetLastError = modes.fetch_error
 
 
 def _of(device: Any) -> memory.Counters:
@@ -230,6 +243,7 @@ def install() -> None:
     torch.accelerator.set_device_index = order.set_device
     torch.compile = lambda function=None, **_: function if function is not None else lambda decorated: decorated  # type: ignore[assignment]
     torch.Generator = generators.Generator  # type: ignore[misc]
+    ctypes.CDLL = _Library  # type: ignore[misc]
     tensors.install()
     collectives.install()
     from torch.autograd import Variable

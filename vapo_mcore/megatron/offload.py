@@ -229,6 +229,13 @@ class ModelOffloader:
                 self._reload_buffers(part)
             self.resident.add(part)
 
+    def drop_training_state(self) -> None:
+        """Free gradients and optimizer state on the device without a copy to the host: the model is not trained again."""
+        for buffer in self._buffers:
+            buffer.grad_data.untyped_storage().resize_(0)
+        for _, tensor in list(self.state_tensors()):
+            tensor.untyped_storage().resize_(0)
+
     def _offload_buffers(self, part: Part) -> None:
         params = part == "params"
         keep = params and "params" in self._on_host
@@ -338,6 +345,7 @@ class Residency:
     def remove(self, name: str) -> None:
         """Forget a model, which cannot be trained again; its parameters are on the device for as long as somebody else holds them."""
         offloader = self.offloaders.pop(name)
+        offloader.drop_training_state()
         offloader.onload({"params"})
         _synchronize()
         self.pool.release(name)

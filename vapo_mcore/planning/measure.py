@@ -28,11 +28,11 @@ from vapo_mcore.megatron.engine import critic_outputs, wrap_chunks
 from vapo_mcore.megatron.host import import_megatron, megatron_scope
 from vapo_mcore.megatron.logprob import CHUNK_ELEMENTS, vocab_parallel_logprobs
 from vapo_mcore.megatron.losses import CriticLoss, PolicyLoss
-from vapo_mcore.megatron.model import build_chunks
+from vapo_mcore.megatron.model import build_chunks, trunk_parameters
 from vapo_mcore.megatron.offload import release_gather_buffers
 from vapo_mcore.megatron.parallel import ParallelContext, initialize_parallel
 from vapo_mcore.planning.live_bytes import LiveBytes
-from vapo_mcore.planning.state import FlatBuffer, Role, StateBytes, cpu_offload, states_by_data_rank
+from vapo_mcore.planning.state import FlatBuffer, Role, StateBytes, cpu_offload, states_by_data_rank, trains_head_only
 
 if TYPE_CHECKING:
     from vapo_mcore.config.schema import Config, ParallelConfig
@@ -117,6 +117,9 @@ def build_state(config: Config, role: Role, architecture: ModelArchitecture, par
 def _build(config: Config, role: Role, architecture: ModelArchitecture, parallel: ParallelContext, *, on_gpu: bool) -> list[Any]:
     # The parameters are the same with every attention; what another one would save is the stand-ins' business.
     chunks = build_chunks(role, architecture, config.model.model_copy(update={"attention": "sdpa"}), parallel, device=META)
+    if trains_head_only(config, role):
+        for parameter in trunk_parameters(chunks):
+            parameter.requires_grad_(False)
     return wrap_chunks(chunks, overlap=on_gpu, device=META)
 
 
@@ -179,9 +182,11 @@ class ActivationProbe:
     ) -> ChunkActivations:
         stages = 1 if first and last else 2 if first or last else 3
         given, arch = config.parallel, replace(arch, rope_scaling=None)  # scaled frequencies are as many
-        role = role if last else "policy"  # below the head both models are the same, but for tied embeddings, which save nothing
+        frozen = trains_head_only(config, role)
+        if not (last or frozen):
+            role = "policy"  # below the head both models are the same, but for tied embeddings, which save nothing
         key: tuple[Any, ...] = (role, arch, lengths, first, last, depth, on_gpu, config.model.dtype, config.model.recompute)
-        key += (given.tensor_model_parallel_size, given.context_parallel_size, given.sequence_parallel)
+        key += (given.tensor_model_parallel_size, given.context_parallel_size, given.sequence_parallel, frozen)
         key += _terms_of_loss(config, role) if last else ()
         if key not in self._runs:
             model_parallel = given.tensor_model_parallel_size * given.context_parallel_size
@@ -201,9 +206,10 @@ class ActivationProbe:
 
 
 def buffer_state(wrapped: Sequence[Any], parallel: ParallelContext, *, cpu_offload: bool) -> list[StateBytes]:
-    """Compute the state bytes from the DDP buffers, by rank of the group that shards the optimizer."""
+    """Compute the state bytes from the DDP buffers and frozen parameters, by rank of the group that shards the optimizer."""
     ranks = parallel.data_parallel_size * parallel.context_parallel_size
-    params = grads = 0
+    frozen = sum(parameter.nbytes for chunk in wrapped for parameter in chunk.parameters() if not parameter.requires_grad)
+    params, grads = frozen, 0
     flat = []
     for chunk in wrapped:
         for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
@@ -211,7 +217,7 @@ def buffer_state(wrapped: Sequence[Any], parallel: ParallelContext, *, cpu_offlo
             grads += buffer.grad_data.untyped_storage().nbytes()
             ranges = tuple((start, end) for start, end, _ in buffer.param_index_map.values())
             flat.append(FlatBuffer(buffer.param_dtype.itemsize, ranges, tuple(buffer.bucket_indices)))
-    return states_by_data_rank(params, grads, flat, ranks, cpu_offload=cpu_offload)
+    return states_by_data_rank(params, grads, flat, ranks, cpu_offload=cpu_offload, frozen=frozen)
 
 
 class _ChunkRun:
@@ -320,7 +326,8 @@ class _ChunkRun:
         saved, forward = live.current, live.peak
         live.reset_peak()
         gradient = torch.empty(gradient_shape, dtype=output.dtype, device=META)
-        custom_backward(output, gradient)
+        if output.requires_grad:  # not of a first stage whose parameters are all frozen
+            custom_backward(output, gradient)
         return saved, forward, live.peak
 
 

@@ -10,7 +10,7 @@ from vapo_mcore.config.schema.rollout import runs_eagerly
 from vapo_mcore.megatron.offload import RESIDENCY, Stage
 from vapo_mcore.planning.devices import Device
 from vapo_mcore.planning.measure import ChunkActivations, forward_peak, training_peak
-from vapo_mcore.planning.state import ITEM_BYTES, Role, StateBytes, num_parameters
+from vapo_mcore.planning.state import ITEM_BYTES, Role, StateBytes, num_parameters, refreshes_critic
 from vapo_mcore.planning.workload import Workload
 from vapo_mcore.weights.export import DEFAULT_BUCKET_BYTES
 
@@ -142,11 +142,15 @@ def rank_memory(
 def build_bytes(config: Config, models: dict[Role, RankModel], device: Device) -> float:
     """Compute the peak memory of a rank while its models are built one after the other.
 
-    The weights of the model being built exist twice, in the modules and in the flat buffers they move into, next to the gradients.
+    The weights of the model being built exist twice, in the modules and in the flat buffers they move into, next to the gradients; frozen
+    weights exist once. A critic rebuilt between value pretraining and RL copies its weights from the old one, which exists until then.
     """
     most = before = _residual(config, device)
-    for model in models.values():
-        most = max(most, before + 2 * model.state.params + model.state.grads)
+    for role, model in models.items():
+        built = 2 * model.state.params - model.state.frozen + model.state.grads
+        most = max(most, before + built)
+        if role == "critic" and refreshes_critic(config):
+            most = max(most, before + built + model.state.params)
         if not offload_enabled(config, device):
             before += model.state.params + model.state.grads + model.state.optimizer
     return most

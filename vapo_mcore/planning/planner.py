@@ -27,12 +27,13 @@ from vapo_mcore.planning.state import (
     Role,
     StateBytes,
     as_dense,
+    configured_state,
     cpu_offload,
     fullest_node,
     host_bytes_by_data_rank,
-    model_state,
     reduction_copy_bytes,
     snapshot_host_bytes,
+    trains_head_only,
 )
 from vapo_mcore.planning.timing import RunEstimate, StepEstimate, StepTimer
 from vapo_mcore.planning.workload import Workload, packed_lengths, workload
@@ -146,11 +147,7 @@ class Planner:
         config = subject.config
         if not build:
             for role, arch in subject.roles.items():
-                on_cpu = cpu_offload(config, role)
-                states = model_state(
-                    arch, role, config.model.dtype, config.parallel, stage=stage, overlap=device.is_gpu, cpu_offload=on_cpu
-                )
-                yield role, (states, 0)
+                yield role, (configured_state(config, arch, role, stage=stage, overlap=device.is_gpu), 0)
             return
         with pipeline_rank(config.parallel, stage) as parallel:
             for role, arch in subject.roles.items():
@@ -159,7 +156,10 @@ class Planner:
 
     def _model(self, subject: Subject, role: Role, states: Sequence[StateBytes], work: Workload, stage: int, device: Device) -> RankModel:
         config, arch = subject.config, subject.roles[role]
-        reduction = 0 if device.is_gpu else reduction_copy_bytes(arch, role, config.model.dtype, config.parallel, stage=stage)
+        frozen = trains_head_only(config, role)
+        reduction = (
+            0 if device.is_gpu else reduction_copy_bytes(arch, role, config.model.dtype, config.parallel, stage=stage, head_only=frozen)
+        )
         largest = max(states, key=lambda state: state.optimizer + state.host)
         chunks = self._chunks(subject, role, work, stage, device)
         return RankModel(largest, chunks, reduction, hidden_size=arch.hidden_size, head_dim=arch.head_dim)
@@ -263,8 +263,7 @@ def _state_fits(subject: Subject, device: Device) -> bool:
     config = subject.config
     capacity = device.memory if device.is_gpu else device.node_memory
     for role, arch in subject.roles.items():
-        on_cpu = cpu_offload(config, role)
-        state = model_state(arch, role, config.model.dtype, config.parallel, stage=0, overlap=device.is_gpu, cpu_offload=on_cpu)[0]
+        state = configured_state(config, arch, role, stage=0, overlap=device.is_gpu)[0]
         if state.params + state.grads + state.optimizer > capacity:
             return False
     return True

@@ -11,7 +11,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Literal
 
 from vapo_mcore.config.architecture import ModelArchitecture, new_critic, padded_vocab_size
@@ -42,16 +42,18 @@ class Parameter:
 class StateBytes:
     """Bytes of a model's parts on one rank, named as in ``megatron.offload.RESIDENCY``.
 
-    ``host``: host memory of a CPU optimizer (``cpu_offload``); ``optimizer`` is then 0.
+    ``host``: host memory of a CPU optimizer (``cpu_offload``); ``optimizer`` is then 0. ``frozen``: the part of ``params`` without
+    gradients, which Megatron leaves out of its buffers.
     """
 
     params: int = 0
     grads: int = 0
     optimizer: int = 0
     host: int = 0
+    frozen: int = 0
 
     def __add__(self, other: StateBytes) -> StateBytes:
-        return StateBytes(self.params + other.params, self.grads + other.grads, self.optimizer + other.optimizer, self.host + other.host)
+        return StateBytes(*(getattr(self, field.name) + getattr(other, field.name) for field in fields(StateBytes)))
 
 
 @dataclass(frozen=True)
@@ -201,38 +203,89 @@ def cpu_offload(config: Config, role: Role) -> bool:
     return bool(getattr(config, role).optimizer.cpu_offload)
 
 
+def trains_head_only(config: Config, role: Role) -> bool:
+    """Return whether the run trains only the value head: value pretraining without RL, of a critic with a frozen trunk."""
+    pretraining = config.critic.value_pretraining
+    return role == "critic" and config.run.steps == 0 and pretraining.max_steps > 0 and pretraining.head_only
+
+
+def refreshes_critic(config: Config) -> bool:
+    """Return whether the critic is rebuilt between value pretraining and RL (``megatron.roles.refresh_critic``)."""
+    pretraining = config.critic.value_pretraining
+    trains_both = config.uses_critic and pretraining.max_steps > 0 and config.run.steps > 0
+    return trains_both and (pretraining.lr is not None or pretraining.head_only)
+
+
+def _trained(parameters: Sequence[Parameter], head_only: bool) -> list[Parameter]:
+    """Return the parameters that have gradients: all, or those of a critic's head."""
+    return [parameter for parameter in parameters if not head_only or parameter.name.startswith("output_layer.")]
+
+
+def _num_bytes(parameters: Sequence[Parameter]) -> int:
+    return sum(parameter.numel * parameter.item_bytes for parameter in parameters)
+
+
 def model_state(
-    arch: ModelArchitecture, role: Role, dtype: str, parallel: ParallelConfig, *, stage: int, overlap: bool, cpu_offload: bool = False
+    arch: ModelArchitecture,
+    role: Role,
+    dtype: str,
+    parallel: ParallelConfig,
+    *,
+    stage: int,
+    overlap: bool,
+    cpu_offload: bool = False,
+    head_only: bool = False,
 ) -> list[StateBytes]:
     """Compute the state of one model on one pipeline rank, by rank of the data x context parallel group (shards differ by padding).
 
     ``overlap``: gradient reduction overlaps the backward pass (on GPUs), which splits the first stage's buffer into buckets.
-    ``cpu_offload``: the optimizer is on the CPU.
+    ``cpu_offload``: the optimizer is on the CPU. ``head_only``: the trunk is frozen.
     """
     ranks = parallel.data_parallel_size * parallel.context_parallel_size
     buffers: list[FlatBuffer] = []
+    frozen = 0
     for number, parameters in enumerate(stage_chunks(arch, role, dtype, parallel, stage)):
         bucketed = overlap and stage == 0 and number == 0
-        buffers += flat_buffers(parameters, ranks, _bucket_size(ranks) if bucketed else None)
-    params = sum(buffer.numel * buffer.item_bytes for buffer in buffers)
+        trained = _trained(parameters, head_only)
+        frozen += _num_bytes(parameters) - _num_bytes(trained)
+        buffers += flat_buffers(trained, ranks, _bucket_size(ranks) if bucketed else None)
+    params = frozen + sum(buffer.numel * buffer.item_bytes for buffer in buffers)
     grads = sum(buffer.numel * GRADIENT_BYTES for buffer in buffers)
-    return states_by_data_rank(params, grads, buffers, ranks, cpu_offload=cpu_offload)
+    return states_by_data_rank(params, grads, buffers, ranks, cpu_offload=cpu_offload, frozen=frozen)
 
 
-def states_by_data_rank(params: int, grads: int, buffers: Iterable[FlatBuffer], ranks: int, *, cpu_offload: bool) -> list[StateBytes]:
-    """Combine the bytes of the buffers, equal on all ``ranks``, with each rank's optimizer bytes."""
+def configured_state(config: Config, arch: ModelArchitecture, role: Role, *, stage: int, overlap: bool) -> list[StateBytes]:
+    """Compute :func:`model_state` with the run's settings."""
+    return model_state(
+        arch,
+        role,
+        config.model.dtype,
+        config.parallel,
+        stage=stage,
+        overlap=overlap,
+        cpu_offload=cpu_offload(config, role),
+        head_only=trains_head_only(config, role),
+    )
+
+
+def states_by_data_rank(
+    params: int, grads: int, buffers: Iterable[FlatBuffer], ranks: int, *, cpu_offload: bool, frozen: int = 0
+) -> list[StateBytes]:
+    """Combine the bytes of parameters and gradients, equal on all ``ranks``, with each rank's optimizer bytes."""
     held = [0] * ranks
     for buffer in buffers:
         each = buffer.optimizer_bytes(cpu_offload=cpu_offload)
         held = [before + each * shard for before, shard in zip(held, buffer.shard_numels(ranks), strict=True)]
-    return [StateBytes(params, grads, 0, mine) if cpu_offload else StateBytes(params, grads, mine) for mine in held]
+    return [StateBytes(params, grads, 0, mine, frozen) if cpu_offload else StateBytes(params, grads, mine, frozen=frozen) for mine in held]
 
 
-def snapshot_bytes(arch: ModelArchitecture, role: Role, dtype: str, parallel: ParallelConfig, *, stage: int, overlap: bool) -> list[int]:
+def snapshot_bytes(
+    arch: ModelArchitecture, role: Role, dtype: str, parallel: ParallelConfig, *, stage: int, overlap: bool, head_only: bool = False
+) -> list[int]:
     """Compute the host memory of one model's checkpoint copy, by rank of the data x context parallel group.
 
     ``checkpoint.strategies.SnapshotSave`` keeps the copy between saves. The weights are distributed over the ranks by tensor, largest
-    first; each rank also copies its shard of main parameters and both moments in float32, including padding.
+    first; each rank also copies its shard of main parameters and both moments in float32, including padding (``head_only``: the head's).
     """
     ranks = parallel.data_parallel_size * parallel.context_parallel_size
     weights = [0] * ranks
@@ -241,20 +294,22 @@ def snapshot_bytes(arch: ModelArchitecture, role: Role, dtype: str, parallel: Pa
         for size in sorted((parameter.numel * parameter.item_bytes for parameter in parameters), reverse=True):
             heapq.heapreplace(weights, weights[0] + size)
         bucketed = overlap and stage == 0 and number == 0
-        for buffer in flat_buffers(parameters, ranks, _bucket_size(ranks) if bucketed else None):
+        for buffer in flat_buffers(_trained(parameters, head_only), ranks, _bucket_size(ranks) if bucketed else None):
             optimizer += 12 * buffer.numel // ranks
     return [share + optimizer for share in weights]
 
 
-def reduction_copy_bytes(arch: ModelArchitecture, role: Role, dtype: str, parallel: ParallelConfig, *, stage: int) -> int:
+def reduction_copy_bytes(
+    arch: ModelArchitecture, role: Role, dtype: str, parallel: ParallelConfig, *, stage: int, head_only: bool = False
+) -> int:
     """Return the extra memory of gradient reduction on CPU: gloo scatters a copy of each bucket; the largest one counts.
 
     A group of one rank copies too.
     """
     ranks = parallel.data_parallel_size * parallel.context_parallel_size
-    chunks = stage_chunks(arch, role, dtype, parallel, stage)
+    chunks = (_trained(chunk, head_only) for chunk in stage_chunks(arch, role, dtype, parallel, stage))
     buckets = [bucket for chunk in chunks for buffer in flat_buffers(chunk, ranks, None) for bucket in buffer.buckets]
-    return max(end - start for start, end in buckets) * GRADIENT_BYTES
+    return max((end - start for start, end in buckets), default=0) * GRADIENT_BYTES
 
 
 def num_parameters(arch: ModelArchitecture, role: Role = "policy") -> int:
@@ -305,13 +360,10 @@ def offload_host_bytes(
     ``model.offload`` is enabled (default: with CUDA).
     """
     parallel = config.parallel
-    roles = _trained(config, architecture, critic_architecture)
+    roles = _models(config, architecture, critic_architecture)
     by_stage: list[list[int]] = []
     for stage in range(parallel.pipeline_model_parallel_size):
-        states = {
-            role: model_state(arch, role, config.model.dtype, parallel, stage=stage, overlap=True, cpu_offload=cpu_offload(config, role))
-            for role, arch in roles
-        }
+        states = {role: configured_state(config, arch, role, stage=stage, overlap=True) for role, arch in roles}
         by_stage.append(host_bytes_by_data_rank(config, states, models_move=models_move))
     return fullest_node(by_stage, parallel.tensor_model_parallel_size, processes_per_node)
 
@@ -329,14 +381,14 @@ def snapshot_host_bytes(
     by_stage = []
     for stage in range(parallel.pipeline_model_parallel_size):
         copies = [
-            snapshot_bytes(arch, role, config.model.dtype, parallel, stage=stage, overlap=cuda)
-            for role, arch in _trained(config, architecture, critic_architecture)
+            snapshot_bytes(arch, role, config.model.dtype, parallel, stage=stage, overlap=cuda, head_only=trains_head_only(config, role))
+            for role, arch in _models(config, architecture, critic_architecture)
         ]
         by_stage.append([sum(of_rank) for of_rank in zip(*copies, strict=True)])
     return fullest_node(by_stage, parallel.tensor_model_parallel_size, processes_per_node)
 
 
-def _trained(
+def _models(
     config: Config, architecture: ModelArchitecture, critic_architecture: ModelArchitecture | None
 ) -> list[tuple[Role, ModelArchitecture]]:
     roles: list[tuple[Role, ModelArchitecture]] = [("policy", architecture)]

@@ -13,10 +13,17 @@ from vapo_mcore.megatron.offload import RESIDENCY
 from vapo_mcore.planning.catalog import find_architecture
 from vapo_mcore.planning.devices import DEVICES, GIB, Device, choose_device
 from vapo_mcore.planning.live_bytes import LiveBytes
-from vapo_mcore.planning.measure import ActivationProbe, ChunkActivations, forward_peak, training_peak
+from vapo_mcore.planning.measure import (
+    ActivationProbe,
+    ChunkActivations,
+    build_state,
+    forward_peak,
+    pipeline_rank,
+    training_peak,
+)
 from vapo_mcore.planning.memory import STAGES, RankModel, build_bytes, rank_memory, vllm_memory
 from vapo_mcore.planning.planner import Cluster, Plan, Planner, Subject, candidate_changes, single_changes
-from vapo_mcore.planning.state import Role, StateBytes, num_parameters
+from vapo_mcore.planning.state import Role, StateBytes, configured_state, num_parameters, snapshot_bytes
 from vapo_mcore.planning.timing import StepTimer
 from vapo_mcore.planning.workload import packed_lengths, workload
 
@@ -201,6 +208,46 @@ def test_weights_are_there_twice_while_a_model_is_built() -> None:
     assert residual == device.context_bytes + 5 * device.nccl_bytes  # of the world, TP, PP, DP and the rollout's TP
     assert build_bytes(config, models, device) - residual == pytest.approx((2 * 2 + 4) * 10**9)
     assert build_bytes(_config("model.offload=false"), models, device) - residual == pytest.approx((1 + 2 + 3 + 2 * 2 + 4) * 10**9)
+
+
+def test_the_weights_of_two_critics_are_there_when_the_second_is_built() -> None:
+    """Value pretraining with its own rate or a frozen trunk ends with a new critic, which copies the weights of the old one."""
+    models: dict[Role, RankModel] = {"policy": _model(10**9), "critic": _model(2 * 10**9)}
+    device = DEVICES["h100"]
+    for setting, copies in (("lr=1e-5", 3), ("head_only=true", 3), ("lr=null", 2)):
+        config = _config("model.offload=true", f"critic.value_pretraining.{setting}")
+        assert build_bytes(config, models, device) - build_bytes(config, {}, device) == pytest.approx((copies * 2 + 4) * 10**9)
+
+
+def test_a_frozen_trunk_by_hand() -> None:
+    """Value pretraining alone, of the head: the trunk's weights, no gradients, no optimizer state and no activations of it, and one copy
+    of its weights while the model is built; the same from the configuration as from the model."""
+    arch = replace(find_architecture("qwen2.5-0.5b"), num_layers=4)
+    layout = ["parallel.world_size=2", "parallel.tensor_model_parallel_size=1", "parallel.pipeline_model_parallel_size=2"]
+    small = [*layout, "rollout.tensor_parallel_size=1", "critic.head=linear"]
+    config = _config(*small, "run.steps=0", "critic.value_pretraining.head_only=true")
+    trunk, head = num_parameters(arch, "critic") - 896 - 1, 128 * -(-(896 + 64) // 128)
+    planned = []
+    for stage in range(2):
+        with pipeline_rank(config.parallel, stage) as parallel:
+            (built,) = build_state(config, "critic", arch, parallel, on_gpu=True).by_data_rank
+        assert built == configured_state(config, arch, "critic", stage=stage, overlap=True)[0]
+        planned.append(built)
+    assert [state.grads for state in planned] == [0, 4 * head]
+    assert [state.optimizer for state in planned] == [0, 8 * (896 + 1)]
+    assert sum(state.frozen for state in planned) == 2 * trunk
+    assert sum(state.params for state in planned) == 2 * trunk + 4 * head
+    models: dict[Role, RankModel] = {"critic": RankModel(planned[1], ())}
+    device = DEVICES["h100"]
+    assert build_bytes(config, models, device) - build_bytes(config, {}, device) == planned[1].frozen + 3 * 4 * head
+    probe, saved = ActivationProbe(), {}
+    for steps in (0, 1):
+        trained = _config(*small, f"run.steps={steps}", "critic.value_pretraining.head_only=true")
+        saved[steps] = probe.chunk(trained, "critic", arch, [512], first=True, last=False, layers=2, on_gpu=True).saved
+    assert saved[0] < 2 * 512 * 896 * 2 < saved[1] / 10
+    assert snapshot_bytes(arch, "critic", "bfloat16", config.parallel, stage=0, overlap=True, head_only=True) == [planned[0].frozen]
+    whole = configured_state(_config(*small, "critic.value_pretraining.head_only=true"), arch, "critic", stage=1, overlap=True)[0]
+    assert (whole.frozen, whole.params) == (0, pytest.approx(planned[1].params, rel=1e-3))
 
 
 def test_time_follows_the_work() -> None:
