@@ -144,7 +144,8 @@ def run_script(script: str | Path, *args: str, timeout: float = 180, fake_cuda: 
 
 def run_command(*args: str, timeout: float = 180, fake_cuda: bool = False) -> subprocess.CompletedProcess[str]:
     """Run ``vapo-mcore`` with arguments in one process. Returns like :func:`run_ranks`."""
-    return _run(["-m", "vapo_mcore.cli", *args], [{}], timeout, fake_cuda)
+    program = ["tests.fake_cuda", "vapo_mcore.cli"] if fake_cuda else ["vapo_mcore.cli"]
+    return _run(["-m", *program, *args], [{}], timeout, fake_cuda)
 
 
 def _run(
