@@ -116,7 +116,8 @@ def inherited() -> dict[str, str]:
 @functools.cache
 def servers(*, fake_cuda: bool = False) -> tuple[Forks, Forks]:
     """Return the two servers, which all tests of this process share (one server for both with fake CUDA devices)."""
-    both = (Forks(fake_cuda=True),) * 2 if fake_cuda else (Forks(), Forks())
+    first = Forks(fake_cuda=fake_cuda)
+    both = first, first if fake_cuda else Forks()
     for server in dict.fromkeys(both):
         atexit.register(server.close)
     return both

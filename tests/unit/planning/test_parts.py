@@ -240,7 +240,8 @@ def test_a_frozen_trunk_by_hand() -> None:
     models: dict[Role, RankModel] = {"critic": RankModel(planned[1], ())}
     device = DEVICES["h100"]
     assert build_bytes(config, models, device) - build_bytes(config, {}, device) == planned[1].frozen + 3 * 4 * head
-    probe, saved = ActivationProbe(), {}
+    probe = ActivationProbe()
+    saved: dict[int, int] = {}
     for steps in (0, 1):
         trained = _config(*small, f"run.steps={steps}", "critic.value_pretraining.head_only=true")
         saved[steps] = probe.chunk(trained, "critic", arch, [512], first=True, last=False, layers=2, on_gpu=True).saved
