@@ -21,6 +21,35 @@ UNKNOWN = (70, *range(124, 130))
 PROMPTS = [[4, 13, 5, 17], [30], [100, 5, 6, 7, 8, 9, 10, 17], [4, 13, 5, 17], [60, 61, 62, 63, 64], [130, 2, 88]]
 
 
+def letters() -> Any:
+    """A tokenizer that writes each id as one Chinese character, without anything between them."""
+    from tokenizers import Tokenizer
+    from tokenizers.decoders import Fuse
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast
+
+    backend = Tokenizer(WordLevel({letter(token): token for token in range(VOCAB)}, unk_token=letter(0)))
+    backend.decoder = Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=False)
+
+
+def letter(token: int) -> str:
+    return chr(0x4E00 + token)
+
+
+def check_stop_texts(whole: Sequence[Any], stopped: Sequence[Any], pairs: Sequence[tuple[int, int]]) -> None:
+    """Generations with stop texts of two tokens each against those without: the same tokens and log-probs up to the first of the texts."""
+    cuts = 0
+    for one, other in zip(whole, stopped, strict=True):
+        ends = [end for end in range(2, len(one.token_ids) + 1) if tuple(one.token_ids[end - 2 : end]) in pairs]
+        end = min(ends, default=len(one.token_ids))
+        cuts += bool(ends)
+        assert other.token_ids == one.token_ids[:end]
+        assert torch.allclose(torch.tensor(other.logprobs), torch.tensor(one.logprobs[:end]), atol=1e-4)
+        assert other.finish_reason == ("stop" if ends else one.finish_reason)
+    assert 0 < cuts < len(whole), "the texts end some of the responses"
+
+
 def write_model(name: str, folder: Path, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Path:
     """Write a random two-layer model with large weights, so that its distributions are peaked, vary, and sample EOS."""
     from transformers import LlamaConfig, Qwen2Config, Qwen3Config

@@ -34,6 +34,7 @@ def table(numbers: list[int]) -> Rows:
         tool_length=torch.zeros(n, dtype=torch.int64),
         turns=torch.ones(n, dtype=torch.int64),
         observations_cut=torch.zeros(n, dtype=torch.int64),
+        missed_end=torch.zeros(n, dtype=torch.bool),
         source=["set"] * n,
         step_rewards=[((i % LENGTHS[i], float(i)),) for i in numbers],
     )

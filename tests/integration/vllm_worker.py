@@ -28,9 +28,12 @@ from tests.rollout_models import (
     UNKNOWN,
     VOCAB,
     change_weights,
+    check_stop_texts,
     exclude_from_softmax,
     greedy_of,
     in_buckets,
+    letter,
+    letters,
     load_model,
     logits_of,
     logprobs_of,
@@ -42,6 +45,7 @@ from vapo_mcore.errors import RolloutError
 from vapo_mcore.rollout.base import EngineState, Generation, GenerationRequest, RolloutEngine, SamplingConfig
 from vapo_mcore.rollout.factory import build_rollout_engine
 from vapo_mcore.rollout.seeds import sampling_seed
+from vapo_mcore.rollout.stopping import StopTexts
 from vapo_mcore.rollout.token_sampling import processed_logprobs
 from vapo_mcore.rollout.vllm_parameters import holds
 from vapo_mcore.weights.checksums import tensor_checksum
@@ -164,6 +168,33 @@ def ends_and_vocabulary(run: Run) -> None:
     assert torch.cat(probabilities).mean() > 0.03  # what they would have had
 
 
+def texts_end_a_response(run: Run) -> None:
+    """vLLM itself stops there (it does not sample on, to be cut later), and what it sampled is what is returned."""
+    whole = run.sample(1.0, samples=4)
+    ids = next(g.token_ids for g in whole if len(g.token_ids) > 10)
+    pairs = [(ids[4], ids[5]), (ids[7], ids[8])]
+    engine: Any = run.engine
+    engine._stop_texts = StopTexts(letters(), tuple(letter(one) + letter(other) for one, other in pairs))
+    engine._give_tokenizer()
+    sampled: list[int] = []
+    generate = engine._llm.generate
+
+    def counted(*arguments: Any, **options: Any) -> Any:
+        outputs = generate(*arguments, **options)
+        sampled.extend(len(output.outputs[0].token_ids) for output in outputs)
+        return outputs
+
+    engine._llm.generate = counted
+    try:
+        stopped = run.sample(1.0, samples=4)
+    finally:
+        del engine._llm.generate
+        engine._stop_texts = None
+        engine._give_tokenizer()
+    check_stop_texts(whole, stopped, pairs)
+    assert sampled == [len(g.token_ids) for g in stopped]
+
+
 def seeds_decide(run: Run) -> None:
     """Repeated, reordered and split over calls: the same responses; neighbours differ."""
     wanted, how = run.requests(4), SamplingConfig(1.0, 1.0, -1, MAX_TOKENS)
@@ -281,6 +312,7 @@ CASES: list[Callable[[Run], None]] = [
     sampled_logprobs_equal_transformers,
     top_k_and_top_p_keep_to_their_tokens,
     ends_and_vocabulary,
+    texts_end_a_response,
     seeds_decide,
     random_state_is_left_alone,
     no_requests_for_this_replica,

@@ -109,6 +109,7 @@ def _identity(config: Config, parallel: ParallelContext, evaluator: Evaluator, v
     return {
         "records": RECORDS,
         **evaluation_settings(config),
+        "stop": [*config.rollout.stop_token_ids, *config.rollout.stop],
         "answer_region": [config.reward.answer_region, *config.reward.thinking_tags],
         "weights": weights_fingerprint(view.folder),
         "prompts": evaluator.fingerprint(),

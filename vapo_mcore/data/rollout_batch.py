@@ -29,6 +29,7 @@ _DTYPES = {
     "tool_length": torch.int64,
     "turns": torch.int64,
     "observations_cut": torch.int64,
+    "missed_end": torch.bool,
 }
 
 StepRewards = tuple[tuple[int, float], ...]
@@ -54,6 +55,7 @@ class Rows:
         tool_length: int64, tokens that the environment wrote between the turns.
         turns: int64, turns of the model, 1 without an environment.
         observations_cut: int64, observations of the environment that were truncated to their limit.
+        missed_end: bool, truncated although the response contains an end-of-turn text.
         source: name of the data source.
         step_rewards: rewards of steps and turns; ``reward``, which is placed on the last token, is not included.
     """
@@ -72,6 +74,7 @@ class Rows:
     tool_length: Tensor
     turns: Tensor
     observations_cut: Tensor
+    missed_end: Tensor
     source: list[str]
     step_rewards: list[StepRewards]
 

@@ -237,6 +237,13 @@ def grader_failures(rows: Rows, rule: CountRule, context: Context) -> str | None
     return f"{evidence} ({why})" if why else evidence
 
 
+def missed_ends(rows: Rows, rule: CountRule, context: Context) -> str | None:
+    missed, asked = (sum(values_of(rows[-rule.window :], key)) for key in ("response/missed_end", "response/count"))
+    if missed <= rule.above * asked:
+        return None
+    return f"{missed:.0f} of {asked:.0f} responses were truncated in {_steps(rows, rule.window)} though they have an end-of-turn text"
+
+
 def skipped_updates(rows: Rows, rule: CountRule, context: Context) -> str | None:
     found = {role: sum(values_of(rows[-rule.window :], f"{role}/updates_skipped")) for role in ("policy", "critic")}
     done = sum(_updates(rows, rule.window, role) for role in found)
@@ -366,6 +373,15 @@ RULES: tuple[Rule, ...] = (
         grader_failures,
         "a grader crashed, timed out or cannot read the ground truth",
         "see the errors in samples/; a longer reward.timeout_seconds, more reward.workers, another verifier for this data",
+        pretraining=True,
+    ),
+    Rule(
+        "missed_ends",
+        lambda d: d.missed_ends,
+        missed_ends,
+        "the model ends its turns with a token or text at which the engine does not stop, so responses run on to the limit",
+        "rollout.stop_token_ids or rollout.stop with what samples/ show at the end of an answer; the chat template that the model was "
+        "trained with",
         pretraining=True,
     ),
     Rule(

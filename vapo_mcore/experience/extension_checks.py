@@ -185,6 +185,7 @@ def _estimator_probe(config: Config) -> dict[str, Any]:
         tool_length=torch.zeros_like(lengths),
         turns=torch.ones_like(lengths),
         observations_cut=torch.zeros_like(lengths),
+        missed_end=torch.zeros(4, dtype=torch.bool),
         source=["probe"] * 4,
         step_rewards=[()] * 4,
     )

@@ -31,6 +31,7 @@ class Response:
     trajectory: Trajectory
     turns: list[str]
     answer_start: int = 0
+    missed_end: bool = False
 
     @property
     def text(self) -> str:
@@ -43,13 +44,21 @@ class Response:
         return with_sample_seed(self.prompt.metadata, self.trajectory.request.seed) | {ANSWER_START: self.answer_start}
 
     @classmethod
-    def decode(cls, prompt: Prompt, trajectory: Trajectory, tokenizer: Any, region: AnswerRegion = ANYWHERE) -> Response:
+    def decode(
+        cls, prompt: Prompt, trajectory: Trajectory, tokenizer: Any, region: AnswerRegion = ANYWHERE, end_texts: Sequence[str] = ()
+    ) -> Response:
+        """``end_texts``: what ends a turn, looked for in truncated responses."""
         ids, turns = trajectory.token_ids, trajectory.turns
         texts = [tokenizer.decode(ids[turn.start : turn.end], skip_special_tokens=True) for turn in turns]
-        between = (
-            [tokenizer.decode(ids[one.end : other.start]) for one, other in pairwise(turns)] if region.tags else [""] * (len(turns) - 1)
-        )
-        return cls(prompt, trajectory, texts, region.start(texts, [prompt.text, *between]))
+        start = 0
+        if region.tags is not None:
+            between = [tokenizer.decode(ids[one.end : other.start]) for one, other in pairwise(turns)]
+            start = region.start(texts, [prompt.text, *between])
+        missed = False
+        if trajectory.finish_reason == "length" and end_texts:
+            last = tokenizer.decode(ids[turns[-1].start : turns[-1].end])
+            missed = any(text in last for text in end_texts)
+        return cls(prompt, trajectory, texts, start, missed)
 
 
 def grade_responses(responses: Sequence[Response], verifiers: VerifierPool | None) -> list[Verdict]:
@@ -112,6 +121,7 @@ def response_rows(groups: Sequence[int], responses: Sequence[Response], verdicts
         finish_reason=[trajectory.finish_reason for trajectory in trajectories],
         source=[response.prompt.source for response in responses],
         step_rewards=steps,
+        missed_end=torch.tensor([response.missed_end for response in responses], dtype=torch.bool),
         **{name: torch.tensor(list(column), dtype=torch.int64) for name, column in integers.items()},
     )
 

@@ -65,6 +65,7 @@ class ResponseSampler:
         run_seed: int,
         multi_turn: MultiTurn | None = None,
         region: AnswerRegion = ANYWHERE,
+        end_texts: Sequence[str] = (),
     ) -> None:
         """Collective. ``verifiers`` is None on ranks that do not lead a replica. With ``multi_turn``, responses have several turns.
 
@@ -79,6 +80,7 @@ class ResponseSampler:
         self.run_seed = run_seed
         self.multi_turn = multi_turn
         self.region = region
+        self.end_texts = end_texts
         self._replica_group = _replica_group(engine) if multi_turn is not None else None
 
     def sample(
@@ -214,7 +216,9 @@ class ResponseSampler:
         """Grade this rank's responses. Returns their rows with tokens, and the sample records of those in ``show``."""
         groups = [number // samples_per_prompt for number in numbers]
         played = zip(groups, trajectories, strict=True)
-        responses = [Response.decode(prompts[group], trajectory, self.tokenizer, self.region) for group, trajectory in played]
+        responses = [
+            Response.decode(prompts[group], trajectory, self.tokenizer, self.region, self.end_texts) for group, trajectory in played
+        ]
         verdicts = grade_responses(responses, self.verifiers)
         graded = list(zip(responses, verdicts, strict=True))
         rows = response_rows(groups, responses, verdicts, [step_rewards(*pair, self.tokenizer) for pair in graded])

@@ -178,7 +178,7 @@ def rows_of(records: Sequence[dict[str, Any]]) -> Rows:
     columns["step_rewards"] = [tuple((position, float(reward)) for position, reward in steps) for steps in columns["step_rewards"]]
     for name in ("score", "reward"):
         columns[name] = torch.tensor([float(value) for value in columns[name]], dtype=torch.float32)
-    for name in ("verdict", "graded"):
+    for name in ("verdict", "graded", "missed_end"):
         columns[name] = torch.tensor(columns[name], dtype=torch.bool)
     for name in ("group", "sample_index", "prompt_length", "response_length", "tool_length", "turns", "observations_cut"):
         columns[name] = torch.tensor(columns[name], dtype=torch.int64)

@@ -56,6 +56,12 @@ _RESPONSES = (
         "Counts in 16 equal bins of 1 to `rollout.max_response_length` tokens; empty responses are in the first.",
     ),
     Metric("response/truncated_frac", SAME, "responses", "Share of responses truncated by `rollout.max_response_length`."),
+    Metric(
+        "response/missed_end",
+        SAME,
+        "responses",
+        "Truncated responses that contain an end-of-turn text, such as `<end_of_turn>`: the engine did not stop there.",
+    ),
     Metric("response/count", SAME, "responses", "Responses of the step, after dynamic sampling."),
     Metric(
         "grading/failed",

@@ -12,6 +12,7 @@ import torch
 from vapo_mcore.config.schema import RolloutConfig
 from vapo_mcore.errors import ConfigError
 from vapo_mcore.rollout.base import Replica, RolloutEngine
+from vapo_mcore.rollout.stopping import StopTexts
 
 
 def build_rollout_engine(
@@ -26,6 +27,7 @@ def build_rollout_engine(
     seed: int,
     unknown_token_ids: Sequence[int] = (),
     stop_ids: Sequence[int] | None = None,
+    stop_texts: StopTexts | None = None,
 ) -> RolloutEngine:
     """Build this rank's engine, asleep. All ranks must call this together, after initialising the process group.
 
@@ -35,11 +37,17 @@ def build_rollout_engine(
         seed: must be equal on all ranks.
         unknown_token_ids: vocabulary ids that the tokenizer does not define; they are never sampled.
         stop_ids: ids that end a response; None: the folder's stop tokens.
+        stop_texts: texts that end a response too.
 
     Raises ConfigError or RolloutError if the engine cannot be built: vLLM is missing, the model is not supported, lengths exceed the
     model's, or a replica would span nodes.
     """
-    common: dict[str, Any] = {"max_model_len": max_model_len, "unknown_token_ids": unknown_token_ids, "stop_ids": stop_ids}
+    common: dict[str, Any] = {
+        "max_model_len": max_model_len,
+        "unknown_token_ids": unknown_token_ids,
+        "stop_ids": stop_ids,
+        "stop_texts": stop_texts,
+    }
     if config.engine == "vllm":
         from vapo_mcore.rollout.vllm_engine import VllmEngine
 

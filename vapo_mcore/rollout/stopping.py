@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from vapo_mcore.config.schema import Config
 from vapo_mcore.data.chat_template import end_of_turn
+from vapo_mcore.data.text_positions import completing_tokens
 from vapo_mcore.errors import ConfigError
 from vapo_mcore.rollout.hf_folder import stop_token_ids
 
@@ -33,7 +35,58 @@ def stop_ids(config: Config, tokenizer: Any) -> tuple[int, ...]:
     return tuple(sorted({*ids, *stop_token_ids(config.model.path, required=not ids)}))
 
 
-def described(token_ids: Sequence[int], tokenizer: Any) -> str:
-    """Describe the stop tokens for the log."""
+def described(token_ids: Sequence[int], tokenizer: Any, texts: StopTexts | None = None) -> str:
+    """Describe the stop tokens and texts for the log."""
     names = tokenizer.convert_ids_to_tokens(list(token_ids))
-    return "a response ends with " + " or ".join(f"{name!r} ({number})" for name, number in zip(names, token_ids, strict=True))
+    ends = [f"{name!r} ({number})" for name, number in zip(names, token_ids, strict=True)]
+    ends += [] if texts is None else [f"the text {text!r}" for text in texts.texts]
+    return "a response ends with " + " or ".join(ends)
+
+
+@dataclass(frozen=True)
+class StopTexts:
+    """Texts that end a response (``rollout.stop``), looked for in the decoded text, from which special tokens are left out."""
+
+    tokenizer: Any
+    texts: tuple[str, ...]
+
+    @classmethod
+    def of(cls, config: Config, tokenizer: Any) -> StopTexts | None:
+        """The configured ones; None without any. Raises ConfigError for texts in which a special token would have to be."""
+        if not config.rollout.stop:
+            return None
+        special = {str(token): number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+        found = [(text, token) for text in config.rollout.stop for token in special if token and token in text]
+        if found:
+            told = "; ".join(
+                f"{text!r} has the special token {token!r}, give rollout.stop_token_ids: [{special[token]}]" for text, token in found
+            )
+            raise ConfigError(f"rollout.stop: special tokens are left out of a response's text: {told}")
+        return cls(tokenizer, config.rollout.stop)
+
+    @property
+    def window(self) -> int:
+        """The most tokens that write the longest text: at worst four for a character, and a few special ones among them."""
+        return 4 * max(map(len, self.texts)) + 4
+
+    def completed(self, token_ids: Sequence[int]) -> bool:
+        """Whether the last ``window`` tokens may complete a text: cheap, asked after each token."""
+        tail = self.tokenizer.decode(token_ids[-self.window :], skip_special_tokens=True)
+        return any(text in tail for text in self.texts)
+
+    def end(self, token_ids: Sequence[int]) -> int | None:
+        """Number of tokens up to the one that completes the first of the texts, it included; None where there is none."""
+        text = self.tokenizer.decode(token_ids, skip_special_tokens=True)
+        ends = [text.find(stop) + len(stop) for stop in self.texts if stop in text]
+        return completing_tokens(self.tokenizer, token_ids, [min(ends)])[0] + 1 if ends else None
+
+
+_END_TEXTS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|end_of_text|>", "<|end|>", "<end_of_turn>", "</s>")
+"""How the common model families end a turn or a document."""
+
+
+def end_of_turn_texts(config: Config, tokenizer: Any) -> tuple[str, ...]:
+    """Texts that end a turn: in a response that was truncated they show that the engine did not stop where the model did."""
+    texts = {*_END_TEXTS, str(tokenizer.eos_token or "")}
+    end = end_of_turn(tokenizer, config.data.chat_template_kwargs) if config.data.chat_template and tokenizer.chat_template else None
+    return tuple(sorted(text for text in {*texts, "" if end is None else end.text} if text.strip()))

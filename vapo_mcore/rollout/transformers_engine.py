@@ -17,6 +17,7 @@ from vapo_mcore import heartbeat
 from vapo_mcore.rollout.base import Generation, GenerationRequest, Replica, SamplingConfig
 from vapo_mcore.rollout.hf_folder import require_supported, stop_token_ids
 from vapo_mcore.rollout.stateful import StatefulEngine
+from vapo_mcore.rollout.stopping import StopTexts
 from vapo_mcore.rollout.token_sampling import draw, uniform_numbers
 
 CACHE_BYTES = 1 << 30
@@ -39,10 +40,13 @@ class TransformersEngine(StatefulEngine):
         device: torch.device,
         unknown_token_ids: Sequence[int] = (),
         stop_ids: Sequence[int] | None = None,
+        stop_texts: StopTexts | None = None,
     ) -> None:
-        """``stop_ids``: what ends a response (None: the folder's stop tokens); ``unknown_token_ids``: see StatefulEngine."""
+        """``stop_ids`` and ``stop_texts``: what ends a response (None: the folder's stop tokens, no text);
+        ``unknown_token_ids``: see StatefulEngine."""
         architecture = require_supported(folder, max_model_len)
         self.stop_ids = torch.tensor(stop_token_ids(folder) if stop_ids is None else stop_ids, device=device)
+        self._stop_texts = stop_texts
         self._excluded = torch.tensor(unknown_token_ids, dtype=torch.int64, device=device)
         self.device, self.dtype = device, dtype
         self.model = _uninitialised_model(folder, dtype).to(device)
@@ -115,7 +119,7 @@ class TransformersEngine(StatefulEngine):
             heartbeat.alive()
             sampled, drawn_logprobs = draw(batch.logits, uniforms[rows, step], sampling)
             tokens[rows[live], step], logprobs[rows[live], step] = sampled[live], drawn_logprobs[live]
-            ended = live & torch.isin(sampled, stop_ids)
+            ended = live & (torch.isin(sampled, stop_ids) | self._texts_completed(tokens, rows, live, step + 1))
             lengths[rows[ended]], stopped[rows[ended]] = step + 1, True
             live &= ~ended & (limits[rows] > step + 1)
             unfinished = int(live.sum())
@@ -132,6 +136,16 @@ class TransformersEngine(StatefulEngine):
                 requests, tokens.tolist(), logprobs.tolist(), lengths.tolist(), stopped.tolist(), strict=True
             )
         ]
+
+    def _texts_completed(self, tokens: Tensor, rows: Tensor, live: Tensor, length: int) -> Tensor:
+        """bool ``[len(rows)]``: which unfinished rows complete a stop text with their token number ``length``."""
+        found = torch.zeros_like(live)
+        stops = self._stop_texts
+        for number in live.nonzero()[:, 0].tolist() if stops is not None else ():
+            assert stops is not None
+            ids = tokens[rows[number], :length].tolist()
+            found[number] = stops.completed(ids) and stops.end(ids) is not None
+        return found
 
 
 class _LeftPaddedBatch:

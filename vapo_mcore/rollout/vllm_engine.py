@@ -5,8 +5,8 @@ vLLM is imported when an engine is built. Its non-default settings:
 - ``external_launcher``: every rank runs the full scheduler and its shard of the model, in lockstep with the replica's other ranks;
 - ``load_format="dummy"``: the first weights arrive by weight sync like all later ones, and no rank reads the checkpoint;
 - ``logprobs_mode="processed_logprobs"``: log-probs of the sampling distribution, not of the raw logits;
-- no tokenizer and no generation config: requests and results are token ids, stop ids are passed explicitly, and no default of the model
-  folder (repetition penalty, top-k) affects sampling.
+- no tokenizer of its own and no generation config: requests and results are token ids, stop ids are passed explicitly, and no default of
+  the model folder (repetition penalty, top-k) affects sampling.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ from vapo_mcore.interrupts import importing
 from vapo_mcore.rollout.base import Generation, GenerationRequest, Replica, SamplingConfig
 from vapo_mcore.rollout.hf_folder import parameter_shapes, require_supported, stop_token_ids
 from vapo_mcore.rollout.stateful import StatefulEngine
+from vapo_mcore.rollout.stopping import StopTexts
 from vapo_mcore.rollout.vllm_parameters import exclude_tokens, holds
 from vapo_mcore.rollout.weight_stream import listed
 
@@ -68,11 +69,14 @@ class VllmEngine(StatefulEngine):
         seed: int,
         unknown_token_ids: Sequence[int] = (),
         stop_ids: Sequence[int] | None = None,
+        stop_texts: StopTexts | None = None,
     ) -> None:
-        """``stop_ids``: what ends a response (None: the folder's stop tokens); ``unknown_token_ids``: see StatefulEngine."""
+        """``stop_ids`` and ``stop_texts``: what ends a response (None: the folder's stop tokens, no text);
+        ``unknown_token_ids``: see StatefulEngine."""
         _require_installed()
         architecture = require_supported(folder, max_model_len)
         self._stop_ids = list(stop_token_ids(folder) if stop_ids is None else stop_ids)
+        self._stop_texts = stop_texts
         shapes = parameter_shapes(folder)
         _prepare_environment(rank)
         super().__init__(
@@ -92,7 +96,14 @@ class VllmEngine(StatefulEngine):
         if self.unknown_token_ids:
             self._llm.apply_model(lambda model: exclude_tokens(model, self.unknown_token_ids))
         _report_steps(self._llm)
+        self._give_tokenizer()
         self._sleep()
+
+    def _give_tokenizer(self) -> None:
+        """vLLM looks for stop texts in what its tokenizer decodes: it gets the run's own, and only where there are such texts."""
+        processor = self._llm.llm_engine.output_processor
+        assert hasattr(processor, "tokenizer"), "this version of vLLM keeps its tokenizer elsewhere"
+        processor.tokenizer = None if self._stop_texts is None else self._stop_texts.tokenizer
 
     def _rebuild(self) -> None:
         self._discard()
@@ -156,12 +167,12 @@ class VllmEngine(StatefulEngine):
 
     def _generate(self, requests: Sequence[GenerationRequest], sampling: SamplingConfig) -> list[Generation]:
         prompts = [{"prompt_token_ids": list(request.prompt_token_ids)} for request in requests]
-        parameters = [_sampling_parameters(request, sampling, self._stop_ids) for request in requests]
+        parameters = [_sampling_parameters(request, sampling, self._stop_ids, self._stop_texts) for request in requests]
         # Prompts cached by an earlier call (an evaluation) would round differently from a resumed run, whose cache is empty.
         self._llm.reset_prefix_cache()
         with _random_state_kept(), _uncompiled_on_cpu():
             outputs = self._llm.generate(prompts, parameters, use_tqdm=False)
-        generations = [_generation(request, output.outputs[0]) for request, output in zip(requests, outputs, strict=True)]
+        generations = [_generation(request, output.outputs[0], self._stop_texts) for request, output in zip(requests, outputs, strict=True)]
         self._require_agreement(generations)
         return generations
 
@@ -375,7 +386,7 @@ def _parameters_without_storage(model: torch.nn.Module) -> list[str]:
     return [name for name, parameter in model.named_parameters() if parameter.is_meta]
 
 
-def _sampling_parameters(request: GenerationRequest, sampling: SamplingConfig, stop_ids: list[int]) -> Any:
+def _sampling_parameters(request: GenerationRequest, sampling: SamplingConfig, stop_ids: list[int], stop_texts: StopTexts | None) -> Any:
     from vllm import SamplingParams
 
     return SamplingParams(
@@ -387,17 +398,23 @@ def _sampling_parameters(request: GenerationRequest, sampling: SamplingConfig, s
         stop_token_ids=[*stop_ids, *sampling.stop_token_ids],
         logprobs=0,  # only of the sampled token
         flat_logprobs=True,
-        detokenize=False,
+        stop=None if stop_texts is None else list(stop_texts.texts),
+        include_stop_str_in_output=True,
+        detokenize=stop_texts is not None,
     )
 
 
-def _generation(request: GenerationRequest, completion: Any) -> Generation:
+def _generation(request: GenerationRequest, completion: Any, stop_texts: StopTexts | None) -> Generation:
+    """The response, up to the token that completes the first stop text: what was sampled is what is trained on."""
     token_ids, logprobs = list(completion.token_ids), completion.logprobs
     if completion.finish_reason not in ("stop", "length") or logprobs is None or logprobs.token_ids != token_ids:
         raise RolloutError(
             f"vLLM did not complete the response to {request.prompt_id!r} (sample {request.sample_index}): finish reason "
             f"{completion.finish_reason!r}, {len(token_ids)} tokens, {len(logprobs or [])} log-probs"
         )
+    end = None if stop_texts is None else stop_texts.end(token_ids)
+    if end is not None:
+        return Generation(request, token_ids[:end], list(logprobs.logprobs)[:end], "stop")
     return Generation(request, token_ids, logprobs.logprobs, completion.finish_reason)
 
 

@@ -55,7 +55,7 @@ from vapo_mcore.rewards.region import AnswerRegion
 from vapo_mcore.rollout.base import RolloutEngine
 from vapo_mcore.rollout.factory import build_rollout_engine
 from vapo_mcore.rollout.multi_turn import MultiTurn, ObservationFormat
-from vapo_mcore.rollout.stopping import described, stop_ids
+from vapo_mcore.rollout.stopping import StopTexts, described, end_of_turn_texts, stop_ids
 from vapo_mcore.trainer.critic_probe import CriticProbe, probe_prompts
 from vapo_mcore.trainer.loop import TrainingLoop
 from vapo_mcore.trainer.models import build_models
@@ -128,7 +128,7 @@ def train(config: Config, parallel: ParallelContext, *, clean: bool, resume: Res
         if past is not None and resume is not None:
             _continue_data(prompts, past, restart=resume.restart_data, console=console)
         region = AnswerRegion.of(config, tokenizer)
-        console.print(described(stop_ids(config, tokenizer), tokenizer))
+        console.print(described(stop_ids(config, tokenizer), tokenizer, StopTexts.of(config, tokenizer)))
         console.print(region.describe())
         with console.waiting("starting the rollout engine"):
             engine = build_engine(config, parallel, tokenizer)
@@ -138,7 +138,7 @@ def train(config: Config, parallel: ParallelContext, *, clean: bool, resume: Res
             models = build_models(config, parallel, console.print)
         if past is not None:
             load_models(config, models, parallel, past.checkpoint)
-        sampler = ResponseSampler(engine, verifiers, tokenizer, config.seed, multi_turn, region)
+        sampler = ResponseSampler(engine, verifiers, tokenizer, config.seed, multi_turn, region, end_of_turn_texts(config, tokenizer))
         sync = WeightSync(models.policy, engine, verify=config.rollout.verify_weights)
         trainer = StepRunner(config, parallel, models, sampler, sync, prompts.next_batch)
         trainer.state.register("prompts", prompts)
@@ -322,6 +322,7 @@ def build_engine(config: Config, parallel: ParallelContext, tokenizer: Any) -> R
         world_size=parallel.world_size,
         seed=config.seed,
         stop_ids=stop_ids(config, tokenizer),
+        stop_texts=StopTexts.of(config, tokenizer),
         unknown_token_ids=unknown_token_ids(tokenizer, read_architecture(config.model.path).vocab_size),
     )
 

@@ -170,6 +170,7 @@ def replay_batch(sample: ReplaySample) -> RolloutBatch:
         tool_length=lengths - prompts - sampled,
         turns=torch.ones(n, dtype=torch.int64),
         observations_cut=torch.zeros(n, dtype=torch.int64),
+        missed_end=torch.zeros(n, dtype=torch.bool),
         source=["replay"] * n,
         step_rewards=[()] * n,
     )

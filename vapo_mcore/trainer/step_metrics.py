@@ -41,6 +41,7 @@ def record_rows(metrics: StepMetrics, rows: Rows, trainable: Tensor, counts: Sam
     metrics.put("response/length_min", int(lengths.min()) if count else None)
     metrics.put("response/length_histogram", torch.bincount(length_bins(rows.response_length, max_length), minlength=LENGTH_BINS).tolist())
     metrics.put("response/truncated_frac", float(rows.truncated.double().mean()) if count else None)
+    metrics.put("response/missed_end", int(rows.missed_end.sum()))
     metrics.put("grading/failed", count - int(graded.sum()))
     for cause in UNGRADED:
         metrics.put(f"grading/failed_{cause}", rows.ungraded.count(cause))

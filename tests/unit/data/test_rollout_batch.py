@@ -29,6 +29,7 @@ def rows_of(prompt_lengths: list[int], response_lengths: list[int], **changes: A
         "tool_length": torch.zeros(n, dtype=torch.int64),
         "turns": torch.ones(n, dtype=torch.int64),
         "observations_cut": torch.zeros(n, dtype=torch.int64),
+        "missed_end": torch.zeros(n, dtype=torch.bool),
         "source": ["p"] * n,
         "step_rewards": [()] * n,
     }

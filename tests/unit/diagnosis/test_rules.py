@@ -171,6 +171,12 @@ def test_grader_failures():
     assert holds("grader_failures", failed, above=0.05) is None and holds("grader_failures", failed, above=0.01, window=2) is not None
 
 
+def test_missed_ends():
+    missed = rows(response__missed_end=[64, 65], response__count=128)
+    assert holds("missed_ends", missed) == "65 of 128 responses were truncated in step 2 though they have an end-of-turn text"
+    assert holds("missed_ends", missed[:1]) is None, "half of them are let pass"
+
+
 def test_skipped_updates():
     skipped = rows(policy__updates_skipped=[0, 1], policy__updates=[2, 3], critic__updates_skipped=0, critic__updates=[4, 8])
     assert holds("skipped_updates", skipped) == "1 updates of the policy and 0 of the critic were skipped in step 2"

@@ -17,10 +17,11 @@ const char *cudaGetErrorString(int code) { return code == 2 ? "out of memory" : 
 
 SCRIPT = """
 import ctypes, sys, types
+
+runtime = ctypes.CDLL(sys.argv[1], mode=ctypes.RTLD_GLOBAL)  # before the real one, which torch's CUDA build loads so too
 import torch
 from vapo_mcore.megatron import offload
 
-runtime = ctypes.CDLL(sys.argv[1], mode=ctypes.RTLD_GLOBAL)  # as torch loads the real one
 runtime.cudaGetErrorString.restype = ctypes.c_char_p
 torch.cuda.cudart = lambda: types.SimpleNamespace(
     cudaHostRegister=lambda pointer, size, flags: runtime.cudaHostRegister(ctypes.c_void_p(pointer), ctypes.c_ulong(size), flags),

@@ -16,9 +16,12 @@ from tests.rollout_models import (
     UNKNOWN,
     VOCAB,
     change_weights,
+    check_stop_texts,
     exclude_from_softmax,
     greedy_of,
     in_buckets,
+    letter,
+    letters,
     load_model,
     logits_of,
     logprobs_of,
@@ -27,6 +30,7 @@ from tests.rollout_models import (
 )
 from vapo_mcore.rollout.base import Generation, GenerationRequest, Replica, SamplingConfig
 from vapo_mcore.rollout.seeds import sampling_seed
+from vapo_mcore.rollout.stopping import StopTexts
 from vapo_mcore.rollout.token_sampling import draw, uniform_numbers
 from vapo_mcore.rollout.transformers_engine import TransformersEngine
 
@@ -75,6 +79,15 @@ def test_sampled_tokens_and_logprobs(temperature: float, folder: GetFolder, read
         assert g.finish_reason == "stop" or len(g.token_ids) == how.max_tokens
     assert {g.finish_reason for g in generations} == {"stop", "length"}
     assert len({tuple(g.token_ids) for g in generations}) == len(generations)
+
+
+def test_texts_end_a_response(folder: GetFolder, ready_engine: ReadyEngine) -> None:
+    engine, _ = ready_engine(folder("qwen2"))
+    whole = engine.generate(requests(4), sampling(1.0))
+    ids = next(g.token_ids for g in whole if len(g.token_ids) > 10)
+    pairs = [(ids[4], ids[5]), (ids[7], ids[8])]
+    engine._stop_texts = StopTexts(letters(), tuple(letter(one) + letter(other) for one, other in pairs))
+    check_stop_texts(whole, engine.generate(requests(4), sampling(1.0)), pairs)
 
 
 def test_excluded_ids_are_never_drawn(folder: GetFolder) -> None:

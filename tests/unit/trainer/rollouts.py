@@ -47,6 +47,7 @@ def make_rows(lengths, scores, *, groups=None, graded=None, cut=(), prompt_lengt
         tool_length=torch.zeros(n, dtype=torch.int64),
         turns=torch.ones(n, dtype=torch.int64),
         observations_cut=torch.zeros(n, dtype=torch.int64),
+        missed_end=torch.zeros(n, dtype=torch.bool),
         source=["set"] * n,
         step_rewards=[tuple((prompt_length + t, reward) for t, reward in (steps or {}).get(i, ())) for i in range(n)],
     )

@@ -102,6 +102,7 @@ def rows(count: int) -> Rows:
         tool_length=torch.zeros_like(number),
         turns=torch.ones_like(number),
         observations_cut=torch.zeros_like(number),
+        missed_end=number < 0,
         step_rewards=[()] * count,
         source=["s"] * count,
     )
@@ -135,6 +136,7 @@ def test_a_bad_batch_comes_back_as_the_loss_read_it(tmp_path: Path) -> None:
         "tool_length": 0,
         "turns": 1,
         "observations_cut": 0,
+        "missed_end": False,
         "step_rewards": [],
         "source": "s",
     }

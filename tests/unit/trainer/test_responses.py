@@ -83,6 +83,16 @@ def test_a_response_whose_environment_failed_has_no_verdict_and_is_not_graded() 
         replace(rows, ungraded=["", ""])
 
 
+def test_truncated_responses_that_have_an_end_of_turn_text() -> None:
+    """Lossy writes 1, 2, 3 as a, b, c: "b" ends a turn."""
+    found = []
+    for ids, reason in (([1, 2, 3], "length"), ([1, 2, 3], "stop"), ([1, 3], "length")):
+        played = trajectory(ids, [True] * len(ids), [Turn(0, len(ids))], reason)
+        response = Response.decode(PROMPT, played, Lossy(), end_texts=("b", "</s>"))
+        found += rows_of(response, Verdict(1.0, True, None, 0.0)).missed_end.tolist()
+    assert found == [True, False, False]
+
+
 def test_sampled_tokens_must_be_those_of_the_rows() -> None:
     response = Response.decode(PROMPT, TWO_TURNS, Lossy())
     rows = rows_of(response, Verdict(1.0, True, None, 0.0))

@@ -21,6 +21,7 @@ Illness = Literal[
     "lambda_zero",
     "uniform_groups",
     "grader_failures",
+    "missed_ends",
     "skipped_updates",
     "untrained_minibatches",
 ]
@@ -90,6 +91,10 @@ class GraderRule(CountRule):
     above: NonNegativeFloat = 0.01  # share of the responses
 
 
+class MissedEndRule(CountRule):
+    above: NonNegativeFloat = 0.5  # share of the responses
+
+
 class DiagnosisConfig(Section):
     """Rules over the metrics of past steps. One that holds is printed with its evidence and counted; ``null`` switches it off."""
 
@@ -105,6 +110,7 @@ class DiagnosisConfig(Section):
     lambda_zero: LambdaZeroRule | None = LambdaZeroRule()
     uniform_groups: UniformGroupsRule | None = UniformGroupsRule()
     grader_failures: GraderRule | None = GraderRule()  # responses without a verdict
+    missed_ends: MissedEndRule | None = MissedEndRule()  # truncated responses with an end-of-turn text
     skipped_updates: CountRule | None = CountRule()  # of updates
     untrained_minibatches: CountRule | None = CountRule()  # of mini-batches
     halt_on: tuple[Illness, ...] = Field(strict=False, default=())  # rules that end the run after their step, with a checkpoint

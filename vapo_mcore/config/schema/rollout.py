@@ -61,6 +61,12 @@ class EnvironmentConfig(Section):
     stop_tokens: tuple[str, ...] = Field(strict=False, default=())  # tokens that end a turn, besides the model's own stop tokens
 
 
+def _not_empty(texts: tuple[str, ...]) -> tuple[str, ...]:
+    if not all(texts) or len(set(texts)) < len(texts):
+        raise ValueError("must be different texts, none of them empty")
+    return texts
+
+
 class RolloutConfig(Section):
     engine: Literal["vllm", "transformers"] = "vllm"  # transformers: for machines without vLLM
     tensor_parallel_size: PositiveInt | None = None  # null: parallel.tensor_model_parallel_size
@@ -71,6 +77,8 @@ class RolloutConfig(Section):
     old_logprobs: Literal["recompute", "rollout"] = "recompute"  # recompute: by the trainer, in a separate pass; rollout: the sampler's
     # These end a response, besides the EOS tokens of model and tokenizer and the chat template's end of turn.
     stop_token_ids: tuple[NonNegativeInt, ...] = Field(strict=False, default=())
+    # Texts that end a response too: at the token that completes one, which is kept and trained on. Special tokens: stop_token_ids.
+    stop: Annotated[tuple[str, ...], Field(strict=False), AfterValidator(_not_empty)] = ()
     verify_weights: bool = False  # compare checksums of all tensors in each weight sync
     vllm: VllmConfig = VllmConfig()
     dynamic_sampling: DynamicSamplingConfig = DynamicSamplingConfig()
