@@ -201,7 +201,7 @@ def build(config: Config, stack: ExitStack) -> ObservedStepRunner:
     tokenizer = AutoTokenizer.from_pretrained(config.model.path, local_files_only=True)
     prompts = PromptDataset(config.data, "train", tokenizer, seed=config.seed)
     engine = build_engine(config, parallel, tokenizer)
-    verifiers = start_verifiers(config, engine, stack, sorted({prompt.verifier for prompt in prompts.items}))
+    verifiers = start_verifiers(config, engine.is_replica_leader, stack, sorted({prompt.verifier for prompt in prompts.items}))
     models = build_models(config, parallel, lambda text: None)
     sampler = ResponseSampler(engine, verifiers, tokenizer, config.seed)
     sync = WeightSync(models.policy, engine, verify=False)

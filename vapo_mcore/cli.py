@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace, arguments: list[str]) -> int:
-    if options.command in ("train", "eval", "replay-step"):
+    if options.command in ("train", "eval", "replay-step", "certify"):
         from vapo_mcore.launch.allocator import prepare_allocator
 
         prepare_allocator(os.environ)
@@ -86,6 +86,10 @@ def _run(options: argparse.Namespace, arguments: list[str]) -> int:
         from vapo_mcore.commands import replay_command
 
         return replay_command.run(options, arguments, _load_on_every_rank)
+    if options.command == "certify":
+        from vapo_mcore.certify import command as certify
+
+        return certify.run(options, arguments, _load_on_every_rank)
     if options.command == "watch":
         from vapo_mcore.watch import command as watch
 
@@ -158,6 +162,11 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     doctor = commands.add_parser("doctor", help="check whether this machine, or a group of nodes, can run a recipe")
     examination.add_arguments(doctor)
 
+    from vapo_mcore.certify import command as certifying
+
+    certify = commands.add_parser("certify", help="measure whether trainer, engine, critic, graders and machine agree, before a run")
+    certifying.add_arguments(certify)
+
     from vapo_mcore.watch import command as watching
 
     watching.add_arguments(commands.add_parser("watch", help="show a running job live in the terminal, from its run directory"))
@@ -176,7 +185,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     plan = commands.add_parser("plan", help="estimate a run's memory per rank, time and GPU-hours, and suggest changes if it does not fit")
     planning.add_arguments(plan)
 
-    for command in (config, train, evaluation, launch, plan):
+    for command in (config, train, evaluation, certify, launch, plan):
         command.add_argument("file", metavar="FILE", help="YAML configuration")
         command.add_argument("overrides", metavar="KEY=VALUE", nargs="*", default=[], help=_OVERRIDES_HELP)
     options, rest = parser.parse_known_args(arguments)
@@ -209,9 +218,11 @@ def _config(options: argparse.Namespace) -> int:
 
 
 def _train(options: argparse.Namespace, arguments: list[str]) -> int:
+    from vapo_mcore.certify.certificate import require_certificate
     from vapo_mcore.launch import local
 
     config = _load_on_every_rank(options)
+    require_certificate(config)
     if options.resume and options.resume_from is None and _is_finished(config):
         return 0
     if options.dry_run or not local.under_torchrun():

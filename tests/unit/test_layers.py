@@ -29,6 +29,7 @@ LAYERS = (
     ("doctor", "experience"),
     ("trainer",),
     ("commands",),
+    ("certify",),
     ("cli",),
     ("__main__",),
 )

@@ -76,7 +76,7 @@ def evaluate(config: Config, parallel: ParallelContext, checkpoint: str, output:
             console.print(f"resuming: {done} of {len(chunks)} chunks are done already")
         if done < len(chunks):
             engine = build_engine(config, parallel, tokenizer)
-            pool = start_verifiers(config, engine, stack, verifiers)
+            pool = start_verifiers(config, engine.is_replica_leader, stack, verifiers)
             with heartbeat.entering("load"):
                 _load(engine, view, DTYPES[config.model.dtype])
             turns, region = build_multi_turn(config, tokenizer), AnswerRegion.of(config, tokenizer)

@@ -76,6 +76,8 @@ def launch(module: str, arguments: list[str], processes: int) -> int:
         try:
             _pass_signals_on(Path(folder), processes)
             elastic_launch(config, sys.executable)("-u", "-m", module, *arguments)
+            handed = read_errors(Path(folder))  # codes of a command whose ranks have told their result themselves
+            return exit_code_of([error.exit_code for error in handed.values()]) if handed else 0
         except ChildFailedError as error:
             first = min(failure.timestamp for failure in error.failures.values())
             exits = {rank: (failure.exitcode, failure.timestamp - first) for rank, failure in error.failures.items()}
@@ -89,7 +91,6 @@ def launch(module: str, arguments: list[str], processes: int) -> int:
                 signal.signal(number, signal.SIG_DFL)
             for name in (ERRORS_VARIABLE, LAUNCHER_VARIABLE):
                 os.environ.pop(name, None)
-    return 0
 
 
 def _pass_signals_on(folder: Path, processes: int) -> None:

@@ -179,10 +179,37 @@ class MegatronModel:
                     result["bootstrap_values"].append(packed[microbatch.layout.last_token_index])
         return result
 
-    def _gather_outputs(self, microbatches: Sequence[MicroBatch], local: list[Tensor] | None) -> list[Tensor]:
-        """Gather the last stage's local outputs as packed tensors on all pipeline ranks, with one broadcast for all micro-batches."""
+    @torch.no_grad()
+    def distributions(self, microbatches: Sequence[MicroBatch]) -> list[Tensor]:
+        """A policy's log-probs of the whole vocabulary at temperature 1, on every rank that holds these sequences: for a few tokens.
+
+        Returns:
+            float32 [tokens, vocab_size] a micro-batch, output-aligned: row t is the distribution of token t + 1; -inf outside the softmax.
+        """
+        assert self.role == "policy", "a critic has no distribution"
+        feed = _Feed(self._equal_shapes(microbatches))
+        stored = self._run(feed, lambda output, _: self._whole_logits(output[0]), forward_only=True)
+        gathered = self._gather_outputs(feed.microbatches, stored or None, width=self.architecture.vocab_size)
+        return [logits.log_softmax(-1) for logits in gathered]
+
+    def _whole_logits(self, shard: Tensor) -> Tensor:
+        """[local tokens, local vocabulary] -> float32 [local tokens, vocab_size], -inf outside the softmax. A collective over TP."""
+        logits = shard.float()
+        if self.excluded_columns is not None:
+            logits = logits.index_fill(1, self.excluded_columns, -math.inf)
+        parts = [logits]
+        if (degree := self.parallel.tensor_model_parallel_size) > 1:
+            parts = [torch.empty_like(logits) for _ in range(degree)]
+            dist.all_gather(parts, logits.contiguous(), group=self.parallel.tensor_model_parallel_group)
+        whole = torch.cat(parts, dim=1)[:, : self.architecture.vocab_size].clone()
+        whole[:, self.softmax_size :] = -math.inf
+        return whole
+
+    def _gather_outputs(self, microbatches: Sequence[MicroBatch], local: list[Tensor] | None, width: int | None = None) -> list[Tensor]:
+        """Gather the last stage's local outputs, [tokens] or [tokens, width], as packed tensors on all pipeline ranks, in one broadcast."""
         sizes = [microbatch.layout.num_tokens for microbatch in microbatches]
-        flat = torch.empty(sum(sizes), dtype=torch.float32, device=self.parallel.device)
+        shape = (sum(sizes),) if width is None else (sum(sizes), width)
+        flat = torch.empty(shape, dtype=torch.float32, device=self.parallel.device)
         if local is not None:
             group = self.parallel.context_parallel_group
             pieces = [microbatch.layout.gather(part, group) for microbatch, part in zip(microbatches, local, strict=True)]

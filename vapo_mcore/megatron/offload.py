@@ -303,14 +303,15 @@ class ModelOffloader:
                 self.traffic.to_host += buffer.param_data.untyped_storage().nbytes()
             self._on_host.add("params")
             _synchronize()
-        self._fill(weights)
+        self.fill_params(weights)
         try:
             yield
         finally:
-            self._fill(own)
+            self.fill_params(own)
 
     @torch.no_grad()
-    def _fill(self, weights: list[Tensor]) -> None:
+    def fill_params(self, weights: list[Tensor]) -> None:
+        """Copy flat host tensors, as :func:`copy_params` makes them, into the resident parameter buffers."""
         for buffer, source in zip(self._buffers, weights, strict=True):
             buffer.param_data.copy_(source, non_blocking=True)
             self.traffic.to_device += buffer.param_data.untyped_storage().nbytes()

@@ -20,13 +20,13 @@ SCRIPTS = ("draw.js", "samples.js", "page.js")
 
 def build_page(runs: Sequence[RunData], title: str) -> str:
     """Return the HTML text, which loads no other resources."""
-    template = Template(_asset("page.html"))
+    template = Template(asset("page.html"))
     return template.substitute(
         title=escape(title),
         version=escape(__version__),
-        style=_asset("page.css"),
+        style=asset("page.css"),
         data=embedded(page_data(runs, title)),
-        script="\n".join(_asset(name) for name in SCRIPTS),
+        script="\n".join(asset(name) for name in SCRIPTS),
     )
 
 
@@ -70,5 +70,6 @@ def _run_data(run: RunData, curves: dict[str, Any], runs: int) -> dict[str, Any]
     }
 
 
-def _asset(name: str) -> str:
+def asset(name: str) -> str:
+    """The text of a file of ``report/assets``."""
     return files("vapo_mcore.report").joinpath("assets", name).read_text(encoding="utf-8")

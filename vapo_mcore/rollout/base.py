@@ -213,6 +213,15 @@ class RolloutEngine(Protocol):
         """
         ...
 
+    def distributions(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
+        """The engine's log-probs of the whole vocabulary at temperature 1, for a few short sequences of token ids.
+
+        Returns:
+            float32 [len - 1, vocab_size] a sequence, on the host: row t is the distribution of token t + 1; -inf for ids that are never
+            sampled. Errors as of ``generate``.
+        """
+        ...
+
     def rebuild(self) -> None:
         """Replace a broken engine by a new one, which is asleep. All ranks of all replicas must call it together."""
         ...

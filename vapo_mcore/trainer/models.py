@@ -34,7 +34,7 @@ def build_models(config: Config, parallel: ParallelContext, say: Say) -> Models:
         architecture,
         config.model,
         parallel,
-        load_weights=lambda chunks: _fill_policy(chunks, config, architecture, parallel, say),
+        load_weights=lambda chunks: fill_policy(chunks, config, architecture, parallel, say),
         optimizer=config.policy.optimizer,
         warmup_updates=config.policy.optimizer.warmup_rollouts * config.batch.updates_per_step * config.policy.epochs,
         unknown_token_ids=unknown,
@@ -70,7 +70,7 @@ def _report_unknown_ids(policy: MegatronModel, unknown: Sequence[int], say: Say)
         )
 
 
-def _fill_policy(chunks: list[Any], config: Config, architecture: ModelArchitecture, parallel: ParallelContext, say: Say) -> None:
+def fill_policy(chunks: list[Any], config: Config, architecture: ModelArchitecture, parallel: ParallelContext, say: Say) -> None:
     """Load the initial weights from ``policy.path`` (a checkpoint of an earlier run) if set, else from ``model.path``."""
     if config.policy.path is None:
         load_hf_into(chunks, config.model.path, architecture, parallel, role="policy")

@@ -36,6 +36,7 @@ class RunConfig(Section):
     samples_per_step: NonNegativeInt = 4  # responses written to <dir>/samples each step
     tensorboard: bool | None = None  # null: written when tensorboard is installed; true: required
     wandb: WandbConfig | None = None  # null: not shown there
+    certify: bool = False  # training requires <dir>_certificate of `vapo-mcore certify` for these settings and versions, without a failure
     dump_every_steps: NonNegativeInt = 0  # dump the rollout every N RL steps to <dir>/dumps for `vapo-mcore replay-step`; 0: none
     dump_steps: tuple[PositiveInt, ...] = Field(strict=False, default=())  # and those of these RL steps
 

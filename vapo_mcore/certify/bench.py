@@ -1,0 +1,214 @@
+"""What the checks measure on: the parts of a run, each built when a check first asks for it, the rollout engine before the models."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from vapo_mcore.certify.record import NotApplicable
+from vapo_mcore.collectives import all_gather_objects, fail_together
+from vapo_mcore.config.architecture import ModelArchitecture, read_architecture
+from vapo_mcore.config.schema import Config
+from vapo_mcore.data.chat_template import chat_tokenizer
+from vapo_mcore.data.microbatch import MicroBatch
+from vapo_mcore.data.prompts import Prompt, PromptDataset, load_prompts
+from vapo_mcore.data.thd import ThdLayout
+from vapo_mcore.data.tokenizer import load_tokenizer, unknown_token_ids
+from vapo_mcore.errors import DataError, VapoError
+from vapo_mcore.megatron.model import DTYPES
+from vapo_mcore.megatron.parallel import ParallelContext
+from vapo_mcore.megatron.roles import Models
+from vapo_mcore.records.console import Console
+from vapo_mcore.rewards import VerifierPool, check_verifier_names
+from vapo_mcore.rollout.base import EngineState, RolloutEngine
+from vapo_mcore.trainer.main import build_engine, start_verifiers
+from vapo_mcore.trainer.models import build_models
+from vapo_mcore.trainer.weight_sync import WeightSync
+
+MOST_SEQUENCES, MOST_TOKENS = 6, 96
+"""Fixed texts that trainer, engine and transformers are compared on, and tokens of each: their full distributions are kept in memory."""
+_T = TypeVar("_T")
+
+
+class Bench:
+    """Parts of a run for the checks. Every method and property is a collective over all ranks, unless it says otherwise.
+
+    Args:
+        scratch: folder for files of a check, on a file system that all ranks see; deleted at the end.
+        stack: closes what was opened.
+    """
+
+    def __init__(self, config: Config, parallel: ParallelContext, console: Console, stack: ExitStack, scratch: Path) -> None:
+        self.config = config
+        self.parallel = parallel
+        self.console = console
+        self.stack = stack
+        self.scratch = scratch
+        self.details: dict[str, Any] = {}  # of the check that runs
+        self._failed: dict[str, VapoError] = {}
+        stack.callback(lambda: shutil.rmtree(scratch, ignore_errors=True) if parallel.rank == 0 else None)
+
+    def _once(self, name: str, build: Callable[[], _T]) -> _T:
+        """The result of ``build``; what it raised the first time is raised again, so that nothing is built twice."""
+        if name in self._failed:
+            raise self._failed[name]
+        try:
+            return build()
+        except VapoError as error:
+            self._failed[name] = error
+            raise
+
+    @property
+    def dtype(self) -> str:
+        return self.config.model.dtype
+
+    @cached_property
+    def architecture(self) -> ModelArchitecture:
+        return read_architecture(self.config.model.path)
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """The tokenizer with the recipe's chat template."""
+
+        def build() -> Any:
+            with fail_together():
+                return chat_tokenizer(self.config.model.path, self.config.data)
+
+        return self._once("tokenizer", build)
+
+    @cached_property
+    def unknown_token_ids(self) -> tuple[int, ...]:
+        """Ids of the model that its tokenizer lacks."""
+        return unknown_token_ids(load_tokenizer(self.config.model.path), self.architecture.vocab_size)
+
+    @cached_property
+    def prompts(self) -> PromptDataset:
+        """The training prompts."""
+
+        def build() -> PromptDataset:
+            with fail_together():
+                found = load_prompts(self.config.data, self.tokenizer, seed=self.config.seed, splits=("train",))["train"]
+                check_verifier_names(sorted({prompt.verifier for prompt in found.items}))
+            if len(set(all_gather_objects(found.fingerprint))) > 1:
+                raise DataError("data.train: the prompts are not the same on all ranks")
+            return found
+
+        return self._once("prompts", build)
+
+    @cached_property
+    def engine(self) -> RolloutEngine:
+        """The rollout engine, asleep when it is new."""
+        return self._once("engine", lambda: build_engine(self.config, self.parallel, self.tokenizer))
+
+    @cached_property
+    def models(self) -> Models:
+        """Policy, critic and reference, off the device where the recipe offloads."""
+
+        def build() -> Models:
+            if "engine" not in self._failed:
+                try:  # first: vLLM sizes its memory on an empty device
+                    _ = self.engine
+                except VapoError:
+                    self.console.print("note: the rollout engine cannot be built; what does not need it goes on")
+            return build_models(self.config, self.parallel, self.console.print)
+
+        return self._once("models", build)
+
+    @cached_property
+    def sync(self) -> WeightSync:
+        """The weight sync of training, which compares what the engine got with the policy."""
+        return WeightSync(self.models.policy, self.ready_to_use(self.engine), verify=True)
+
+    @cached_property
+    def verifiers(self) -> VerifierPool | None:
+        """The graders of the recipe's data, as many processes as a replica has in a run; None on ranks other than 0."""
+        names = sorted({prompt.verifier for prompt in self.prompts.items})
+        return self._once("verifiers", lambda: start_verifiers(self.config, self.parallel.rank == 0, self.stack, names))
+
+    @staticmethod
+    def ready_to_use(engine: RolloutEngine) -> RolloutEngine:
+        """Raise NotApplicable on all ranks where an earlier check left the engine broken on any."""
+        if any(all_gather_objects(engine.state is EngineState.BROKEN)):
+            raise NotApplicable("the rollout engine broke in an earlier check")
+        return engine
+
+    def sync_weights(self) -> None:
+        """The policy's present weights into the engine, compared; it can generate afterwards."""
+        sync = self.sync
+        self.ready_to_use(self.engine)
+        sync.put_to_sleep()
+        self.models.residency.enter("sync")
+        sync.make_ready(after_loading=lambda: self.models.residency.enter("generate"))
+
+    @contextmanager
+    def on_device(self, stage: Any) -> Iterator[Models]:
+        """The models with a stage's parts on the device, the engine asleep; at the end all of them are off it."""
+        models = self.models
+        if "sync" in self.__dict__:
+            self.sync.put_to_sleep()
+        models.residency.enter(stage)
+        try:
+            yield models
+        finally:
+            models.residency.enter("generate")
+
+    # --------------------------------------------------------------------------------------------------------- fixed texts
+
+    @cached_property
+    def sequences(self) -> list[list[int]]:
+        """Fixed texts as token ids: the first prompts with their ground truth, else ids spread over the vocabulary."""
+        longest = min(MOST_TOKENS, self.config.max_sequence_length - 1)
+        found = []
+        try:
+            for prompt in self.prompts.items[:MOST_SEQUENCES]:
+                answer = self.tokenizer(prompt.ground_truth, add_special_tokens=False)["input_ids"]
+                found.append([*prompt.token_ids, *answer[: longest // 2]][-longest:])
+        except VapoError as error:
+            self.console.print(f"note: texts are drawn token ids, since the data cannot be used: {error}")
+        known = sorted(set(range(self.architecture.vocab_size)) - set(self.unknown_token_ids))
+        drawn = [[known[(7919 * (row + 1) * (position + 1)) % len(known)] for position in range(longest)] for row in range(2)]
+        return [ids for ids in found if len(ids) > 1] + drawn
+
+    def microbatches(self, sequences: Sequence[Sequence[int]], packs: Sequence[Sequence[int]] | None = None) -> list[MicroBatch]:
+        """The sequences as micro-batches of tokens, the same on all data-parallel ranks; ``packs``: numbers of the sequences in each
+        (None: each alone). Dummies fill up what a pipeline schedule needs. No collective."""
+        parallel = self.parallel
+        chosen = [[number] for number in range(len(sequences))] if packs is None else [list(pack) for pack in packs]
+        group = max(parallel.microbatch_group, parallel.pipeline_model_parallel_size if parallel.microbatch_group > 1 else 1)
+        chosen += [[] for _ in range(-len(chosen) % group)]
+        return [self._microbatch(sequences, numbers) for numbers in chosen]
+
+    def _microbatch(self, sequences: Sequence[Sequence[int]], numbers: list[int]) -> MicroBatch:
+        parallel = self.parallel
+        layout = ThdLayout(
+            [len(sequences[number]) for number in numbers],
+            context_parallel_size=parallel.context_parallel_size,
+            context_parallel_rank=parallel.context_parallel_rank,
+            tensor_parallel_size=parallel.tensor_model_parallel_size,
+            device=parallel.device,
+        )
+        tokens = torch.tensor([token for number in numbers for token in sequences[number]], dtype=torch.int64, device=parallel.device)
+        return MicroBatch(layout, torch.tensor(numbers, dtype=torch.int64), {"tokens": tokens})
+
+    def trainer_distributions(self) -> list[Tensor]:
+        """The policy's log-probs on the fixed texts, float32 [len - 1, vocab_size] each, on the host."""
+        with self.on_device("logprobs") as models:
+            found = models.policy.distributions(self.microbatches(self.sequences))
+        return [part[:-1].cpu() for part in found[: len(self.sequences)]]
+
+    def checked_prompts(self, count: int) -> list[Prompt]:
+        """``count`` training prompts, spread evenly over the data; all of them where there are fewer."""
+        items = self.prompts.items
+        count = min(count, len(items))
+        return [items[number * len(items) // count] for number in range(count)]
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return DTYPES[self.dtype]

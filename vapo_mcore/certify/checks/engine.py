@@ -1,0 +1,174 @@
+"""Rollout engine against trainer: weights after a sync, log-probs of the engine's own samples, full distributions on fixed texts; again
+after a sync of perturbed weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from vapo_mcore.certify.bench import Bench
+from vapo_mcore.certify.distances import chosen, distance
+from vapo_mcore.certify.perturbed import perturbed_policy
+from vapo_mcore.certify.record import Measurement, NotApplicable, fails, holds, not_applicable
+from vapo_mcore.certify.tolerances import judge
+from vapo_mcore.collectives import all_gather_objects
+from vapo_mcore.errors import EngineFailure, RolloutError
+from vapo_mcore.rollout.base import Generation, GenerationRequest, SamplingConfig
+from vapo_mcore.rollout.seeds import sampling_seed
+
+PROMPTS, SAMPLES, MOST_SAMPLED = 8, 2, 64
+OTHER_TEMPERATURE = 0.7
+"""Sampled at, too, where the recipe samples at 1: log-probs that ignore the temperature are right there by chance."""
+REMEDY = (
+    "the engine does not hold the trainer's weights, or computes another model: the checksums above tell which; look at the engine's version, "
+    "at its weight loader and at rollout.vllm"
+)
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class _Gap:
+    """|dlogp| of sampled tokens at the sampling temperature, and the mean at temperature 1 in its place; sums over all replicas."""
+
+    tokens: int
+    mean: float
+    largest: float
+    mean_at_one: float
+    where: str
+
+
+def run(bench: Bench) -> list[Measurement]:
+    """The recipe's weights, then perturbed ones (what a stale or half-loaded engine cannot follow), then the recipe's again."""
+    found = _synced(bench, "the recipe's weights", keep=True)
+    if any(measurement.verdict == "fails" for measurement in found):
+        return found
+    with perturbed_policy(bench):
+        found += _synced(bench, "perturbed weights", keep=False)
+    bench.sync_weights()
+    return found
+
+
+def _synced(bench: Bench, which: str, *, keep: bool) -> list[Measurement]:
+    """Sync and compare; a sync that is refused is the finding. ``keep``: checksums and log-probs go into the certificate."""
+    try:
+        bench.sync_weights()
+    except RolloutError as error:
+        remedy = "the engine does not hold what the trainer has in the tensors named: look at its version and its weight loader"
+        return [fails(f"weight sync, {which}", str(error), "equal checksums of all tensors", remedy)]
+    rollout = bench.config.rollout
+    temperatures = [rollout.temperature] + ([OTHER_TEMPERATURE] if rollout.temperature == 1.0 else [])
+    found = [_checksums(bench, which)]
+    # First everything of the engine, then everything of the trainer, for which the engine sleeps.
+    samples = [together(lambda t=temperature: sample(bench, t)) for temperature in temperatures]  # type: ignore[misc]
+    theirs = together(lambda: bench.engine.distributions(bench.sequences))
+    found += [_ends(bench, samples[0])] if keep else []
+    for temperature, generations in zip(temperatures, samples, strict=True):
+        found += _sampled(bench, generations, temperature, which)
+    if keep:
+        bench.details["checksums"] = bench.engine.last_sync.checksums  # type: ignore[union-attr]
+        bench.details["logprobs"] = chosen(theirs, bench.sequences)
+    return found + _full(bench, theirs, which)
+
+
+def together(run: Callable[[], _T]) -> _T:
+    """The result of ``run``; an EngineFailure of any rank is raised on all."""
+    failure: str | None = None
+    result: list[_T] = []
+    try:
+        result.append(run())
+    except EngineFailure as error:
+        failure = str(error)
+    told = [text for text in all_gather_objects(failure) if text is not None]
+    if told:
+        raise EngineFailure(f"the engine failed: {told[0]}")
+    return result[0]
+
+
+def _checksums(bench: Bench, which: str) -> Measurement:
+    report, engine = bench.engine.last_sync, bench.engine
+    assert report is not None and report.checksums is not None, "a verified sync has checksums"
+    name, (shape, dtype) = next(iter(bench.sync.exporter.manifest.items()))
+    readable = engine.holds(name, torch.zeros(shape, dtype=dtype, device=bench.parallel.device)) is not None
+    values = "the engine's own parameters are equal" if readable else "the engine's own parameters are not readable (vLLM on CPU)"
+    shown = f"{report.names} tensors, {report.bytes:,} bytes, equal checksums; {values}"
+    return holds(f"weight sync, {which}", shown, "every bit", float(report.names))
+
+
+def sample(bench: Bench, temperature: float) -> list[Generation]:
+    """Responses of this rank's replica to some prompts, the same prompts on all replicas. No collective over replicas."""
+    longest = min(MOST_SAMPLED, bench.config.rollout.max_response_length)
+    how = SamplingConfig(temperature=temperature, top_p=1.0, top_k=-1, max_tokens=longest)
+    requests = [
+        GenerationRequest(prompt.prompt_id, index, prompt.token_ids, sampling_seed(bench.config.seed, 0, prompt.prompt_id, index))
+        for prompt in bench.checked_prompts(PROMPTS)
+        for index in range(SAMPLES)
+    ]
+    return bench.engine.generate(requests, how)
+
+
+def _sampled(bench: Bench, generations: Sequence[Generation], temperature: float, which: str) -> list[Measurement]:
+    """Log-probs of sampled tokens, and whether they are those of the temperature that was asked for."""
+    gap = _compare(bench, generations, temperature)
+    label, remedy = f"sampled tokens at T = {temperature:g}, {which}", REMEDY
+    if temperature != 1.0 and gap.mean_at_one < 0.1 * gap.mean:
+        remedy = f"the engine's log-probs are those of temperature 1, not of {temperature:g}: it must return processed log-probs"
+    return [
+        judge(f"mean |dlogp|, {label}", gap.mean, "engine/mean", bench.dtype, remedy=remedy, suffix=f" over {gap.tokens} tokens"),
+        judge(f"max |dlogp|, {label}", gap.largest, "engine/max", bench.dtype, remedy=remedy, suffix=f" at {gap.where}"),
+    ]
+
+
+def _compare(bench: Bench, generations: Sequence[Generation], temperature: float) -> _Gap:
+    """Compare with the trainer. All replicas' samples go through all data-parallel ranks, so that every rank makes the same passes."""
+    by_replica = dict(all_gather_objects((bench.engine.replica_index, list(generations))))
+    samples = [generation for replica in sorted(by_replica) for generation in by_replica[replica]]
+    sequences = [[*sample.request.prompt_token_ids, *sample.token_ids] for sample in samples]
+    with bench.on_device("logprobs") as models:
+        microbatches = bench.microbatches(sequences)
+        at_temperature = models.policy.forward(microbatches, temperature=temperature)["logprobs"]
+        at_one = models.policy.forward(microbatches)["logprobs"]
+    largest, where, total, total_at_one, tokens = 0.0, "-", 0.0, 0.0, 0
+    for number, generation in enumerate(samples):
+        start = len(generation.request.prompt_token_ids)
+        theirs = torch.tensor(generation.logprobs, dtype=torch.float64)
+        gaps = (at_temperature[number][start:].cpu().double() - theirs).abs()
+        total += float(gaps.sum())
+        total_at_one += float((at_one[number][start:].cpu().double() - theirs).abs().sum())
+        tokens += len(gaps)
+        if len(gaps) and not float(gaps.max()) <= largest:
+            largest, position = float(gaps.max()), int(gaps.argmax())
+            where = f"{generation.request.prompt_id} sample {generation.request.sample_index}, token {position}"
+    if tokens == 0:
+        raise NotApplicable("the engine sampled no token")
+    return _Gap(tokens, total / tokens, largest, total_at_one / tokens, where)
+
+
+def _full(bench: Bench, theirs: Sequence[Tensor], which: str) -> list[Measurement]:
+    """Distributions of the whole vocabulary on fixed texts."""
+    apart = distance(theirs, bench.trainer_distributions())
+    suffix = f", largest |dlogp| {apart.largest:.3g} at text {apart.where[0]}, position {apart.where[1]}"
+    found = [judge(f"KL of full distributions, {which}", apart.kl, "engine/kl", bench.dtype, remedy=REMEDY, suffix=suffix)]
+    if apart.support:
+        found.append(fails(f"support, {which}", f"{apart.support} ids have a probability on one side only", "none", REMEDY))
+    return found
+
+
+def _ends(bench: Bench, generations: Sequence[Generation]) -> Measurement:
+    """A response that stopped ends with a stop id, and holds none before."""
+    what, stopping = "where responses end", set(bench.engine.settings()["stop_token_ids"])
+    wrong = [
+        generation.request.prompt_id
+        for generation in generations
+        if stopping & set(generation.token_ids[:-1]) or (generation.finish_reason == "stop") != (generation.token_ids[-1] in stopping)
+    ]
+    stopped = sum(generation.finish_reason == "stop" for generation in generations)
+    if wrong:
+        return fails(what, f"responses to {', '.join(wrong[:4])} go on after a stop id, or stop without one", "stop ids", REMEDY)
+    if not stopped:
+        return not_applicable(what, f"none of {len(generations)} responses of at most {MOST_SAMPLED} tokens ended by itself")
+    return holds(what, f"{stopped} of {len(generations)} responses ended with a stop id", "stop ids", float(stopped))

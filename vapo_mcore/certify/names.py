@@ -1,0 +1,44 @@
+"""The built-in checks by name, and what ``--checks`` may name. Nothing from elsewhere is imported here."""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+
+from vapo_mcore.config.references import reference_fault
+from vapo_mcore.errors import ConfigError
+
+BUILT_IN = {
+    "folder": "model folder: config, tokenizer, chat template and stop tokens belong together",
+    "trainer": "trainer against transformers: log-probs of the whole vocabulary, hidden states by layer",
+    "engine": "rollout engine against trainer: weights, sampled log-probs, full distributions, before and after a change of weights",
+    "critic": "critic: head round trip, values of transformers, head-only training, packing",
+    "graders": "graders: labelled answers, the recipe's own truths",
+}
+"""In the order in which they run."""
+
+
+def chosen_checks(texts: list[str] | None) -> list[str]:
+    """The names of ``--checks`` (comma-separated, repeatable), each once; all built-in ones for None.
+
+    Raises ConfigError for names that are neither built-in nor an import path.
+    """
+    if texts is None:
+        return list(BUILT_IN)
+    names = [name.strip() for text in texts for name in text.split(",") if name.strip()]
+    faults = []
+    for name in names:
+        if name in BUILT_IN:
+            continue
+        if ":" in name:
+            fault = reference_fault(name)
+            if fault is not None:
+                faults.append(f"--checks {name}: {fault}")
+            continue
+        near = get_close_matches(name, BUILT_IN, n=1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        faults.append(f"--checks {name}: unknown; {hint}there are {', '.join(BUILT_IN)}, and your own as package.module:function")
+    if faults:
+        raise ConfigError("\n".join(faults))
+    if not names:
+        raise ConfigError(f"--checks is empty; there are {', '.join(BUILT_IN)}")
+    return list(dict.fromkeys(names))

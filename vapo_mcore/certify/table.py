@@ -1,0 +1,30 @@
+"""The table on the console."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from vapo_mcore.certify.record import VERDICTS, CheckRecord, exit_code
+
+
+def lines_of(record: CheckRecord) -> list[str]:
+    """A heading with verdict and seconds, a line for each measurement, and under it the remedy where it does not hold."""
+    lines = [f"{record.check}: {record.verdict} ({record.seconds:.1f} s)"]
+    for entry in record.measurements:
+        tolerance = f" [{entry.tolerance}]" if entry.tolerance else ""
+        lines.append(f"  {entry.verdict:<14} {entry.what}: {entry.measured}{tolerance}")
+        if entry.remedy and entry.verdict in ("fails", "warning"):
+            lines.append(f"  {'':<14} remedy: {entry.remedy}")
+    return lines
+
+
+def summary(records: Sequence[CheckRecord]) -> str:
+    """Checks by verdict, and the exit code."""
+    counts = Counter(record.verdict for record in records)
+    shown = ", ".join(f"{counts[verdict]} {verdict}" for verdict in reversed(VERDICTS) if counts[verdict])
+    code = exit_code(records)
+    meaning = {0: "everything that was measured holds", 1: "look at what does not hold or was not measured", 2: "do not train on this"}[
+        code
+    ]
+    return f"{len(records)} checks: {shown}; exit code {code}: {meaning}"
