@@ -24,8 +24,8 @@ PROMPTS, SAMPLES, MOST_SAMPLED = 8, 2, 64
 OTHER_TEMPERATURE = 0.7
 """Sampled at, too, where the recipe samples at 1: log-probs that ignore the temperature are right there by chance."""
 REMEDY = (
-    "the engine does not hold the trainer's weights, or computes another model: the checksums above tell which; look at the engine's version, "
-    "at its weight loader and at rollout.vllm"
+    "the engine does not hold the trainer's weights, or computes another model: where the checksums are equal and its parameters cannot be "
+    "read, look at its version, its weight loader and rollout.vllm"
 )
 
 _T = TypeVar("_T")
@@ -64,7 +64,7 @@ def _synced(bench: Bench, which: str, *, keep: bool) -> list[Measurement]:
     temperatures = [rollout.temperature] + ([OTHER_TEMPERATURE] if rollout.temperature == 1.0 else [])
     found = [_checksums(bench, which)]
     # First everything of the engine, then everything of the trainer, for which the engine sleeps.
-    samples = [together(lambda t=temperature: sample(bench, t)) for temperature in temperatures]  # type: ignore[misc]
+    samples = [_drawn(bench, temperature) for temperature in temperatures]
     theirs = together(lambda: bench.engine.distributions(bench.sequences))
     found += [_ends(bench, samples[0])] if keep else []
     for temperature, generations in zip(temperatures, samples, strict=True):
@@ -73,6 +73,10 @@ def _synced(bench: Bench, which: str, *, keep: bool) -> list[Measurement]:
         bench.details["checksums"] = bench.engine.last_sync.checksums  # type: ignore[union-attr]
         bench.details["logprobs"] = chosen(theirs, bench.sequences)
     return found + _full(bench, theirs, which)
+
+
+def _drawn(bench: Bench, temperature: float) -> list[Generation]:
+    return together(lambda: sample(bench, temperature))
 
 
 def together(run: Callable[[], _T]) -> _T:

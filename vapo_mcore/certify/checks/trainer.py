@@ -44,7 +44,7 @@ def _weights(bench: Bench) -> dict[str, Tensor] | None:
     """The policy's weights for transformers where they are not those of model.path (``policy.path``), on rank 0. A collective."""
     if bench.config.policy.path is None:
         return None
-    found = {}
+    found: dict[str, Tensor] = {}
     with bench.on_device("sync") as models:
         exporter = Exporter(models.policy.chunks, bench.architecture, bench.parallel, role="policy")
         for bucket in exporter.buckets():
@@ -56,7 +56,9 @@ def _weights(bench: Bench) -> dict[str, Tensor] | None:
 def _transformers(bench: Bench, weights: dict[str, Tensor] | None) -> tuple[list[Tensor] | None, dict[int, Tensor] | None, float]:
     """Log-probs and hidden states of transformers in float32 on rank 0, and how far its own run in ``model.dtype`` is from that (mean
     |dlogp|, on all ranks)."""
-    reference, states, rounding = None, None, 0.0
+    reference: list[Tensor] | None = None
+    states: dict[int, Tensor] | None = None
+    rounding = 0.0
     if bench.parallel.rank == 0:
         model = load_transformers(bench.config.model.path, torch.float32, weights)
         reference = [_logprobs(bench, model, ids) for ids in bench.sequences]
@@ -72,7 +74,9 @@ def _transformers(bench: Bench, weights: dict[str, Tensor] | None) -> tuple[list
 def load_transformers(folder: str, dtype: torch.dtype, weights: dict[str, Tensor] | None = None) -> Any:
     """A causal model of a folder on the CPU, with other ``weights`` where given."""
     from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True, attn_implementation="sdpa")
     if weights is not None:
         model.load_state_dict(weights, strict=False)

@@ -1,0 +1,139 @@
+"""Certificates of a sound setup and of ones with a planted defect, in two processes: certify_worker.py FOLDER [CASE ...]. The cases and
+what each must find are in test_certify.py, which reads the certificates."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import Tensor
+
+from tests.certify_setup import END_OF_TURN, certify_config
+from vapo_mcore.certify.runner import CertifyOptions, certify
+from vapo_mcore.megatron.parallel import initialize_parallel
+from vapo_mcore.rollout import transformers_engine
+from vapo_mcore.rollout.stopping import stop_ids
+from vapo_mcore.rollout.transformers_engine import TransformersEngine
+from vapo_mcore.trainer import main as main_module
+from vapo_mcore.trainer import models as models_module
+
+
+@contextmanager
+def loaded(spoil: Callable[[str, list[Any]], None]) -> Iterator[None]:
+    """``spoil(role, chunks)`` is called after a model's weights are loaded."""
+    original = models_module.load_hf_into
+
+    def spoiling(chunks: Any, *arguments: Any, role: str, **more: Any) -> Any:
+        report = original(chunks, *arguments, role=role, **more)
+        with torch.no_grad():
+            spoil(role, chunks)
+        return report
+
+    with mock.patch.object(models_module, "load_hf_into", spoiling):
+        yield
+
+
+def swapped_rows(role: str, chunks: list[Any]) -> None:
+    """The rows of layer 1's first query head and first key head (32 rows each; two query heads stand before the key) change places."""
+    if role == "policy":
+        weight = chunks[0].decoder.layers[1].self_attention.linear_qkv.weight
+        queries = weight[:32].clone()
+        weight[:32] = weight[64:96]
+        weight[64:96] = queries
+
+
+def interleaved_rope(role: str, chunks: list[Any]) -> None:
+    """Pairs of neighbours are rotated in the place of the two halves."""
+    if role == "policy":
+        chunks[0].config.rotary_interleaved = True
+
+
+def head_of_the_policy(folder: Path) -> Callable[[str, list[Any]], None]:
+    row = load_file(folder / "model" / "model.safetensors")["lm_head.weight"][17]
+
+    def spoil(role: str, chunks: list[Any]) -> None:
+        if role == "critic":
+            chunks[0].output_layer.weight.copy_(row[None])
+
+    return spoil
+
+
+@contextmanager
+def stale_layer(*, readable: bool) -> Iterator[None]:
+    """Layer 1 of the engine keeps the weights of the first sync; ``readable``: whether the engine can compare its values."""
+    original = TransformersEngine._load_weights
+    kept: dict[str, Tensor] = {}
+
+    def load(self: Any, weights: Any) -> None:
+        def replaced() -> Iterator[tuple[str, Tensor]]:
+            for name, tensor in weights:
+                first = kept.setdefault(name, tensor.clone())
+                yield name, first if "layers.1." in name else tensor
+
+        original(self, replaced())
+
+    holds = nullcontext() if readable else mock.patch.object(TransformersEngine, "_holds", return_value=None)
+    with mock.patch.object(TransformersEngine, "_load_weights", load), holds:
+        yield
+
+
+def without_temperature() -> AbstractContextManager[Any]:
+    original = transformers_engine.draw
+
+    def draw(logits: Tensor, uniforms: Tensor, sampling: Any) -> tuple[Tensor, Tensor]:
+        sampled, _ = original(logits, uniforms, sampling)
+        return sampled, logits.float().log_softmax(-1).gather(-1, sampled[:, None])[:, 0]
+
+    return mock.patch.object(transformers_engine, "draw", draw)
+
+
+def without_end_of_turn() -> AbstractContextManager[Any]:
+    return mock.patch.object(main_module, "stop_ids", lambda *given: tuple(token for token in stop_ids(*given) if token != END_OF_TURN))
+
+
+@dataclass(frozen=True)
+class Case:
+    """``checks`` to run on the setup with ``settings``, inside ``defect`` (a function of the folder)."""
+
+    checks: Sequence[str]
+    settings: Sequence[str] = ()
+    defect: Callable[[Path], AbstractContextManager[Any]] = lambda _: nullcontext()
+    against: str | None = None
+
+
+OWN_CHECKS = "tests.integration.certify_checks"
+CASES: Mapping[str, Case] = {
+    "clean": Case(("folder", "trainer", "engine", "critic", "graders", f"{OWN_CHECKS}:holding")),
+    "swapped_rows": Case(("trainer",), defect=lambda _: loaded(swapped_rows), against="clean"),
+    "rope": Case(("trainer",), defect=lambda _: loaded(interleaved_rope)),
+    "stale_layer": Case(("engine",), defect=lambda _: stale_layer(readable=True)),
+    "stale_unreadable": Case(("engine",), defect=lambda _: stale_layer(readable=False)),
+    "temperature": Case(("engine",), ("rollout.temperature=0.8",), lambda _: without_temperature()),
+    "template": Case(("folder",), ("data.chat_template={folder}/off_by_one.jinja",)),
+    "stop_ids": Case(("folder",), defect=lambda _: without_end_of_turn()),
+    "critic_head": Case(("critic",), defect=lambda folder: loaded(head_of_the_policy(folder))),
+    "grader": Case(("graders",), ("data.train.0.verifier=tests.integration.certify_checks:everything_right",)),
+    "no_critic": Case(("critic", f"{OWN_CHECKS}:raising", f"{OWN_CHECKS}:empty"), ("algorithm.advantage.estimator=dr_grpo",)),
+}
+
+if __name__ == "__main__":
+    FOLDER = Path(sys.argv[1])
+    for name, case in CASES.items():
+        if len(sys.argv) > 2 and name not in sys.argv[2:]:
+            continue
+        config = certify_config(FOLDER, name, *(setting.replace("{folder}", str(FOLDER)) for setting in case.settings))
+        against = None if case.against is None else str(FOLDER / case.against / "certificate.json")
+        with case.defect(FOLDER):
+            certify(config, initialize_parallel(config.parallel), CertifyOptions(tuple(case.checks), against, str(FOLDER / name)))
+        dist.barrier()
+        if dist.get_rank() == 0:
+            print(f"case {name} ok", flush=True)
+    dist.destroy_process_group()

@@ -1,0 +1,89 @@
+"""``vapo-mcore certify`` finds each planted defect and names it, and passes a sound setup. One launch of two processes runs all cases."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.certify_setup import write_certify_setup
+from tests.forks import run_ranks
+
+DEFECTS = {
+    # case of certify_worker.py: (check, measurement, what it says, in the remedy)
+    "swapped_rows": ("trainer", "hidden states by layer, float32", r"after layer 1, the first that differs", "order of rows in q and k"),
+    "rope": ("trainer", "hidden states by layer, float32", r"after layer 0, the first that differs", "halves of the rotary embedding"),
+    "stale_layer": ("engine", "weight sync, perturbed weights", r"holds other values than it was given, in model\.layers\.1\.", "loader"),
+    "stale_unreadable": ("engine", "KL of full distributions, perturbed weights", r"\d", "the engine does not hold the trainer's weights"),
+    "temperature": (
+        "engine",
+        "mean |dlogp|, sampled tokens at T = 0.8, the recipe's weights",
+        r"\d",
+        "are those of temperature 1, not of 0.8",
+    ),
+    "template": ("folder", "generation prompt", r"off by whitespace: from character \d+ on the prompt has ''", "generation prompt"),
+    "stop_ids": ("folder", "end of a turn", r"ends an answer with '<\|im_end\|>' \(4\), which is not among the stop ids", "add 4 to"),
+    "critic_head": ("critic", "value head", r"is row 17 of the policy's output layer", "critic.head_init"),
+    "grader": (
+        "graders",
+        "other truths graded wrong, tests.integration.certify_checks:everything_right",
+        r"24 of 24 .* the grader calls everything right",
+        "mend the verifier",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = write_certify_setup(tmp_path_factory.mktemp("certify"))
+    done = run_ranks("tests/integration/certify_worker.py", 2, str(folder), timeout=600)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    (folder / "output.txt").write_text(done.stdout)
+    return folder
+
+
+def checks(folder: Path, case: str) -> dict[str, Any]:
+    return json.loads((folder / case / "certificate.json").read_text())["checks"]
+
+
+def test_a_sound_setup_holds(folder: Path) -> None:
+    found = checks(folder, "clean")
+    bad = {name: check["measurements"] for name, check in found.items() if check["verdict"] != "holds"}
+    assert bad == {}
+    named = {entry["what"] for check in found.values() for entry in check["measurements"]}
+    assert {"generation prompt", "end of a turn", "stop ids of the engine", "values alone and packed", "labelled answers, math"} <= named
+    assert (folder / "clean" / "certificate.html").read_text().count("<h2") == len(found) + 2
+    assert not (folder / "clean" / ".scratch").exists()
+
+
+@pytest.mark.parametrize("case", DEFECTS)
+def test_a_planted_defect_is_found_and_named(folder: Path, case: str) -> None:
+    check, what, says, remedy = DEFECTS[case]
+    found = checks(folder, case)[check]
+    assert found["verdict"] == "fails"
+    entry = next(entry for entry in found["measurements"] if entry["what"] == what)
+    assert entry["verdict"] == "fails"
+    assert re.search(says, entry["measured"]), entry["measured"]
+    assert remedy in entry["remedy"]
+
+
+def test_against_names_what_differs_first(folder: Path) -> None:
+    """Weights spoiled in the trainer: the layer, then the positions; the sound certificate knows where they were."""
+    output = (folder / "output.txt").read_text()
+    compared = output.split("compared with ")[1]
+    assert compared.splitlines()[1].startswith("  first: layers (float32): layer 1 is the first whose hidden states are further")
+    assert "positions: log-prob of the trainer at text 0, token" in compared
+    assert "verdict: trainer: holds -> fails" in compared
+
+
+def test_what_does_not_apply_is_not_passed(folder: Path) -> None:
+    found = checks(folder, "no_critic")
+    assert found["critic"]["verdict"] == "not applicable"
+    assert found["critic"]["measurements"][0]["measured"] == "because the estimator dr_grpo has no critic"
+    own = {name.rpartition(":")[2]: check for name, check in found.items()}
+    assert own["raising"]["verdict"] == own["empty"]["verdict"] == "fails"
+    assert "ValueError: no such thing" in own["raising"]["measurements"][0]["measured"]
+    assert "a check returns a Measurement or a list" in own["empty"]["measurements"][0]["measured"]

@@ -1,0 +1,180 @@
+"""Verdicts and exit codes, certificates on disk, what keeps one from certifying a run, and comparisons with an older one."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.torchrun import ROOT
+from tests.unit.config_helpers import BASE, write_model_config
+from vapo_mcore.certify import certificate as certificates
+from vapo_mcore.certify import tolerances
+from vapo_mcore.certify.against import differences
+from vapo_mcore.certify.names import BUILT_IN, chosen_checks
+from vapo_mcore.certify.record import CheckRecord, Verdict, exit_code, fails, holds, not_applicable, warns
+from vapo_mcore.certify.table import lines_of, summary
+from vapo_mcore.config import Config, load_config
+from vapo_mcore.errors import ConfigError
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "model").mkdir()
+    write_model_config(tmp_path / "model")
+    (tmp_path / "train.jsonl").write_text('{"prompt": "1+1", "answer": "2"}\n')
+    (tmp_path / "base.yaml").write_text(BASE.format(folder=tmp_path))
+    return tmp_path
+
+
+def config_of(folder: Path, *settings: str) -> Config:
+    return load_config(folder / "base.yaml", ["run.certify=true", *settings], check_paths=False)
+
+
+def all_checks(**verdicts: Verdict) -> list[CheckRecord]:
+    make = {
+        "holds": holds("x", "1"),
+        "fails": fails("x", "2 of 3"),
+        "warning": warns("x", "?"),
+        "not applicable": not_applicable("x", "no"),
+    }
+    return [CheckRecord(name, [make[verdicts.get(name, "holds")]]) for name in BUILT_IN]
+
+
+def certify(folder: Path, config: Config, records: list[CheckRecord]) -> Path:
+    output = Path(certificates.default_folder(config.run.dir))
+    output.mkdir(exist_ok=True)
+    return certificates.write(certificates.make(config, records, {"world_size": 1}), output)
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "code"),
+    [
+        (("holds", "not applicable"), 0),
+        (("holds", "warning"), 1),
+        (("holds", "warning", "fails"), 2),
+        (("not applicable",), 1),  # nothing was measured: nothing is certified
+        ((), 1),
+    ],
+)
+def test_exit_codes(verdicts: tuple[Verdict, ...], code: int) -> None:
+    records = [CheckRecord(str(number), [replace(holds("x", ""), verdict=verdict)]) for number, verdict in enumerate(verdicts)]
+    assert exit_code(records) == code
+    assert f"exit code {code}" in summary(records)
+
+
+def test_the_table_shows_remedies_of_what_does_not_hold() -> None:
+    record = CheckRecord("engine", [holds("a", "1", "<= 2"), fails("b", "3", "<= 2", "mend it"), not_applicable("c", "there is none")])
+    assert record.verdict == "fails"
+    text = "\n".join(lines_of(record))
+    assert re.search(r"fails +b: 3 \[<= 2\]\n +remedy: mend it\n", text)
+    assert "c: because there is none" in text
+
+
+def test_a_tolerance_is_compared_with_its_limit_and_nan_fails() -> None:
+    assert tolerances.judge("x", 9e-5, "trainer/mean", "float32", remedy="r").verdict == "holds"
+    assert tolerances.judge("x", 1.1e-4, "trainer/mean", "float32", remedy="r").remedy == "r"
+    assert tolerances.judge("x", 1.1e-4, "trainer/mean", "float32", remedy="r", factor=2.0).verdict == "holds"
+    assert tolerances.judge("x", float("nan"), "trainer/mean", "float32", remedy="r").verdict == "fails"
+    assert tolerances.judge("x", 0.98, "trainer/top1", "float32", remedy="r", factor=9.0).verdict == "fails"
+
+
+def test_the_page_shows_all_tolerances() -> None:
+    text = (ROOT / "docs/certify.md").read_text()
+    assert "\n".join(tolerances.markdown()) in text, (
+        'run: python -c "from vapo_mcore.certify.tolerances import *; print(*markdown(), sep=chr(10))"'
+    )
+    assert all(f"`{name}`" in text for name in BUILT_IN)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (["engin"], "--checks engin: unknown; did you mean 'engine'?"),
+        (["engine", "a b:c d"], "--checks a b:c d: 'a b:c d' must be a reference to your own code"),
+        ([","], "--checks is empty; there are "),
+    ],
+)
+def test_unknown_checks_are_refused(given: list[str], says: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        chosen_checks(given)
+    assert says in str(refused.value)
+    assert chosen_checks(["engine, folder", "engine", "own.module:check"]) == ["engine", "folder", "own.module:check"]
+    assert chosen_checks(None) == list(BUILT_IN)
+
+
+def test_a_run_that_requires_a_certificate_needs_a_whole_one(folder: Path) -> None:
+    config = config_of(folder)
+    with pytest.raises(ConfigError, match="but there is no certificate"):
+        certificates.require_certificate(config)
+    certify(folder, config, all_checks(critic="not applicable", folder="warning"))
+    certificates.require_certificate(config)
+    certificates.require_certificate(config_of(folder, "run.steps=9", "eval.every_steps=2"))
+    certify(folder, config, all_checks()[1:])
+    with pytest.raises(ConfigError, match=f"the check '{next(iter(BUILT_IN))}' was not run"):
+        certificates.require_certificate(config)
+    certify(folder, config, all_checks(engine="fails"))
+    with pytest.raises(ConfigError, match="the check 'engine' fails: x: 2 of 3"):
+        certificates.require_certificate(config)
+    certificates.require_certificate(config_of(folder, "run.certify=false"))
+
+
+def test_settings_and_versions_that_changed_since_are_named(folder: Path) -> None:
+    config = config_of(folder)
+    path = certify(folder, config, all_checks())
+    with pytest.raises(ConfigError) as refused:
+        certificates.require_certificate(config_of(folder, "rollout.temperature=0.7", "model.dtype=bfloat16"))
+    assert "setting changed since: model.dtype: 'float32' -> 'bfloat16'" in str(refused.value)
+    assert "setting changed since: rollout.temperature: 1.0 -> 0.7" in str(refused.value)
+    content = json.loads(path.read_text())
+    content["versions"]["torch"] = "1.0"
+    path.write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match=r"version changed since: torch 1\.0 -> "):
+        certificates.require_certificate(config)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (None, "cannot be read: No such file"),
+        ("{", "is not JSON"),
+        ("[]", "it has no format"),
+        ('{"format": 7}', "has format 7, this version reads 1"),
+        ('{"format": 1}', "is damaged"),
+        (
+            '{"format": 1, "made": "", "versions": {}, "machine": {}, "config": "", "checks": {"engine": {"verdict": "passed"}}}',
+            "is damaged",
+        ),
+    ],
+)
+def test_a_certificate_that_cannot_be_read_is_an_error(tmp_path: Path, text: str | None, says: str) -> None:
+    path = tmp_path / "old.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ConfigError) as refused:
+        certificates.read(path)
+    assert says in str(refused.value)
+
+
+def test_differences_come_from_cause_to_effect(folder: Path) -> None:
+    config = config_of(folder)
+    before = all_checks()
+    by_name = {record.check: record for record in before}
+    by_name["engine"].details = {"checksums": {"a": "1", "b": "2", "c": "3"}, "logprobs": [[-1.0, -2.0], [-3.0]]}
+    by_name["trainer"].details = {"layers_float32": [1e-7, 2e-7, 3e-7], "logprobs": [[-1.0, -2.0], [-3.0]]}
+    old = certificates.make(config, before, {})
+    assert differences(old, config, before) == []
+    after = all_checks(trainer="fails")
+    by_name = {record.check: record for record in after}
+    by_name["engine"].details = {"checksums": {"a": "1", "b": "9", "c": "9"}, "logprobs": [[-1.0, -2.0], [-3.5]]}
+    by_name["trainer"].details = {"layers_float32": [1e-7, 0.2, 0.3], "logprobs": [[-1.0, -2.0], [-3.001]]}
+    old = replace(old, versions={**old.versions, "transformers": "4.0"})
+    found = differences(old, config_of(folder, "rollout.temperature=0.5"), after)
+    assert [sentence.split(":")[0] for sentence in found] == ["version", "setting", "tensors", "layers (float32)", "positions", "verdict"]
+    assert "2 of 3 have other values in the trainer, the first is b" in found[2]
+    assert "layer 1 is the first" in found[3]
+    assert found[4] == "positions: log-prob of the engine at text 1, token 1: -3.0000 -> -3.5000"
+    assert found[5] == "verdict: trainer: holds -> fails"
