@@ -18,6 +18,9 @@ from torch import Tensor
 
 from tests.certify_setup import END_OF_TURN, certify_config
 from vapo_mcore.certify.runner import CertifyOptions, certify
+from vapo_mcore.megatron import engine as engine_module
+from vapo_mcore.megatron import losses
+from vapo_mcore.megatron.offload import ModelOffloader
 from vapo_mcore.megatron.parallel import initialize_parallel
 from vapo_mcore.rollout import transformers_engine
 from vapo_mcore.rollout.stopping import stop_ids
@@ -99,6 +102,41 @@ def without_end_of_turn() -> AbstractContextManager[Any]:
     return mock.patch.object(main_module, "stop_ids", lambda *given: tuple(token for token in stop_ids(*given) if token != END_OF_TURN))
 
 
+def frozen_ratio() -> AbstractContextManager[Any]:
+    """The loss sees its own log-probs as the old policy's."""
+    original = losses.policy_loss_terms
+
+    def terms(logprobs: Tensor, old_logprobs: Tensor, *more: Any, **settings: Any) -> Any:
+        return original(logprobs, logprobs.detach(), *more, **settings)
+
+    return mock.patch.object(losses, "policy_loss_terms", terms)
+
+
+def gradients_times_context() -> AbstractContextManager[Any]:
+    """Gradients are summed over context parallelism once too often."""
+    original = engine_module._ready_sum
+
+    from megatron.core import parallel_state  # which vapo_mcore.megatron.host makes importable without CUDA
+
+    def summed(chunks: list[Any], *arguments: Any, **more: Any) -> None:
+        original(chunks, *arguments, **more)
+        for buffer in (buffer for chunk in chunks for buffer in chunk.buffers):
+            buffer.grad_data.mul_(parallel_state.get_context_parallel_world_size())
+
+    return mock.patch.object(engine_module, "_ready_sum", summed)
+
+
+def lost_moments() -> AbstractContextManager[Any]:
+    """The host's copy of one tensor of the optimizer is zeros."""
+    original = ModelOffloader._offload_optimizer
+
+    def offload(self: ModelOffloader) -> None:
+        original(self)
+        self.pool._buffers[self._offloaded_state[-1][0]].zero_()
+
+    return mock.patch.object(ModelOffloader, "_offload_optimizer", offload)
+
+
 @dataclass(frozen=True)
 class Case:
     """``checks`` to run on the setup with ``settings``, inside ``defect`` (a function of the folder)."""
@@ -111,12 +149,15 @@ class Case:
 
 OWN_CHECKS = "tests.integration.certify_checks"
 CASES: Mapping[str, Case] = {
-    "clean": Case(("folder", "trainer", "engine", "critic", "graders", f"{OWN_CHECKS}:holding")),
+    "clean": Case(("folder", "trainer", "engine", "invariance", "offload", "critic", "graders", f"{OWN_CHECKS}:holding")),
     "swapped_rows": Case(("trainer",), defect=lambda _: loaded(swapped_rows), against="clean"),
     "rope": Case(("trainer",), defect=lambda _: loaded(interleaved_rope)),
     "stale_layer": Case(("engine",), defect=lambda _: stale_layer(readable=True)),
     "stale_unreadable": Case(("engine",), defect=lambda _: stale_layer(readable=False)),
     "temperature": Case(("engine",), ("rollout.temperature=0.8",), lambda _: without_temperature()),
+    "frozen_ratio": Case(("invariance",), defect=lambda _: frozen_ratio()),
+    "context": Case(("invariance",), defect=lambda _: gradients_times_context()),
+    "moments": Case(("offload",), defect=lambda _: lost_moments()),
     "template": Case(("folder",), ("data.chat_template={folder}/off_by_one.jinja",)),
     "stop_ids": Case(("folder",), defect=lambda _: without_end_of_turn()),
     "critic_head": Case(("critic",), defect=lambda folder: loaded(head_of_the_policy(folder))),

@@ -176,26 +176,20 @@ class Bench:
         drawn = [[known[(7919 * (row + 1) * (position + 1)) % len(known)] for position in range(longest)] for row in range(2)]
         return [ids for ids in found if len(ids) > 1] + drawn
 
-    def microbatches(self, sequences: Sequence[Sequence[int]], packs: Sequence[Sequence[int]] | None = None) -> list[MicroBatch]:
+    def microbatches(
+        self,
+        sequences: Sequence[Sequence[int]],
+        packs: Sequence[Sequence[int]] | None = None,
+        parallel: ParallelContext | None = None,
+    ) -> list[MicroBatch]:
         """The sequences as micro-batches of tokens, the same on all data-parallel ranks; ``packs``: numbers of the sequences in each
-        (None: each alone). Dummies fill up what a pipeline schedule needs. No collective."""
-        parallel = self.parallel
+        (None: each alone); ``parallel``: of another layout than the recipe's. Dummies fill up what a pipeline schedule needs. No
+        collective."""
+        parallel = parallel or self.parallel
         chosen = [[number] for number in range(len(sequences))] if packs is None else [list(pack) for pack in packs]
         group = max(parallel.microbatch_group, parallel.pipeline_model_parallel_size if parallel.microbatch_group > 1 else 1)
         chosen += [[] for _ in range(-len(chosen) % group)]
-        return [self._microbatch(sequences, numbers) for numbers in chosen]
-
-    def _microbatch(self, sequences: Sequence[Sequence[int]], numbers: list[int]) -> MicroBatch:
-        parallel = self.parallel
-        layout = ThdLayout(
-            [len(sequences[number]) for number in numbers],
-            context_parallel_size=parallel.context_parallel_size,
-            context_parallel_rank=parallel.context_parallel_rank,
-            tensor_parallel_size=parallel.tensor_model_parallel_size,
-            device=parallel.device,
-        )
-        tokens = torch.tensor([token for number in numbers for token in sequences[number]], dtype=torch.int64, device=parallel.device)
-        return MicroBatch(layout, torch.tensor(numbers, dtype=torch.int64), {"tokens": tokens})
+        return [_microbatch(sequences, numbers, parallel) for numbers in chosen]
 
     def trainer_distributions(self) -> list[Tensor]:
         """The policy's log-probs on the fixed texts, float32 [len - 1, vocab_size] each, on the host."""
@@ -212,3 +206,15 @@ class Bench:
     @property
     def torch_dtype(self) -> torch.dtype:
         return DTYPES[self.dtype]
+
+
+def _microbatch(sequences: Sequence[Sequence[int]], numbers: list[int], parallel: ParallelContext) -> MicroBatch:
+    layout = ThdLayout(
+        [len(sequences[number]) for number in numbers],
+        context_parallel_size=parallel.context_parallel_size,
+        context_parallel_rank=parallel.context_parallel_rank,
+        tensor_parallel_size=parallel.tensor_model_parallel_size,
+        device=parallel.device,
+    )
+    tokens = torch.tensor([token for number in numbers for token in sequences[number]], dtype=torch.int64, device=parallel.device)
+    return MicroBatch(layout, torch.tensor(numbers, dtype=torch.int64), {"tokens": tokens})

@@ -8,9 +8,12 @@ from vapo_mcore.config.references import reference_fault
 from vapo_mcore.errors import ConfigError
 
 BUILT_IN = {
+    "machine": "machine: the doctor's findings on each node, plan's verdict on the recipe",
     "folder": "model folder: config, tokenizer, chat template and stop tokens belong together",
     "trainer": "trainer against transformers: log-probs of the whole vocabulary, hidden states by layer",
     "engine": "rollout engine against trainer: weights, sampled log-probs, full distributions, before and after a change of weights",
+    "invariance": "step: the same loss and gradient norm whatever the packing and the layout; importance ratios follow the log-probs",
+    "offload": "offload: ten cycles keep every bit and leave no bytes behind",
     "critic": "critic: head round trip, values of transformers, head-only training, packing",
     "graders": "graders: labelled answers, the recipe's own truths",
 }

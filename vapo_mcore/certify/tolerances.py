@@ -55,6 +55,13 @@ TABLE = (
     Tolerance("engine/max", 1e-2, 1.5, "largest |dlogp| of sampled tokens: unlikely tokens, for which a rounded logit counts fully"),
     Tolerance("engine/kl", 1e-5, 0.02, "mean KL divergence of full distributions on fixed texts at temperature 1"),
     Tolerance(
+        "invariance/loss",
+        1e-4,
+        0.02,
+        "relative difference of a step's loss between packings and layouts: sums of signed terms, in another order",
+    ),
+    Tolerance("invariance/gradient_norm", 1e-4, 0.03, "the same of the gradient norm, which is summed in float32 in either dtype"),
+    Tolerance(
         "critic/export",
         2e-5,
         0.05,

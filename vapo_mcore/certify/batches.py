@@ -1,0 +1,66 @@
+"""Micro-batches of the fixed texts with made-up advantages and returns, for passes that train."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from vapo_mcore.certify.bench import Bench
+from vapo_mcore.certify.record import NotApplicable
+from vapo_mcore.data.microbatch import MicroBatch
+from vapo_mcore.megatron.engine import MegatronModel
+from vapo_mcore.megatron.losses import PolicyLoss
+from vapo_mcore.megatron.parallel import ParallelContext
+
+_MADE = {"old_logprobs", "advantages", "policy_weights", "positive_weights", "importance_weights", "ref_logprobs"}
+
+
+def policy_loss(bench: Bench, parallel: ParallelContext) -> PolicyLoss:
+    """The recipe's loss. Raises NotApplicable where it reads more than is made up here (terms and objectives of the user's)."""
+    loss = PolicyLoss(bench.config, parallel.context_parallel_group)
+    others = sorted(set(loss.tensors) - _MADE)
+    if others:
+        raise NotApplicable(f"the recipe's loss reads {', '.join(others)}, which only a rollout has")
+    return loss
+
+
+def policy_batches(model: MegatronModel, microbatches: Sequence[MicroBatch], temperature: float, log_ratio: float) -> list[MicroBatch]:
+    """The micro-batches with what a policy loss reads: all tokens but each first one carry a loss, weights sum to 1 over the world, the
+    log-ratio to the old policy is ``log_ratio`` at every token, advantages alternate between 1 and -1/2."""
+    old = model.forward(microbatches, temperature=temperature)["logprobs"]
+    made = []
+    for microbatch, logprobs in zip(microbatches, old, strict=True):
+        mask, weights = _mask_and_weights(microbatch, microbatches, model.parallel)
+        alternating = torch.where(microbatch.tensors["tokens"] % 2 == 0, 1.0, -0.5)
+        made.append(
+            microbatch.with_tensors(
+                response_mask=mask,
+                old_logprobs=logprobs - log_ratio,
+                ref_logprobs=logprobs,
+                advantages=alternating,
+                policy_weights=weights,
+                positive_weights=torch.zeros_like(weights),
+                importance_weights=mask.float(),
+            )
+        )
+    return made
+
+
+def critic_batches(model: MegatronModel, microbatches: Sequence[MicroBatch]) -> list[MicroBatch]:
+    """The same for a critic, whose return is 1 at every token."""
+    made = []
+    for microbatch in microbatches:
+        mask, weights = _mask_and_weights(microbatch, microbatches, model.parallel)
+        made.append(microbatch.with_tensors(response_mask=mask, returns=torch.ones_like(weights), value_weights=weights))
+    return made
+
+
+def _mask_and_weights(
+    microbatch: MicroBatch, microbatches: Sequence[MicroBatch], parallel: ParallelContext
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """All data-parallel ranks hold the same sequences, so each counts for its share."""
+    mask = torch.ones_like(microbatch.tensors["tokens"], dtype=torch.bool)
+    mask[microbatch.layout.cu_seqlens[:-1]] = False
+    trained = sum(other.layout.num_tokens - other.layout.num_sequences for other in microbatches)
+    return mask, mask.float() / (trained * parallel.data_parallel_size)

@@ -1,0 +1,166 @@
+"""The step: one update's loss and gradient norm do not depend on how sequences are packed nor, where the ranks allow another, on the
+layout; importance ratios and weights follow a known change of the log-probs."""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from vapo_mcore.algorithm.importance import importance_weights
+from vapo_mcore.certify.batches import critic_batches, policy_batches, policy_loss
+from vapo_mcore.certify.bench import Bench
+from vapo_mcore.certify.record import Measurement, fails, holds, not_applicable
+from vapo_mcore.certify.tolerances import judge
+from vapo_mcore.config.schema import ParallelConfig
+from vapo_mcore.megatron.engine import MegatronModel
+from vapo_mcore.megatron.losses import CriticLoss
+from vapo_mcore.megatron.parallel import ParallelContext, initialize_parallel
+from vapo_mcore.trainer.models import fill_policy
+
+LOG_RATIO = 0.1
+"""By which the old log-probs are moved: a ratio of 1.105, inside the usual clips."""
+Step = tuple[float, float]
+"""Loss and gradient norm before clipping."""
+
+
+def run(bench: Bench) -> list[Measurement]:
+    """Steps with a learning rate of 0, which leave the weights as they are."""
+    alone, packed = None, [list(range(len(bench.sequences)))]
+    found = _ratio(bench)
+    steps = {how: _policy_step(bench, bench.models.policy, bench.parallel, packs) for how, packs in (("alone", alone), ("packed", packed))}
+    found += _same(bench, "policy, each sequence alone and all packed", steps["alone"], steps["packed"])
+    if bench.config.uses_critic:
+        values = [_critic_step(bench, packs) for packs in (alone, packed)]
+        found += _same(bench, "critic, each sequence alone and all packed", *values)
+    return found + _layouts(bench, steps["alone"])
+
+
+def _ratio(bench: Bench) -> list[Measurement]:
+    """Old log-probs moved by a known amount: the loss must see that ratio, and the correction of the rollout's log-probs that weight."""
+    loss, temperature = policy_loss(bench, bench.parallel), bench.config.rollout.temperature
+    with bench.on_device("policy_update") as models:
+        batches = policy_batches(models.policy, bench.microbatches(bench.sequences), temperature, LOG_RATIO)
+        stats = models.policy.accumulate(batches, loss)
+    ratio, kl = stats["ratio"] / stats["tokens"], stats["approx_kl"] / stats["tokens"]
+    expected, expected_kl = math.exp(LOG_RATIO), math.exp(LOG_RATIO) - 1 - LOG_RATIO
+    remedy = "the loss does not see the change of the policy: old log-probs are overwritten, or the ratio is frozen"
+    tolerance = f"{expected:.4f} and {expected_kl:.5f} (exp(d) and exp(d) - 1 - d for d = {LOG_RATIO}), within 1 %"
+    good = abs(ratio / expected - 1) <= 0.01 and abs(kl / expected_kl - 1) <= 0.01
+    shown = f"ratio {ratio:.4f}, KL {kl:.5f}"
+    found = [holds("importance ratio", shown, tolerance, ratio) if good else fails("importance ratio", shown, tolerance, remedy, ratio)]
+    correction = bench.config.algorithm.policy_loss.importance_correction
+    if correction.kind == "off":
+        return [*found, not_applicable("importance weight", "algorithm.policy_loss.importance_correction is off")]
+    ones = torch.ones(4)
+    bounds = torch.tensor([0, 4])
+    given = importance_weights(
+        LOG_RATIO / 4 * ones, 0 * ones, ones.bool(), bounds, kind=correction.kind, cap=correction.cap, low=correction.low
+    )
+    product = correction.kind == "sequence_product_mask"
+    weight = float(given.mean())
+    wanted = 1.0 if correction.kind == "sequence_mask" else math.exp(LOG_RATIO if product else LOG_RATIO / 4)
+    outside = wanted > correction.cap or (correction.kind != "token_truncate" and wanted < correction.low)
+    if outside:
+        return [*found, not_applicable("importance weight", f"a weight of {wanted:.3f} is beyond the recipe's bounds")]
+    shown, tolerance = f"{weight:.4f}", f"{wanted:.4f}, within 1 %"
+    good = abs(weight / wanted - 1) <= 0.01
+    return [
+        *found,
+        holds("importance weight", shown, tolerance, weight) if good else fails("importance weight", shown, tolerance, remedy, weight),
+    ]
+
+
+def _policy_step(bench: Bench, model: MegatronModel, parallel: ParallelContext, packs: Any) -> Step:
+    microbatches = bench.microbatches(bench.sequences, packs, parallel)
+    own = model is bench.models.policy
+    if not own:
+        return _step(model, policy_batches(model, microbatches, bench.config.rollout.temperature, LOG_RATIO), policy_loss(bench, parallel))
+    with bench.on_device("policy_update"):
+        batches = policy_batches(model, microbatches, bench.config.rollout.temperature, LOG_RATIO)
+        step = _step(model, batches, policy_loss(bench, parallel))
+        bench.models.residency.mark_changed("policy")
+    return step
+
+
+def _critic_step(bench: Bench, packs: Any) -> Step:
+    with bench.on_device("critic_update") as models:
+        assert models.critic is not None
+        step = _step(models.critic, critic_batches(models.critic, bench.microbatches(bench.sequences, packs)), CriticLoss(None))
+        models.residency.mark_changed("critic")
+    return step
+
+
+def _step(model: MegatronModel, batches: Any, loss: Any) -> Step:
+    result = model.train_step(batches, loss, aside_lr=0.0)
+    return result.metrics["loss"], result.grad_norm
+
+
+def _same(bench: Bench, what: str, one: Step, other: Step) -> list[Measurement]:
+    remedy = "the step depends on how it is computed: sequences see one another, or gradients are scaled or reduced twice"
+    names = ("loss", "gradient norm")
+    return [
+        judge(
+            f"{name}, {what}",
+            abs(second - first) / max(abs(first), 1e-12),
+            f"invariance/{name.replace(' ', '_')}",
+            bench.dtype,
+            remedy=remedy,
+            suffix=f" relative: {first:.6g} and {second:.6g}",
+        )
+        for name, first, second in zip(names, one, other, strict=True)
+    ]
+
+
+def _others(bench: Bench) -> Iterator[ParallelConfig]:
+    """Layouts of the same ranks that the model allows, another than the recipe's."""
+    world, arch, own = bench.parallel.world_size, bench.architecture, bench.config.parallel
+    for tp, pp, cp in ((1, 1, 2), (2, 1, 1), (1, 2, 1), (1, 1, 1)):
+        if world % (tp * pp * cp) or arch.num_attention_heads % tp or arch.num_key_value_heads % tp or arch.num_layers % pp:
+            continue
+        if (tp, pp, cp) == (own.tensor_model_parallel_size, own.pipeline_model_parallel_size, own.context_parallel_size):
+            continue
+        yield ParallelConfig(
+            world_size=world,
+            tensor_model_parallel_size=tp,
+            pipeline_model_parallel_size=pp,
+            context_parallel_size=cp,
+            timeout_minutes=own.timeout_minutes,
+        )
+
+
+def _layouts(bench: Bench, own: Step) -> list[Measurement]:
+    """A second policy from the same weights in other layouts; the recipe's process groups are made again afterwards."""
+    what = "another layout"
+    if bench.parallel.world_size == 1:
+        return [not_applicable(what, "there is one rank")]
+    found = []
+    if "sync" in bench.__dict__:
+        bench.sync.put_to_sleep()
+    try:
+        for layout in list(_others(bench))[:2]:
+            parallel = initialize_parallel(layout)
+            model = MegatronModel(
+                "policy",
+                bench.architecture,
+                bench.config.model,
+                parallel,
+                load_weights=lambda chunks, parallel=parallel: fill_policy(  # type: ignore[misc]
+                    chunks, bench.config, bench.architecture, parallel, lambda _: None
+                ),
+                optimizer=bench.config.policy.optimizer,
+                unknown_token_ids=bench.unknown_token_ids,
+            )
+            degrees = (
+                f"tensor {parallel.tensor_model_parallel_size} x pipeline {parallel.pipeline_model_parallel_size} x context "
+                f"{parallel.context_parallel_size} x data {parallel.data_parallel_size}"
+            )
+            found += _same(bench, f"policy, the recipe's layout and {degrees}", own, _policy_step(bench, model, parallel, None))
+            del model
+            gc.collect()
+    finally:
+        initialize_parallel(bench.config.parallel)
+    return found or [not_applicable(what, "the model allows no other one on these ranks")]

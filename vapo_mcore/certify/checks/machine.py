@@ -1,0 +1,79 @@
+"""Machine: the doctor's findings on each node, and plan's verdict on memory, for this recipe."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from typing import Literal
+
+import torch
+
+from vapo_mcore.certify.bench import Bench
+from vapo_mcore.certify.record import Measurement, fails, holds, not_applicable
+from vapo_mcore.collectives import all_gather_objects, broadcast_object
+from vapo_mcore.config.loading import dump_yaml
+from vapo_mcore.doctor.machine import machine_findings
+from vapo_mcore.doctor.report import Finding, merge, require_same
+from vapo_mcore.planning.devices import DEVICES
+
+IMPORT_SECONDS, PLAN_SECONDS = 120.0, 300.0
+_VERDICTS: dict[str, Literal["holds", "warning", "fails"]] = {"ok": "holds", "warn": "warning", "FAIL": "fails"}
+
+
+def run(bench: Bench) -> list[Measurement]:
+    """The doctor looks once at each node; rank 0 plans in a process of its own, which the models on the meta device need."""
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    first_of_node = os.environ.get("LOCAL_RANK", "0") == "0"
+    mine = machine_findings(bench.config, processes, IMPORT_SECONDS) if first_of_node else None
+    by_node: dict[str, list[Finding]] = {}
+    for rank, (host, findings) in enumerate(all_gather_objects((socket.gethostname(), mine))):
+        if findings is not None:
+            by_node[host if host not in by_node else f"{host} (rank {rank})"] = findings
+    found = [
+        Measurement(f"doctor: {finding.check}{f', {where}' if where else ''}", _VERDICTS[finding.status], finding.detail)
+        for finding, where in merge(require_same(by_node, "versions"))
+    ]
+    plan = _plan(bench, processes) if bench.parallel.rank == 0 else not_applicable("plan", "rank 0 plans")
+    return [*found, broadcast_object(plan)]
+
+
+def device_name() -> str | None:
+    """The device of plan's table that this machine has; None for one that is not in it."""
+    if not torch.cuda.is_available():
+        return "cpu"
+    name = torch.cuda.get_device_name().lower()
+    return next((known for known in DEVICES if known in name), None)
+
+
+def _plan(bench: Bench, processes: int) -> Measurement:
+    what, tolerance = "plan", "every rank fits in every stage"
+    device = device_name()
+    if device is None:
+        return not_applicable(what, f"plan knows {', '.join(DEVICES)}, not {torch.cuda.get_device_name()}: give it this device's --rate")
+    recipe = bench.scratch / "recipe.yaml"
+    recipe.write_text(dump_yaml(bench.config), encoding="utf-8")
+    arguments = ["plan", str(recipe), "--gpus-per-node", str(processes), "--device", device, "--json"]
+    if device == "cpu":
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        arguments += ["--rate", f"memory={memory}", "--rate", f"node_memory={memory}"]
+    ranks = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "VAPO_MCORE_ERRORS")
+    environment = {name: value for name, value in os.environ.items() if name not in ranks}
+    command = [sys.executable, "-W", "ignore", "-m", "vapo_mcore", *arguments]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=PLAN_SECONDS, check=False, stdin=subprocess.DEVNULL, env=environment
+        )
+    except subprocess.TimeoutExpired:
+        return fails(what, f"not done after {PLAN_SECONDS:.0f} s", tolerance, "run `vapo-mcore plan` on the recipe")
+    if not done.stdout.strip().startswith("{"):
+        last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        return fails(what, f"the recipe cannot be planned: {last}", tolerance, "run `vapo-mcore plan` on the recipe")
+    plan = json.loads(done.stdout)
+    misfits = plan.get("misfits", [])
+    if done.returncode != 0:
+        shown = f"does not fit on {device}: {'; '.join(map(str, misfits)) or 'see vapo-mcore plan'}"
+        return fails(what, shown, tolerance, "`vapo-mcore plan` on the recipe names changes that make it fit")
+    return holds(what, f"fits on {device}, {processes} a node", tolerance)
