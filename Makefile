@@ -1,5 +1,6 @@
 # make setup       environment in .venv for a machine without a GPU; PYTHON=python3.12 and VENV=FOLDER choose another Python and folder
-# make quickstart  setup, then train the tiny model with VAPO; SETTINGS="run.steps=5 seed=7" changes settings of the recipe
+# make quickstart  setup, then train the tiny model with VAPO
+# make certify     measure on the quickstart's recipe whether trainer, engine, critic and graders agree (docs/certify.md)
 # make test        all tests but the slow ones; test-fast: unit tests; test-slow: the slow ones; test-mcore-next: a newer Megatron-Core
 # make test-docs   the shorter commands of the pages, with small sizes, in a copy of the tree; test-docs-slow: all of them, as written
 # make test-chaos  25 runs killed at random times and resumed (three of them are in make test)
@@ -21,7 +22,7 @@ INSTALLED := $(VENV)/.installed
 TINY := models/tiny/.made
 BENCHMARKS := $(filter-out benchmarks/gpu_%,$(wildcard benchmarks/*.py))
 
-.PHONY: setup python quickstart test test-fast test-slow test-docs test-docs-slow test-chaos test-slurm test-mcore-next lint format bench clean
+.PHONY: setup python quickstart certify test test-fast test-slow test-docs test-chaos test-slurm test-mcore-next lint format bench clean
 
 setup: $(INSTALLED)
 
@@ -50,6 +51,9 @@ quickstart: $(INSTALLED) $(TINY)
 	  '  $(BIN)/vapo-mcore report runs/quickstart    # curves, samples and diagnosis of this run on one page: runs/quickstart/report.html' \
 	  '  $(BIN)/vapo-mcore eval examples/configs/quickstart.yaml --checkpoint runs/quickstart/export/hf    # the trained policy on held-out problems' \
 	  '  $(BIN)/vapo-mcore train examples/configs/quickstart.yaml run.dir=runs/faster policy.optimizer.lr=4e-4    # the same with one setting changed'
+
+certify: $(INSTALLED) $(TINY)
+	@$(BIN)/vapo-mcore certify examples/configs/quickstart.yaml
 
 test: test-fast
 	$(BIN)/python -m pytest tests --ignore tests/unit --ignore tests/docs -m "not slow"

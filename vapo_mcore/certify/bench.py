@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -125,6 +126,12 @@ class Bench:
     def sync(self) -> WeightSync:
         """The weight sync of training, which compares what the engine got with the policy."""
         return WeightSync(self.models.policy, self.ready_to_use(self.engine), verify=True)
+
+    def forget_models(self) -> None:
+        """Let go of models that a check has trained; the next one that asks for them gets new ones. No collective."""
+        for name in ("models", "sync"):
+            self.__dict__.pop(name, None)
+        gc.collect()
 
     @cached_property
     def verifiers(self) -> VerifierPool | None:

@@ -14,6 +14,7 @@ BUILT_IN = {
     "engine": "rollout engine against trainer: weights, sampled log-probs, full distributions, before and after a change of weights",
     "invariance": "step: the same loss and gradient norm whatever the packing and the layout; importance ratios follow the log-probs",
     "offload": "offload: ten cycles keep every bit and leave no bytes behind",
+    "resume": "resume: a step after a checkpoint is loaded has the bits of the step without one",
     "critic": "critic: head round trip, values of transformers, head-only training, packing",
     "graders": "graders: labelled answers, the recipe's own truths",
 }

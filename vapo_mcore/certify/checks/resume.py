@@ -1,0 +1,123 @@
+"""Resume: a step, a checkpoint, a second step; then the checkpoint loaded and the second step again, bit for bit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from vapo_mcore.certify.bench import Bench
+from vapo_mcore.certify.record import Measurement, fails, holds, warns
+from vapo_mcore.certify.state import differing, state_checksums
+from vapo_mcore.checkpoint.resume import choose, load_models, load_state, restore_random
+from vapo_mcore.checkpoint.saver import Checkpointer
+from vapo_mcore.commands.replay import ReplayStepRunner
+from vapo_mcore.config.schema import Config
+from vapo_mcore.data.rollout_batch import RolloutBatch, gather_rows
+from vapo_mcore.experience.collecting import SamplingCounts
+from vapo_mcore.experience.responses import Response, response_rows
+from vapo_mcore.experience.sampling import Round, no_rows
+from vapo_mcore.experience.step_dump import StepDump
+from vapo_mcore.rewards import Verdict
+from vapo_mcore.rollout.base import Generation, GenerationRequest, Trajectory
+
+PROMPTS, SAMPLES, LENGTH = 4, 4, 24
+"""A rollout of drawn token ids, half of the responses of each prompt called right."""
+
+
+def run(bench: Bench) -> list[Measurement]:
+    """Train on a made-up rollout in a run directory of the bench's scratch folder. The models are built anew for what comes after."""
+    config = _config(bench)
+    models, parallel = bench.models, bench.parallel
+    if "sync" in bench.__dict__:
+        bench.sync.put_to_sleep()
+    sampled = _rollout(bench)
+    counts = SamplingCounts(rounds=1, prompts_tried=PROMPTS).with_responses([sampled])
+    runner = ReplayStepRunner(config, parallel, models, StepDump("rl", 1, 1, sampled, counts))
+    runner.end_pretraining()
+    runner.replay()
+    saved = state_checksums(models)
+    checkpointer = Checkpointer(config, parallel, models, lambda _: None)
+    try:
+        checkpointer.begin("rl", 1, final=True)
+        checkpointer.commit({"objects": runner.state.state_dict(), "files": {}, "run_id": "certify"}, {})
+        checkpointer.wait()
+    finally:
+        checkpointer.close()
+    second = StepDump("rl", 2, 2, sampled, counts)
+    runner.dump = second
+    first_row = runner.replay().row
+    first_state = state_checksums(models)
+    checkpoint = choose(config.run.dir, None, lambda _: None)
+    if checkpoint is None:
+        return [fails("checkpoint", "could not be saved", remedy="look at free space and permissions of --output")]
+    load_models(config, models, parallel, checkpoint)
+    found = [_restored(differing(saved, state_checksums(models)), len(saved))]
+    again = ReplayStepRunner(config, parallel, models, second)
+    again.load(load_state(checkpoint)["objects"])
+    restore_random(checkpoint, parallel.rank)
+    again_row = again.replay().row
+    found.append(_repeated(differing(first_state, state_checksums(models)), first_row, again_row, found[0]))
+    bench.forget_models()
+    return found
+
+
+def _config(bench: Bench) -> Config:
+    config = bench.config
+    run_settings = config.run.model_copy(update={"dir": str(bench.scratch / "run"), "dump_every_steps": 0, "dump_steps": ()})
+    return config.model_copy(update={"run": run_settings})
+
+
+def _rollout(bench: Bench) -> Round:
+    """Responses of drawn ids with the trainer's own log-probs, all held by rank 0. A collective."""
+    known = sorted(set(range(bench.architecture.vocab_size)) - set(bench.unknown_token_ids))
+    length = min(LENGTH, bench.config.rollout.max_response_length)
+    generator = torch.Generator().manual_seed(bench.config.seed)
+    prompts = bench.checked_prompts(PROMPTS)
+    groups = [group for group in range(len(prompts)) for _ in range(SAMPLES)]
+    drawn = [[known[int(i)] for i in torch.randint(len(known), (length,), generator=generator)] for _ in groups]
+    sequences = [[*prompts[group].token_ids, *ids] for group, ids in zip(groups, drawn, strict=True)]
+    with bench.on_device("logprobs") as models:
+        logprobs = models.policy.forward(bench.microbatches(sequences), temperature=bench.config.rollout.temperature)["logprobs"]
+    responses = []
+    for number, (group, ids) in enumerate(zip(groups, drawn, strict=True)):
+        request = GenerationRequest(prompts[group].prompt_id, number % SAMPLES, prompts[group].token_ids, number)
+        own = logprobs[number][-length:].cpu().tolist()
+        responses.append(Response(prompts[group], Trajectory.of_one_turn(Generation(request, ids, own, "stop")), [""]))
+    verdicts = [Verdict(float(number % 2), number % 2 == 1, None, 0.0) for number in range(len(responses))]
+    rows = response_rows(groups, responses, verdicts, [() for _ in responses])
+    local = no_rows()
+    if bench.parallel.rank == 0:
+        trajectories = [response.trajectory for response in responses]
+        local = RolloutBatch.from_responses(
+            rows,
+            [response.prompt.token_ids for response in responses],
+            [trajectory.token_ids for trajectory in trajectories],
+            [trajectory.logprobs for trajectory in trajectories],
+            row_ids=torch.arange(len(responses)),
+        )
+    rows, holder = gather_rows(local)
+    return Round(rows, holder, local, {})
+
+
+def _restored(changed: list[str], count: int) -> Measurement:
+    what, tolerance = "weights and optimizer state of a checkpoint", "every bit of what was saved"
+    if changed:
+        remedy = "the checkpoint does not bring back what was saved: a resumed run would go on from another state"
+        return fails(what, f"{len(changed)} of {count} tensors differ, the first is {changed[0]}", tolerance, remedy, len(changed))
+    return holds(what, f"{count} tensors are what they were", tolerance, 0.0)
+
+
+def _repeated(changed: list[str], first: dict[str, Any], again: dict[str, Any], restored: Measurement) -> Measurement:
+    what, tolerance = "the step after a resume", "the same bits as without one, at the same layout"
+    metrics = [
+        name for name in ("policy/loss", "policy/grad_norm", "critic/loss", "critic/grad_norm") if first.get(name) != again.get(name)
+    ]
+    if not changed and not metrics:
+        return holds(what, f"policy/loss {first.get('policy/loss')}, the same weights and moments", tolerance, 0.0)
+    shown = f"{len(changed)} tensors differ{f', the first is {changed[0]}' if changed else ''}; metrics: {', '.join(metrics) or 'equal'}"
+    if restored.verdict == "holds":
+        remedy = "the state was restored bit for bit, so kernels of this device add up in a varying order; compare with a tolerance"
+        return replace(warns(what, shown, tolerance, remedy), value=float(len(changed)))
+    return fails(what, shown, tolerance, "a resumed run is another run: see the measurement above", len(changed))
