@@ -1,5 +1,5 @@
 # make setup       environment in .venv for a machine without a GPU; PYTHON=python3.12 and VENV=FOLDER choose another Python and folder
-# make quickstart  setup, then train the tiny model with VAPO
+# make quickstart  setup, then train the tiny model with VAPO; SETTINGS="run.steps=5 seed=7" changes settings of the recipe
 # make certify     measure on the quickstart's recipe whether trainer, engine, critic and graders agree (docs/certify.md)
 # make test        all tests but the slow ones; test-fast: unit tests; test-slow: the slow ones; test-mcore-next: a newer Megatron-Core
 # make test-docs   the shorter commands of the pages, with small sizes, in a copy of the tree; test-docs-slow: all of them, as written
@@ -22,7 +22,7 @@ INSTALLED := $(VENV)/.installed
 TINY := models/tiny/.made
 BENCHMARKS := $(filter-out benchmarks/gpu_%,$(wildcard benchmarks/*.py))
 
-.PHONY: setup python quickstart certify test test-fast test-slow test-docs test-chaos test-slurm test-mcore-next lint format bench clean
+.PHONY: setup python quickstart certify test test-fast test-slow test-docs test-docs-slow test-chaos test-slurm test-mcore-next lint format bench clean
 
 setup: $(INSTALLED)
 

@@ -180,6 +180,28 @@ COMMANDS = [
     ),
     Command("vapo-mcore doctor", codes=(0, 1), says=("Megatron-Core|megatron-core", "vllm"), slow=True),
     Command("vapo-mcore doctor examples/configs/quickstart.yaml", codes=(0, 1), says=("Megatron-Core|megatron-core", "vllm"), slow=True),
+    Command(
+        "vapo-mcore certify FILE",
+        {"FILE": "examples/configs/quickstart.yaml"},
+        add="--checks folder,graders --output certified",
+        why="the checks that need no model",
+        says=("folder: holds", "graders: holds", "exit code 0"),
+        slow=True,
+    ),
+    Command(
+        "vapo-mcore certify examples/configs/quickstart.yaml",
+        codes=(0, 1),  # the doctor may warn
+        says=("engine: holds", "resume: holds"),
+        leaves=("runs/quickstart_certificate/certificate.json", "runs/quickstart_certificate/certificate.html"),
+        slow=True,
+    ),
+    Command(
+        "vapo-mcore certify examples/configs/quickstart.yaml --against runs/quickstart_certificate/certificate.json "
+        "--output runs/after_upgrade",
+        codes=(0, 1),
+        says=("nothing differs",),
+        slow=True,
+    ),
     # docs/tutorial.md
     Command("python examples/tutorial/data.py", leaves=("tutorial/train.jsonl", "tutorial/heldout.jsonl")),
     Command(f"vapo-mcore data check {TUTORIAL}", says=("tutorial/train.jsonl", "600", "tutorial/heldout.jsonl")),
