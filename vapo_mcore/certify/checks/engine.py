@@ -165,6 +165,8 @@ def _full(bench: Bench, theirs: Sequence[Tensor], which: str) -> list[Measuremen
 def _ends(bench: Bench, generations: Sequence[Generation]) -> Measurement:
     """A response that stopped ends with a stop id, and holds none before."""
     what, stopping = "where responses end", set(bench.engine.settings()["stop_token_ids"])
+    if bench.config.rollout.stop:
+        return not_applicable(what, "rollout.stop ends responses by their texts, too")
     wrong = [
         generation.request.prompt_id
         for generation in generations
