@@ -82,7 +82,7 @@ def test_a_recipe_without_critic_has_no_critic_stages(plans: dict[str, dict[str,
 
 
 def test_planning_32b_is_quick_and_small(plans: dict[str, dict[str, Any]]) -> None:
-    """20 s and 3 GiB are promised for the command alone; here with all other plans in one process."""
+    """20 s (of a core, imports aside) and 3 GiB are promised for the command alone; all other plans follow in the process."""
     assert plans["qwen2.5_32b_vapo"]["seconds"] < 20
     assert plans["end"]["rss"] < 3 * GIB
 

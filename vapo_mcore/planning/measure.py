@@ -14,7 +14,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -148,8 +148,7 @@ class ActivationProbe:
     All layers of a model are equal, so each adds the same number of bytes (tested against runs with all layers).
     """
 
-    def __init__(self) -> None:
-        self._runs: dict[tuple[Any, ...], ChunkActivations] = {}
+    _runs: ClassVar[dict[tuple[Any, ...], ChunkActivations]] = {}
 
     def chunk(
         self,
@@ -187,7 +186,7 @@ class ActivationProbe:
             role = "policy"  # below the head both models are the same, but for tied embeddings, which save nothing
         key: tuple[Any, ...] = (role, arch, lengths, first, last, depth, on_gpu, config.model.dtype, config.model.recompute)
         key += (given.tensor_model_parallel_size, given.context_parallel_size, given.sequence_parallel, frozen)
-        key += _terms_of_loss(config, role) if last else ()
+        key += (_loss_bytes(config, role, arch, sum(lengths), on_gpu=on_gpu), config.rollout.temperature) if last else ()
         if key not in self._runs:
             model_parallel = given.tensor_model_parallel_size * given.context_parallel_size
             parallel = given.model_copy(
@@ -239,14 +238,7 @@ class _ChunkRun:
         self.on_cpu = not on_gpu
         self.chunk_elements = CHUNK_ELEMENTS["cuda" if on_gpu else "cpu"]
         self.temperature = config.rollout.temperature
-        self.loss: PolicyLoss | CriticLoss
-        if role == "policy":
-            self.loss = PolicyLoss(config)
-            if self.loss.clip.kind in ("gspo", "custom"):  # these need tensors with data; the token ratio keeps as many vectors
-                self.loss.clip, self.loss.objective = self.loss.clip.model_copy(update={"kind": "ppo"}), None
-            self.loss.terms = self.loss.terms[:0]  # a user's terms hold vectors of the tokens, and need not run on tensors without data
-        else:
-            self.loss = CriticLoss(config.algorithm.value_loss.clip, architecture.value_bins)
+        self.loss = _loss(config, role, architecture)
         buffers = (*chunk.buffers, *chunk.expert_parallel_buffers)
         self.ignored = [tensor for buffer in buffers for tensor in (buffer.param_data, buffer.grad_data)]
         self.ignored += [*self.module.parameters(), *self.module.buffers()]
@@ -313,9 +305,7 @@ class _ChunkRun:
         if self.module.post_process:
             outputs = self._head(output, entropy=self.loss.needs_entropy)
             del output
-            rows = self.layout.num_local_tokens
-            batch = {name: torch.empty(rows, device=META) for name in self.loss.tensors}
-            total, _ = self.loss(outputs, {**batch, "mask": torch.empty(rows, dtype=torch.bool, device=META)})
+            total, _ = self.loss(outputs, _loss_inputs(self.loss, self.layout.num_local_tokens))
             saved, forward = live.current, live.peak
             live.reset_peak()
             del outputs
@@ -331,23 +321,43 @@ class _ChunkRun:
         return saved, forward, live.peak
 
 
-def _terms_of_loss(config: Config, role: Role) -> tuple[Any, ...]:
-    """What the memory of a loss depends on."""
-    algorithm = config.algorithm
+def _loss(config: Config, role: Role, architecture: ModelArchitecture) -> PolicyLoss | CriticLoss:
+    """The configured loss, able to run on tensors without data."""
     if role == "critic":
-        return (algorithm.value_loss.clip is None,)
-    kl, clip = algorithm.kl, algorithm.policy_loss
-    terms = (
-        repr(algorithm.loss_terms),
-        algorithm.positive_lm.coef > 0,
-        algorithm.entropy.coef > 0,
-        kl.place == "loss",
-        kl.kind,
-        kl.clamp is None,
-        clip.kind,
-        clip.dual_clip is None,
-    )
-    return (*terms, clip.importance_correction.kind != "off", config.rollout.old_logprobs, config.rollout.temperature == 1.0)
+        return CriticLoss(config.algorithm.value_loss.clip, architecture.value_bins)
+    loss = PolicyLoss(config)
+    if loss.clip.kind in ("gspo", "custom"):  # these need tensors with data; the token ratio keeps as many vectors
+        loss.clip, loss.objective = loss.clip.model_copy(update={"kind": "ppo"}), None
+    loss.terms = loss.terms[:0]  # a user's terms hold vectors of the tokens, and need not run on tensors without data
+    return loss
+
+
+def _loss_inputs(loss: PolicyLoss | CriticLoss, rows: int) -> dict[str, Tensor]:
+    """What the loss reads of a micro-batch of ``rows`` tokens, without data."""
+    batch = {name: torch.empty(rows, device=META) for name in loss.tensors}
+    return batch | {"mask": torch.empty(rows, dtype=torch.bool, device=META)}
+
+
+def _loss_bytes(config: Config, role: Role, architecture: ModelArchitecture, rows: int, *, on_gpu: bool) -> tuple[Any, ...]:
+    """What the loss asks of the head, what it keeps for its backward pass and what it holds at most in either pass, measured.
+
+    Chunks whose losses agree in this hold the same bytes.
+    """
+    from megatron.core.pipeline_parallel.schedules import custom_backward
+
+    loss = _loss(config, role, architecture)
+    if role == "critic":
+        leaves = {"output": torch.empty((rows, architecture.value_outputs), device=META, requires_grad=True)}
+    else:
+        names = ("logprobs", "entropy") if loss.needs_entropy else ("logprobs",)
+        leaves = {name: torch.empty(rows, device=META, requires_grad=True) for name in names}
+    with LiveBytes("meta", leaves.values(), casts=not on_gpu) as live:
+        outputs = critic_outputs(leaves["output"], architecture) if role == "critic" else leaves
+        total, _ = loss(outputs, _loss_inputs(loss, rows))
+        saved, forward = live.current, live.peak
+        live.reset_peak()
+        custom_backward(total, None)
+    return (saved, forward, live.peak, *((name, leaf.grad is not None) for name, leaf in leaves.items()))
 
 
 def training_peak(chunks: Sequence[ChunkActivations], stage: int, stages: int, microbatches: int) -> tuple[int, ChunkActivations]:

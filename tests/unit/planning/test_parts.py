@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from vapo_mcore.planning.live_bytes import LiveBytes
 from vapo_mcore.planning.measure import (
     ActivationProbe,
     ChunkActivations,
+    _loss_bytes,
     build_state,
     forward_peak,
     pipeline_rank,
@@ -83,6 +85,25 @@ def test_selective_recomputation_on_a_gpu_gives_up_the_mlp_alone() -> None:
         for recompute in ("none", "selective")
     }
     assert saved["none"] - saved["selective"] == 2 * tokens * 3 * arch.ffn_hidden_size * 2  # layers, tokens, results, bytes
+
+
+def test_losses_share_a_run_where_they_hold_the_same_bytes() -> None:
+    """Coefficients and bounds change nothing; a term, a stored tensor or a measurement more does."""
+
+    def held(*overrides: str, role: Role = "policy") -> tuple[Any, ...]:
+        return _loss_bytes(_config(*overrides), role, find_architecture("qwen2.5-32b"), 1000, on_gpu=False)
+
+    plain = held()
+    assert plain == held("algorithm.policy_loss.clip_high=0.3", "algorithm.positive_lm.coef=0.2")
+    others = [
+        held("algorithm.positive_lm.coef=0.0"),
+        held("algorithm.entropy.coef=0.01"),
+        held("algorithm.kl={place: loss, kind: k3, coef: 0.1}"),
+        held("rollout.old_logprobs=rollout"),
+        held("algorithm.policy_loss.dual_clip=3.0"),
+        held(role="critic"),
+    ]
+    assert len({plain, *others}) == 1 + len(others)
 
 
 def test_memory_that_stays_between_the_passes() -> None:
