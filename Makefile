@@ -56,10 +56,10 @@ certify: $(INSTALLED) $(TINY)
 	@$(BIN)/vapo-mcore certify examples/configs/quickstart.yaml
 
 test: test-fast
-	$(BIN)/python -m pytest tests --ignore tests/unit --ignore tests/docs -m "not slow"
+	$(BIN)/python -m pytest tests --ignore tests/unit --ignore tests/docs -m "not slow" --numprocesses 2 --dist loadfile --durations 40
 
 test-fast: $(INSTALLED)
-	$(BIN)/python -m pytest tests/unit -m "not slow" --numprocesses 2 --dist loadfile
+	$(BIN)/python -m pytest tests/unit -m "not slow" --numprocesses 2 --dist loadfile --durations 10
 
 test-docs: $(INSTALLED)
 	$(BIN)/python -m pytest tests/docs -m "not slow" --durations 10

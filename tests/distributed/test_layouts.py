@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.torchrun import run_torchrun
+from tests.forks import run_ranks
 
 HERE = Path(__file__).with_name("layouts")
 sys.path.insert(0, str(HERE))
@@ -24,7 +24,7 @@ WEIGHTS_OVER_LR = 1e-2
 
 
 def run(world: int, workdir: Path) -> dict[str, dict[str, float]]:
-    result = run_torchrun(HERE / "worker.py", world, str(workdir), timeout=900)
+    result = run_ranks(HERE / "worker.py", world, str(workdir), timeout=900)
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-6000:]
     lines = [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
     return {line.pop("case"): line for line in lines}

@@ -9,6 +9,7 @@ from unittest import mock
 
 import torch.distributed as dist
 
+from tests.process_groups import release_groups
 from tests.training_setup import training_config
 from vapo_mcore.commands import evaluate as evaluate_module
 from vapo_mcore.commands.evaluate import evaluate
@@ -68,7 +69,7 @@ CASES = [whole, continued, complete_needs_no_engine, megatron, trained]
 if __name__ == "__main__":
     for case in CASES:
         case()
-        dist.barrier()
+        release_groups()
         if dist.get_rank() == 0:
             print(f"case {case.__name__} ok", flush=True)
     dist.destroy_process_group()

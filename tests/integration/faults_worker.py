@@ -1,4 +1,4 @@
-"""Whole runs with faults put into them, one after another in one launch of two processes: torchrun ... faults_worker.py FOLDER [vllm].
+"""Whole runs with faults put into them, one after another in one launch of two processes: faults_worker.py FOLDER [vllm].
 
 test_faults.py reads what they leave. Rank 0 prints one JSON line a case.
 """
@@ -17,6 +17,7 @@ from unittest import mock
 import torch.distributed as dist
 from torch import Tensor
 
+from tests.process_groups import release_groups
 from tests.training_setup import training_config
 from vapo_mcore.errors import RewardError, RunStopped, StepAbandoned
 from vapo_mcore.megatron.engine import MegatronModel
@@ -215,6 +216,7 @@ if __name__ == "__main__":
         facts: list[Any] = [None, None]
         dist_facts = case()
         dist.all_gather_object(facts, dist_facts)
+        release_groups()
         if dist.get_rank() == 0:
             print(json.dumps({"case": case.__name__, "ranks": facts}), flush=True)
     dist.destroy_process_group()

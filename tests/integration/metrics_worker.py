@@ -1,4 +1,4 @@
-"""One step with every part of the algorithm at once, in several layouts and packings: torchrun ... metrics_worker.py FOLDER.
+"""One step with every part of the algorithm at once, in several layouts and packings: metrics_worker.py FOLDER.
 
 test_metrics_of_layouts.py compares what they log. The sampler's log-probs are moved, by the token and its place alone, so that mismatch and
 importance weights are more than rounding; each rank keeps what its models learned from.
@@ -16,7 +16,8 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from tests.torchrun import ROOT
+from tests.forks import ROOT
+from tests.process_groups import release_groups
 from tests.training_setup import training_config
 from vapo_mcore.data.ragged import segment_positions
 from vapo_mcore.megatron.parallel import initialize_parallel
@@ -99,7 +100,7 @@ if __name__ == "__main__":
         config = training_config(FOLDER, name, *EVERYTHING, *settings)
         with sampler_moved(), batches_kept(name):
             train(config, initialize_parallel(config.parallel), clean=False)
-        dist.barrier()
+        release_groups()
         if dist.get_rank() == 0:
             print(f"case {name} ok", flush=True)
     dist.destroy_process_group()

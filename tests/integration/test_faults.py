@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.forks import run_ranks
 from tests.torchrun import run_torchrun
 from tests.training_setup import read_metrics, write_setup
 
@@ -31,7 +32,8 @@ def vllm_facts(folder: Path) -> Facts:
 
 
 def launch(folder: Path, *arguments: str) -> Facts:
-    result = run_torchrun("tests/integration/faults_worker.py", 2, str(folder), *arguments, timeout=240)
+    run = run_torchrun if "vllm" in arguments else run_ranks
+    result = run("tests/integration/faults_worker.py", 2, str(folder), *arguments, timeout=240)
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-6000:]
     lines = [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
     return {line["case"]: line["ranks"] for line in lines}

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.torchrun import run_torchrun
+from tests.forks import run_ranks
 from tests.training_setup import assert_same_means, read_metrics, write_setup
 
 WORKER = Path(__file__).with_name("metrics_worker.py")
@@ -20,7 +20,7 @@ OF_THE_LAYOUT = ("time/", "memory/", "packing/", "tokens/per_second")
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = write_setup(tmp_path_factory.mktemp("metrics"))
-    result = run_torchrun(WORKER, 2, str(folder), timeout=600)
+    result = run_ranks(WORKER, 2, str(folder), timeout=600)
     assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-8000:]
     return folder
 

@@ -14,6 +14,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+from tests.process_groups import release_groups
 from tests.training_setup import training_config
 from vapo_mcore.megatron.engine import MegatronModel
 from vapo_mcore.megatron.parallel import initialize_parallel
@@ -298,7 +299,7 @@ CASES: list[Callable[[], None]] = [
 if __name__ == "__main__":
     for case in [case for case in CASES if len(sys.argv) == 2 or case.__name__ in sys.argv[2:]]:
         case()
-        dist.barrier()
+        release_groups()
         if dist.get_rank() == 0:
             print(f"case {case.__name__} ok", flush=True)
     dist.destroy_process_group()

@@ -1,8 +1,8 @@
-"""torchrun worker: every layout of one world size against the float64 answers and the single process. Prints one JSON line a case.
+"""Worker of ranks: every layout of one world size against the float64 answers and the single process. Prints one JSON line a case.
 
-    torchrun --nproc-per-node N worker.py WORKDIR
+    worker.py WORKDIR
 
-WORKDIR holds the models; N = 1 writes the reference files that the other world sizes compare with.
+WORKDIR holds the models; a world of one writes the reference files that the other world sizes compare with.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from tests.process_groups import release_groups
 from vapo_mcore.algorithm.histogram import histogram_value_terms
 from vapo_mcore.algorithm.losses import policy_loss_terms, positive_nll_terms, value_loss_terms
 from vapo_mcore.algorithm.objectives import Sequences, gspo_terms
@@ -486,13 +487,6 @@ def check_longest(workdir: Path, degrees: dict[str, int]) -> dict[str, float]:
 def say(case: str, errors: dict[str, float]) -> None:
     if dist.get_rank() == 0:
         print(json.dumps({"case": case, **{name: float(f"{value:.3g}") for name, value in errors.items()}}), flush=True)
-
-
-def release_groups() -> None:
-    """Shut down the process groups of a case: gloo keeps threads for each, thousands after all cases, which slow down the later ones."""
-    dist.barrier()
-    for group in [group for group in dist.distributed_c10d._world.pg_map if group is not dist.group.WORLD]:
-        dist.destroy_process_group(group)
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
-"""torchrun worker: real Megatron models load HF folders and export them again, bit for bit. Prints "case NAME ok" for each case.
+"""Worker of ranks: real Megatron models load HF folders and export them again, bit for bit. Prints "case NAME ok" for each case.
 
-torchrun --nproc-per-node 4 worker.py WORKDIR
+worker.py WORKDIR, four ranks
 """
 
 from __future__ import annotations
