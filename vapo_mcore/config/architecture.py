@@ -14,12 +14,12 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vapo_mcore.config.families import FAMILIES, Family
 from vapo_mcore.errors import CheckpointError
 
 if TYPE_CHECKING:
     from vapo_mcore.config.schema import Config
 
-_FAMILY_BY_MODEL_TYPE = {"llama": "llama", "mistral": "mistral", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3_moe": "qwen3_moe"}
 _SIZES = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
 _MAX_PARTS = 10_000  # layers or experts; bounds the memory for their tensor names if the file has a wrong number
 _KNOWN_ROPE_TYPES = ("default", "llama3")
@@ -64,6 +64,8 @@ class ModelArchitecture:
     num_experts_per_token: int | None = None
     moe_ffn_hidden_size: int | None = None
     norm_topk_prob: bool = False
+    rotary_percent: float = 1.0  # rotated part of each head
+    rotary_interleaved: bool = False  # rotates pairs of neighbouring elements instead of pairs from the two halves
     mlp_value_head: bool = False  # critic: two layers with tanh instead of one linear layer
     value_bins: ValueBins | None = None  # of a critic: a categorical head, not a scalar
 
@@ -110,18 +112,19 @@ def read_architecture(folder: str | Path) -> ModelArchitecture:
 
 def architecture_from_config(raw: dict[str, Any], where: str = "config.json") -> ModelArchitecture:
     """Translate a parsed HF ``config.json``. ``where`` names the file in messages. Raises one CheckpointError with all errors."""
-    family = _family(raw, where)
-    moe = family == "qwen3_moe"
+    name = _family(raw, where)
+    family = FAMILIES[name]
+    moe = family.moe
     experts_key = "num_local_experts" if "num_local_experts" in raw else "num_experts"  # transformers 5 and 4
     keys = _Keys(raw)
-    sizes = {name: keys.size(name, below=_MAX_PARTS if name == "num_hidden_layers" else 2**31) for name in _SIZES}
-    experts = {name: keys.size(name) for name in ("num_experts_per_tok", "moe_intermediate_size")} if moe else {}
+    sizes = {key: keys.size(key, below=_MAX_PARTS if key == "num_hidden_layers" else 2**31) for key in _SIZES}
+    experts = {key: keys.size(key) for key in ("num_experts_per_tok", "moe_intermediate_size")} if moe else {}
     if moe:
         experts[experts_key] = keys.size(experts_key, below=_MAX_PARTS)
     head_dim, kv_heads = keys.size("head_dim", optional=True), keys.size("num_key_value_heads", optional=True)
     positions = keys.size("max_position_embeddings", optional=True) or 2048
     epsilon = keys.number("rms_norm_eps")
-    theta, scaling = _rope(keys)
+    theta, scaling, rotary_percent = _rope(keys, family)
     bins = _value_bins(keys)
     faults = [*keys.faults, *_unsupported(raw, family, positions)]
     heads = sizes["num_attention_heads"]
@@ -131,7 +134,7 @@ def architecture_from_config(raw: dict[str, Any], where: str = "config.json") ->
         raise CheckpointError(f"{where}: {'; '.join(faults)}")
     attention_bias = bool(raw.get("attention_bias", False))
     return ModelArchitecture(
-        family=family,
+        family=name,
         num_layers=sizes["num_hidden_layers"],
         hidden_size=sizes["hidden_size"],
         ffn_hidden_size=sizes["intermediate_size"],
@@ -144,13 +147,15 @@ def architecture_from_config(raw: dict[str, Any], where: str = "config.json") ->
         rope_theta=theta,
         rope_scaling=scaling,
         tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
-        qkv_bias=family == "qwen2" or attention_bias,
-        attention_output_bias=family != "qwen2" and attention_bias,
-        qk_norm=family in ("qwen3", "qwen3_moe"),
+        qkv_bias=family.qkv_bias == "always" or attention_bias,
+        attention_output_bias=family.output_bias and attention_bias,
+        qk_norm=family.qk_norm,
         num_experts=experts.get(experts_key),
         num_experts_per_token=experts.get("num_experts_per_tok"),
         moe_ffn_hidden_size=experts.get("moe_intermediate_size"),
         norm_topk_prob=bool(raw.get("norm_topk_prob", False)),
+        rotary_percent=rotary_percent,
+        rotary_interleaved=family.rotary_interleaved,
         mlp_value_head=raw.get("value_head") == "mlp",
         value_bins=bins,
     )
@@ -158,14 +163,13 @@ def architecture_from_config(raw: dict[str, Any], where: str = "config.json") ->
 
 def _family(raw: dict[str, Any], where: str) -> str:
     model_type = raw.get("model_type")
-    family = _FAMILY_BY_MODEL_TYPE.get(str(model_type))
-    if family is None:
-        near = get_close_matches(str(model_type), _FAMILY_BY_MODEL_TYPE, n=1, cutoff=0.3)
+    if str(model_type) not in FAMILIES:
+        near = get_close_matches(str(model_type), FAMILIES, n=1, cutoff=0.3)
         hint = f"; nearest supported: {near[0]!r}" if near else ""
-        supported = ", ".join(sorted(_FAMILY_BY_MODEL_TYPE))
+        supported = ", ".join(sorted(FAMILIES))
         given = f"model_type {model_type!r} is not supported" if "model_type" in raw else "has no model_type"
         raise CheckpointError(f"{where}: {given} (supported: {supported}){hint}")
-    return family
+    return str(model_type)
 
 
 class _Keys:
@@ -195,7 +199,7 @@ class _Keys:
         return 0.0
 
 
-def _unsupported(raw: dict[str, Any], family: str, positions: int) -> Iterator[str]:
+def _unsupported(raw: dict[str, Any], family: Family, positions: int) -> Iterator[str]:
     """Yield errors for features that the models do not support or would silently compute differently."""
     if raw.get("hidden_act", "silu") != "silu":
         yield f"hidden_act {raw['hidden_act']!r} is not supported, only 'silu'"
@@ -204,11 +208,11 @@ def _unsupported(raw: dict[str, Any], family: str, positions: int) -> Iterator[s
     if raw.get("quantization_config"):
         yield "quantization_config: quantised weights are not supported; dequantise the model first"
     # Ignoring an active window would silently change results. Qwen configs name a window that is unused by default.
-    active = raw.get("use_sliding_window", False) if family.startswith("qwen") else True
+    active = raw.get("use_sliding_window", False) if family.unused_window else True
     window = raw.get("sliding_window")
     if active and window is not None and not (isinstance(window, int) and window >= positions):
         yield f"sliding_window = {window!r} smaller than max_position_embeddings = {positions} is not supported"
-    if family == "qwen3_moe" and (raw.get("mlp_only_layers") or raw.get("decoder_sparse_step", 1) != 1):
+    if family.moe and (raw.get("mlp_only_layers") or raw.get("decoder_sparse_step", 1) != 1):
         yield "mixtures of experts with some dense layers (mlp_only_layers, decoder_sparse_step) are not supported"
 
 
@@ -231,23 +235,28 @@ def _finite(value: object) -> float:
     return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) else math.nan
 
 
-def _rope(keys: _Keys) -> tuple[float, dict[str, Any] | None]:
-    """Read RoPE settings in both formats: ``rope_parameters`` (transformers 5) and ``rope_theta`` + ``rope_scaling`` (4)."""
+def _rope(keys: _Keys, family: Family) -> tuple[float, dict[str, Any] | None, float]:
+    """Read base, scaling and rotated part of a head in both formats: ``rope_parameters`` (transformers 5) and ``rope_theta`` + ``rope_scaling`` (4)."""
     raw = keys.raw
     name = "rope_parameters" if raw.get("rope_parameters") else "rope_scaling"
     params = raw.get(name) or {}
     if not isinstance(params, dict):
         keys.faults.append(f"{name} is {params!r}, must be a mapping")
-        return 0.0, None
+        return 0.0, None, 1.0
     inner = _Keys({**params, "rope_theta": params.get("rope_theta") or raw.get("rope_theta") or 10000.0}, f"{name}.")
     theta = inner.number("rope_theta")
     kind = params.get("rope_type", params.get("type", "default"))
     if kind not in _KNOWN_ROPE_TYPES:
         inner.faults.append(f"rope scaling type {kind!r} is not supported (supported: {', '.join(_KNOWN_ROPE_TYPES)})")
+    share = params.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or family.rotary_percent or 1.0
+    if family.rotary_percent is None and share != 1.0:
+        inner.faults.append(f"partial_rotary_factor {share!r} is not supported in this family")
+    elif not isinstance(share, int | float) or not 0 < share <= 1:
+        inner.faults.append(f"partial_rotary_factor is {share!r}, must be a number in (0, 1]")
     scaling = None
     if kind == "llama3":
         for key in _LLAMA3_SCALING:
             inner.number(key)
         scaling = {key: value for key, value in params.items() if key != "rope_theta"}
     keys.faults += inner.faults
-    return theta, scaling
+    return theta, scaling, share

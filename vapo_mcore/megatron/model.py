@@ -172,7 +172,8 @@ def transformer_config(architecture: ModelArchitecture, model: ModelConfig, para
         masked_softmax_fusion=False,
         bias_dropout_fusion=False,
         bias_activation_fusion=HAS_CUDA,
-        apply_rope_fusion=attention == "te",
+        rotary_interleaved=architecture.rotary_interleaved,
+        apply_rope_fusion=attention == "te" and not architecture.rotary_interleaved,
         persist_layer_norm=attention == "te",
         deallocate_pipeline_outputs=True,
         **recompute_settings(model.recompute, attention),
@@ -331,6 +332,7 @@ def _build_chunk(
         parallel_output=True,
         share_embeddings_and_output_weights=architecture.tie_word_embeddings and role != "critic",
         position_embedding_type="rope",
+        rotary_percent=architecture.rotary_percent,
         rotary_base=architecture.rope_theta,  # type: ignore[arg-type]
         vp_stage=vp_stage,
     )

@@ -162,7 +162,7 @@ class Planner:
         )
         largest = max(states, key=lambda state: state.optimizer + state.host)
         chunks = self._chunks(subject, role, work, stage, device)
-        return RankModel(largest, chunks, reduction, hidden_size=arch.hidden_size, head_dim=arch.head_dim)
+        return RankModel(largest, chunks, reduction, hidden_size=arch.hidden_size, head_dim=int(arch.head_dim * arch.rotary_percent))
 
     def _chunks(self, subject: Subject, role: Role, work: Workload, stage: int, device: Device) -> tuple[ChunkActivations, ...]:
         config, arch = subject.config, as_dense(subject.roles[role])

@@ -50,6 +50,8 @@ def _blocks(module: Any, leaf: str, part: int, full: Tensor, parameter: Tensor) 
         return full[rank * size : (rank + 1) * size], parameter[start : start + size]
     if isinstance(module, MergedColumnParallelLinear):
         sizes = [size // module.tp_size for size in module.output_sizes]
+        if full.shape[0] == sum(module.output_sizes):  # stored as one tensor: this rank's block of each part
+            return torch.cat([part.chunk(module.tp_size)[module.tp_rank] for part in full.split(module.output_sizes)]), parameter
         start, size = sum(sizes[:part]), sizes[part]
         return full[module.tp_rank * size : (module.tp_rank + 1) * size], parameter[start : start + size]
     if isinstance(module, ColumnParallelLinear):

@@ -1,22 +1,21 @@
-"""Mapping rules from Hugging Face tensors to Megatron parameters, by model family.
+"""Mapping rules from Hugging Face tensors to Megatron parameters, in blocks that the records of ``config.families`` name.
 
-A new dense family is a tuple of rules: combine the blocks below, add rules for what differs, and register it in :data:`FAMILIES`. For
-example a Llama-like model whose attention output is normalised before the residual would be::
+For example a Llama-like model whose attention output is normalised before the residual would have a block::
 
-    POST_ATTENTION_NORM = (
+    "post_attention_norm": (
         Rule(
             (f"{_MCORE}.post_self_attn_layernorm.weight",),
             ((f"{_HF}.post_self_attention_layernorm.weight", ("hidden",)),),
             "copy",
         ),
     )
-    MY_FAMILY = LLAMA + POST_ATTENTION_NORM
 
 The shapes in the rules are checked against the checkpoint before any tensor is read, so a wrong entry is reported by name.
 """
 
 from __future__ import annotations
 
+from vapo_mcore.config.families import FAMILIES
 from vapo_mcore.weights.rules import Rule
 
 _MCORE = "decoder.layers.{layer}"
@@ -140,21 +139,21 @@ VALUE_HEAD = (
 HEAD_PREFIX = "score."
 """Prefix of the HF names of a critic's head; no other tensor has it."""
 
-_DENSE = EMBEDDING + ATTENTION + MLP_NORM + GATED_MLP + FINAL_NORM
-LLAMA = _DENSE + QKV_BIAS + OUTPUT_BIAS
-MISTRAL = _DENSE
-QWEN2 = _DENSE + QKV_BIAS
-QWEN3 = LLAMA + QK_NORM
-QWEN3_MOE = EMBEDDING + ATTENTION + QKV_BIAS + OUTPUT_BIAS + QK_NORM + MOE_NORM + MOE_MLP + FINAL_NORM
-
-FAMILIES: dict[str, tuple[Rule, ...]] = {
-    "llama": LLAMA,
-    "mistral": MISTRAL,
-    "qwen2": QWEN2,
-    "qwen3": QWEN3,
-    "qwen3_moe": QWEN3_MOE,
+BLOCKS: dict[str, tuple[Rule, ...]] = {
+    "embedding": EMBEDDING,
+    "attention": ATTENTION,
+    "qkv_bias": QKV_BIAS,
+    "output_bias": OUTPUT_BIAS,
+    "qk_norm": QK_NORM,
+    "mlp_norm": MLP_NORM,
+    "moe_norm": MOE_NORM,
+    "gated_mlp": GATED_MLP,
+    "moe_mlp": MOE_MLP,
+    "final_norm": FINAL_NORM,
 }
-"""Trunk rules by ``ModelArchitecture.family``; ``plan_mapping`` adds the head of the role (LM_HEAD or VALUE_HEAD)."""
+"""By the names that the records of ``config.families`` list."""
 
-HF_CLASS_PREFIX = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe"}
-"""Class name prefix in transformers: ``<prefix>ForCausalLM``, ``<prefix>ForTokenClassification``."""
+
+def trunk_rules(family: str) -> tuple[Rule, ...]:
+    """Return the rules of a family's trunk; ``plan_mapping`` adds the head of the role (LM_HEAD or VALUE_HEAD)."""
+    return tuple(rule for block in FAMILIES[family].blocks for rule in BLOCKS[block])

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from vapo_mcore.config.architecture import ModelArchitecture
 from vapo_mcore.errors import CheckpointError
-from vapo_mcore.weights.families import FAMILIES, HEAD_PREFIX, LM_HEAD, VALUE_HEAD
+from vapo_mcore.weights.families import HEAD_PREFIX, LM_HEAD, VALUE_HEAD, trunk_rules
 from vapo_mcore.weights.rules import DIMENSIONS, KINDS, Copy, Rule
 
 Role = Literal["policy", "critic"]
@@ -52,7 +52,7 @@ class MappedTensor:
 
 def plan_mapping(arch: ModelArchitecture, role: Role) -> tuple[MappedTensor, ...]:
     """Return all parameters of the model in network order: embedding, layers, final norm, head."""
-    rules = [rule for rule in FAMILIES[arch.family] + (VALUE_HEAD if role == "critic" else LM_HEAD) if rule.applies(arch)]
+    rules = [rule for rule in trunk_rules(arch.family) + (VALUE_HEAD if role == "critic" else LM_HEAD) if rule.applies(arch)]
     first_layer = next(index for index, rule in enumerate(rules) if rule.per_layer)
     before, layered = rules[:first_layer], [rule for rule in rules if rule.per_layer]
     after = [rule for rule in rules[first_layer:] if not rule.per_layer]

@@ -10,6 +10,7 @@ column     split into equal blocks of rows (column-parallel linear: HF stores ``
 row        split into equal blocks of columns (row-parallel linear)
 qkv        q, k and v fused group by group, then split into equal blocks of rows
 gated      gate and up projections, each split into blocks of rows; a rank holds ``[gate block; up block]``
+gate_up    the same where HF stores both as one tensor ``[gate; up]``
 vocab      rows padded with zeros to ``padded_vocab_size``, then split into equal blocks of rows
 =========  =====================================================================================================
 
@@ -168,6 +169,25 @@ class Gated(Column):
         return self.merge([source.read(rows=block(source.shape[0], tp, rank)) for source in sources], arch)
 
 
+class GateUp(Gated):
+    """One HF tensor ``[gate; up]`` of ``[2 ffn, ...]``, which is the full tensor."""
+
+    name = "gate_up"
+
+    def merge(self, tensors: Sequence[Tensor], arch: ModelArchitecture) -> Tensor:
+        (only,) = tensors
+        return only
+
+    def split(self, full: Tensor, arch: ModelArchitecture) -> tuple[Tensor, ...]:
+        return (full,)
+
+    def load(self, sources: Sequence[TensorSource], tp: int, rank: int, arch: ModelArchitecture) -> Tensor:
+        (source,) = sources
+        start, stop = block(source.shape[0] // 2, tp, rank)
+        ffn = source.shape[0] // 2
+        return torch.cat((source.read(rows=(start, stop)), source.read(rows=(ffn + start, ffn + stop))), dim=0)
+
+
 class Qkv(Column):
     """Query, key and value projections (weights or biases) fused group by group; see the module docstring."""
 
@@ -201,7 +221,7 @@ def _fuse_groups(tensors: Sequence[Tensor], groups: int) -> Tensor:
     return torch.cat([tensor.unflatten(0, (groups, -1)) for tensor in tensors], dim=1).flatten(0, 1)
 
 
-KINDS: dict[str, Copy] = {kind.name: kind for kind in (Copy(), Column(), Row(), Vocab(), Gated(), Qkv())}
+KINDS: dict[str, Copy] = {kind.name: kind for kind in (Copy(), Column(), Row(), Vocab(), Gated(), GateUp(), Qkv())}
 
 DIMENSIONS = {
     "vocab": lambda arch: arch.vocab_size,
@@ -210,6 +230,7 @@ DIMENSIONS = {
     "kv": lambda arch: arch.num_key_value_heads * arch.head_dim,
     "head": lambda arch: arch.head_dim,
     "ffn": lambda arch: arch.ffn_hidden_size,
+    "gate_and_up": lambda arch: 2 * arch.ffn_hidden_size,
     "expert_ffn": lambda arch: arch.moe_ffn_hidden_size,
     "experts": lambda arch: arch.num_experts,
     "values": lambda arch: arch.value_outputs,

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from vapo_mcore.config.architecture import ModelArchitecture
+from vapo_mcore.config.families import FAMILIES
 from vapo_mcore.errors import CheckpointError
-from vapo_mcore.weights.families import HF_CLASS_PREFIX
 from vapo_mcore.weights.plan import Role
 from vapo_mcore.weights.reader import DTYPES, INDEX_NAME, SINGLE_NAME, require_inside
 
@@ -213,7 +213,7 @@ def copy_companions(source: str | Path, folder: Path, architecture: ModelArchite
 def _config(source: Path, architecture: ModelArchitecture, role: Role, dtype: torch.dtype) -> dict[str, Any]:
     config: dict[str, Any] = json.loads((source / "config.json").read_text(encoding="utf-8"))
     config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(dtype).removeprefix("torch.")
-    prefix = HF_CLASS_PREFIX[architecture.family]
+    prefix = FAMILIES[architecture.family].hf_class
     if role == "critic":
         # transformers has no class with a two-layer head; declare the trunk model
         config["architectures"] = [f"{prefix}Model" if architecture.mlp_value_head else f"{prefix}ForTokenClassification"]
