@@ -46,5 +46,12 @@ FAMILIES: dict[str, Family] = {
     "qwen2": Family("Qwen2", (*_DENSE, "qkv_bias"), qkv_bias="always", output_bias=False, unused_window=True),
     "qwen3": Family("Qwen3", (*_DENSE, "qkv_bias", "output_bias", "qk_norm"), qk_norm=True, unused_window=True),
     "qwen3_moe": Family("Qwen3Moe", _EXPERTS, qk_norm=True, moe=True, unused_window=True),
+    "glm": Family(
+        "Glm",
+        ("embedding", "attention", "mlp_norm", "gate_up_mlp", "final_norm", "qkv_bias"),
+        output_bias=False,
+        rotary_percent=0.5,
+        rotary_interleaved=True,
+    ),
 }
 """By ``model_type`` of the config."""

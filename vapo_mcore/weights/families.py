@@ -94,6 +94,11 @@ GATED_MLP = (
     Rule((f"{_MCORE}.mlp.linear_fc2.weight",), ((f"{_HF}.mlp.down_proj.weight", ("hidden", "ffn")),), "row"),
 )
 
+GATE_UP_MLP = (
+    Rule((f"{_MCORE}.mlp.linear_fc1.weight",), ((f"{_HF}.mlp.gate_up_proj.weight", ("gate_and_up", "hidden")),), "gate_up"),
+    GATED_MLP[1],
+)
+
 _EXPERTS = f"{_MCORE}.mlp.experts"
 MOE_MLP = (
     Rule((f"{_MCORE}.mlp.router.weight",), ((f"{_HF}.mlp.gate.weight", ("experts", "hidden")),), "copy"),
@@ -148,6 +153,7 @@ BLOCKS: dict[str, tuple[Rule, ...]] = {
     "mlp_norm": MLP_NORM,
     "moe_norm": MOE_NORM,
     "gated_mlp": GATED_MLP,
+    "gate_up_mlp": GATE_UP_MLP,
     "moe_mlp": MOE_MLP,
     "final_norm": FINAL_NORM,
 }

@@ -137,7 +137,7 @@ def test_logits_of_every_family_are_those_of_transformers(tmp_path: Path) -> Non
     import transformers
 
     folders = []
-    for name in ("llama", "llama_tied", "llama3", "mistral", "qwen2", "qwen2_tied", "qwen3", "qwen3_moe", "critic"):
+    for name in ("llama", "llama_tied", "llama3", "mistral", "qwen2", "qwen2_tied", "qwen3", "qwen3_moe", "glm", "critic"):
         config = hf_config({"llama3": "llama", "critic": "qwen2"}.get(name, name))
         if name == "llama3":
             config.rope_parameters = LLAMA3_ROPE

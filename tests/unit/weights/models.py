@@ -33,14 +33,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {},
     "qwen2_tied": {"tie_word_embeddings": True},
     "qwen3": {},
+    "glm": {"attention_bias": True},
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "decoder_sparse_step": 1, "mlp_only_layers": []},
 }
 
 
 def hf_config(model: str) -> Any:
-    from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+    from transformers import GlmConfig, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
     classes = {"llama": LlamaConfig, "mistral": MistralConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config, "qwen3_moe": Qwen3MoeConfig}
+    classes["glm"] = GlmConfig
     family = model.removesuffix("_tied").removesuffix("_biased")
     sizes = {key: value for key, value in SIZES.items() if key != "head_dim" or family != "qwen2"}
     if family == "qwen2":  # has no head_dim of its own
