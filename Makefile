@@ -5,7 +5,7 @@
 # make test-docs   the shorter commands of the pages, with small sizes, in a copy of the tree; test-docs-slow: all of them, as written
 # make test-chaos  25 runs killed at random times and resumed (three of them are in make test)
 # make test-slurm  jobs on a real Slurm of fake nodes (needs root; installs Debian's slurm-wlm and munge if they are missing)
-# make lint        ruff, mypy, shellcheck
+# make lint        ruff (rules and formatting), mypy, shellcheck
 # make bench       benchmarks, one JSON object a line
 
 SHELL := bash
@@ -86,6 +86,8 @@ test-mcore-next: $(INSTALLED)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
+	$(BIN)/ruff check --quiet --preview --select DOC102 .  # docstrings name arguments that there are
+	$(BIN)/ruff format --check --quiet .
 	$(BIN)/mypy
 	$(BIN)/shellcheck slurm/*.sbatch slurm/*.sh
 
