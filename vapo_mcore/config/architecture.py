@@ -236,7 +236,10 @@ def _finite(value: object) -> float:
 
 
 def _rope(keys: _Keys, family: Family) -> tuple[float, dict[str, Any] | None, float]:
-    """Read base, scaling and rotated part of a head in both formats: ``rope_parameters`` (transformers 5) and ``rope_theta`` + ``rope_scaling`` (4)."""
+    """Read base, scaling and rotated part of a head from both formats.
+
+    ``rope_parameters`` (transformers 5), or ``rope_theta``, ``partial_rotary_factor`` and ``rope_scaling`` (4).
+    """
     raw = keys.raw
     name = "rope_parameters" if raw.get("rope_parameters") else "rope_scaling"
     params = raw.get(name) or {}
