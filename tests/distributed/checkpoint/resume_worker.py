@@ -1,4 +1,4 @@
-"""Worker of test_resume.py: whole runs in two processes, stopped and continued, one after another in one launch. It asserts what
+"""torchrun worker of test_resume.py: whole runs in two processes, stopped and continued, one after another in one launch. It asserts what
 only a rank can see; the test compares what the runs leave.
 """
 
@@ -14,7 +14,6 @@ from unittest import mock
 
 import torch.distributed as dist
 
-from tests.process_groups import release_groups
 from tests.training_setup import training_config
 from vapo_mcore import checkpoint_files as files
 from vapo_mcore.checkpoint import strategies
@@ -181,7 +180,7 @@ CASES: list[Callable[[], None]] = [other_layouts, same_layout, abandoned, full_d
 if __name__ == "__main__":
     for case in [case for case in CASES if not sys.argv[2:] or case.__name__ in sys.argv[2:]]:
         case()
-        release_groups()
+        dist.barrier()
         if dist.get_rank() == 0:
             print(f"case {case.__name__} ok", flush=True)
     dist.destroy_process_group()

@@ -1,6 +1,6 @@
-"""Worker of ranks: checkpoints of a mixture of experts and expert parallelism. Prints "case LAYOUT ok" for each layout.
+"""torchrun worker: checkpoints of a mixture of experts and expert parallelism. Prints "case LAYOUT ok" for each layout.
 
-moe_worker.py WORKDIR, four ranks; WORKDIR holds a Qwen3-MoE model in ``model``
+torchrun --nproc-per-node 4 moe_worker.py WORKDIR, which holds a Qwen3-MoE model in ``model``
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Worker of ranks: real Megatron models load HF folders and export them again, bit for bit. Prints "case NAME ok" for each case.
+"""torchrun worker: real Megatron models load HF folders and export them again, bit for bit. Prints "case NAME ok" for each case.
 
-worker.py WORKDIR, four ranks
+torchrun --nproc-per-node 4 worker.py WORKDIR
 """
 
 from __future__ import annotations
