@@ -91,7 +91,7 @@ def test_what_cannot_be_planned_is_said(plans: dict[str, dict[str, Any]]) -> Non
     expected = {
         "cluster": "15 processes cannot be split into model replicas of tensor 8 x pipeline 2",
         "nodes_not_filled": "parallel.world_size = 16 does not fill nodes of 12; use a multiple of 12",
-        "rollout_spans_nodes": "does not divide the 2 processes of a node, so a vLLM replica would span nodes",
+        "rollout_spans_nodes": "does not divide the 2 processes of a node, so a replica would span nodes",
         "heads": "parallel.tensor_model_parallel_size: 4 does not divide the model's 9 attention heads; use 1, 3, 9",
         "unknown_model": "'models/mystery' does not exist, and 'mystery' is no known model; give --model-config",
         "rate": "--rate speed=3: unknown; known are memory, ",

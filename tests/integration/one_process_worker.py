@@ -1,6 +1,7 @@
 """Runs in one process: one_process_worker.py FOLDER.
 
-The example's four extensions on a tiny model, with two ways of packing; a sampler that never gets new weights, which the diagnosis ends.
+The example's four extensions on a tiny model, with two ways of packing; a sampler that never gets new weights, which the diagnosis ends; a
+rollout engine that the tests define.
 """
 
 from __future__ import annotations
@@ -60,8 +61,17 @@ def stale_sampler() -> None:
     assert stopped.value.exit_code == 2
 
 
+def own_engine() -> None:
+    """One step with a rollout engine of the tests."""
+    engine = f"rollout.engine={Path(__file__).with_name('uniform_engine.py')}:UniformEngine"
+    settings = ("run.steps=1", "parallel.world_size=1", "critic.value_pretraining.steps=0", "eval.at_start=false", "export.at_end=false")
+    config = training_config(FOLDER, "own_engine", *settings, engine, "rollout.verify_weights=true", "rollout.vllm.max_num_seqs=8")
+    train(config, initialize_parallel(config.parallel), clean=False)
+
+
 if __name__ == "__main__":
     become_single_process()
+    own_engine()
     stale_sampler()
     for name, cap in (("large_packs", 400), ("small_packs", 56)):
         config = with_extensions(name, f"batch.max_tokens_per_microbatch={cap}")

@@ -1,5 +1,6 @@
 """A task, a reward, an advantage estimator and a loss term from one file outside the package, and the diagnosis, through whole runs."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,14 @@ def test_nothing_depends_on_the_packing(folder: Path) -> None:
     # Adam's first steps have the size of the rate whatever the size of the gradient: rounding differences grow with the updates.
     for name in names:
         assert small[2][name] == pytest.approx(large[2][name], rel=0.05, abs=1e-3), name
+
+
+def test_an_engine_of_ones_own_is_one_class(folder: Path) -> None:
+    """A step with verified weights; the sampler's log-probs are its own, not those of the model."""
+    (row,) = read_metrics(folder / "own_engine")
+    assert row["response/length_mean"] == 40.0 and row["policy/updates"] > 0
+    assert row["mismatch/logprob_abs_mean"] > 1e-3
+    assert json.loads((folder / "own_engine" / "engine.json").read_text())["engine"] == "uniform"
 
 
 def test_a_sampler_with_stale_weights_is_named_and_ends_the_run(folder: Path) -> None:

@@ -29,6 +29,7 @@ from vapo_mcore.records.console import Console
 from vapo_mcore.rewards import check_verifier_names
 from vapo_mcore.rewards.region import AnswerRegion
 from vapo_mcore.rollout.base import Replica, RolloutEngine
+from vapo_mcore.rollout.factory import ranks_of_replica
 from vapo_mcore.trainer.main import build_engine, build_multi_turn, configure_logging, ending_together, start_verifiers
 from vapo_mcore.weights.views import HfView, open_view
 
@@ -100,8 +101,7 @@ def _companions(checkpoint: str, config: Config) -> str | None:
 
 def _replicas(config: Config, parallel: ParallelContext) -> int:
     """Return the number of rollout replicas without building an engine."""
-    size = config.rollout_tensor_parallel_size if config.rollout.engine == "vllm" else 1
-    return Replica.of_rank(parallel.rank, parallel.world_size, size).count
+    return Replica.of_rank(parallel.rank, parallel.world_size, ranks_of_replica(config)).count
 
 
 def _identity(config: Config, parallel: ParallelContext, evaluator: Evaluator, view: HfView) -> dict[str, Any]:

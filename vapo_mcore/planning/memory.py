@@ -12,6 +12,7 @@ from vapo_mcore.planning.devices import Device
 from vapo_mcore.planning.measure import ChunkActivations, forward_peak, training_peak
 from vapo_mcore.planning.state import ITEM_BYTES, Role, StateBytes, num_parameters, refreshes_critic
 from vapo_mcore.planning.workload import Workload
+from vapo_mcore.rollout.factory import engine_traits, ranks_of_replica
 from vapo_mcore.weights.export import DEFAULT_BUCKET_BYTES
 
 if TYPE_CHECKING:
@@ -70,15 +71,12 @@ class Vllm:
 
 def vllm_memory(config: Config, arch: ModelArchitecture, device: Device) -> Vllm:
     """Compute vLLM's memory on one rank by its rules; on GPUs the rest of ``gpu_memory_utilization`` becomes KV cache."""
-    tp, item = config.rollout_tensor_parallel_size, ITEM_BYTES[config.model.dtype]
+    traits, tp, item = engine_traits(config.rollout.engine), ranks_of_replica(config), ITEM_BYTES[config.model.dtype]
     weights = _vllm_parameters(arch, tp) * item
     per_token = 2 * arch.num_layers * max(1.0, arch.num_key_value_heads / tp) * arch.head_dim * item
     settings = config.rollout.vllm
-    if config.rollout.engine != "vllm":
-        # transformers: a replica is one rank with the whole model; its cache grows with the number of concurrent sequences.
-        whole = num_parameters(arch) * item
-        per_token = 2 * arch.num_layers * arch.num_key_value_heads * arch.head_dim * item
-        return Vllm(whole, settings.max_num_seqs * config.max_sequence_length * per_token, per_token, 0.0)
+    if not traits.reserves_cache:  # the cache grows with the number of concurrent sequences
+        return Vllm(num_parameters(arch) * item / tp, settings.max_num_seqs * config.max_sequence_length * per_token, per_token, 0.0)
     tokens = settings.max_num_batched_tokens or _VLLM_BATCHED_TOKENS[device.is_gpu]
     ffn = arch.ffn_hidden_size if not arch.is_moe else (arch.num_experts_per_token or 1) * (arch.moe_ffn_hidden_size or 0)
     workspace = tokens * (4 * arch.hidden_size + 3 * ffn / tp) * item + settings.max_num_seqs * arch.vocab_size * 4 * 3
@@ -94,7 +92,7 @@ def vllm_memory(config: Config, arch: ModelArchitecture, device: Device) -> Vllm
 
 def cuda_graph_bytes(config: Config, device: Device) -> float:
     """Return the bytes of vLLM's CUDA graphs: on the device together with vLLM's weights, in page-locked host memory while it sleeps."""
-    if config.rollout.engine != "vllm" or runs_eagerly(config.rollout.vllm, cuda=device.is_gpu):
+    if not engine_traits(config.rollout.engine).captures_graphs or runs_eagerly(config.rollout.vllm, cuda=device.is_gpu):
         return 0.0
     return device.cuda_graph_bytes
 
@@ -172,7 +170,7 @@ def _stage_memory(
         memory.add("gather buffer", _gather_bytes(config, models))
     if stage not in ("generate", "sync"):
         memory.add("rollout batch", workload.tokens_per_data_rank * (_BATCH_BYTES_A_TOKEN + _PACKED_BYTES_A_TOKEN))
-    sleeps = device.is_gpu and config.rollout.engine == "vllm"  # vLLM's CPU backend cannot free its memory
+    sleeps = device.is_gpu and engine_traits(config.rollout.engine).sleeps  # vLLM's CPU backend cannot free its memory
     if stage in ("generate", "sync") or not sleeps:
         memory.add("vLLM weights", vllm.weight_bytes)
         memory.add("CUDA graphs", cuda_graph_bytes(config, device))

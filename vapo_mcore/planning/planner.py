@@ -37,6 +37,7 @@ from vapo_mcore.planning.state import (
 )
 from vapo_mcore.planning.timing import RunEstimate, StepEstimate, StepTimer
 from vapo_mcore.planning.workload import Workload, packed_lengths, workload
+from vapo_mcore.rollout.factory import engine_traits
 
 if TYPE_CHECKING:
     from vapo_mcore.config.schema import Config
@@ -208,7 +209,7 @@ def _misfits(
                 f"(most: {named})"
             )
     longest = config.max_sequence_length
-    if config.rollout.engine == "vllm" and vllm.kv_bytes < longest * vllm.kv_bytes_per_token:
+    if engine_traits(config.rollout.engine).reserves_cache and vllm.kv_bytes < longest * vllm.kv_bytes_per_token:
         held = max(0.0, vllm.kv_bytes) / vllm.kv_bytes_per_token
         yield f"generate: the KV cache holds {held:,.0f} tokens, and one longest sequence has {longest:,}; vLLM would not start"
     if device.is_gpu and host.total > device.node_memory:

@@ -20,6 +20,7 @@ from vapo_mcore.planning.devices import Device
 from vapo_mcore.planning.memory import RankModel, Vllm, offload_enabled
 from vapo_mcore.planning.state import CPU_OPTIMIZER_BYTES, GRADIENT_BYTES, ITEM_BYTES, Role, mlp_parameters, num_active_parameters
 from vapo_mcore.planning.workload import Workload
+from vapo_mcore.rollout.factory import ranks_of_replica
 
 if TYPE_CHECKING:
     from vapo_mcore.config.schema import Config
@@ -192,7 +193,7 @@ class StepTimer:
     def generation_seconds(self, vllm: Vllm, responses: int, length: int) -> float:
         """Estimate the time of ``responses`` responses of mean ``length`` over all replicas; at least max_response_length steps."""
         config, device, work, arch = self.config, self.device, self.work, self.architectures["policy"]
-        tp = config.rollout_tensor_parallel_size if config.rollout.engine == "vllm" else 1
+        tp = ranks_of_replica(config)
         replicas = max(1, config.parallel.world_size // tp)
         mine = -(-responses // replicas)
         sequence = work.prompt_length + length / 2  # average length while it grows

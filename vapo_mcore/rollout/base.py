@@ -10,7 +10,13 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 from vapo_mcore.errors import RolloutError
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
+    import torch
     from torch import Tensor
+
+    from vapo_mcore.config.schema import RolloutConfig
+    from vapo_mcore.rollout.stopping import StopTexts
 
 FinishReason = Literal["stop", "length"]
 TrajectoryEnd = Literal["stop", "length", "turns"]
@@ -162,6 +168,35 @@ class Replica:
         if world_size % size:
             raise RolloutError(f"rollout.tensor_parallel_size = {size} must divide the world size {world_size}")
         return cls(index=rank // size, count=world_size // size, size=size, rank_in_replica=rank % size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineBuild:
+    """What an engine is built from.
+
+    Attributes:
+        config: the section ``rollout``.
+        folder: Hugging Face model folder.
+        dtype: of the weights.
+        replica: which replica this rank belongs to.
+        rank: in the world.
+        seed: the same on all ranks.
+        max_model_len: longest prompt and response together, in tokens.
+        unknown_token_ids: ids of the model that the tokenizer lacks; they are never sampled.
+        stop_ids: ids that end a response; None: the folder's stop tokens.
+        stop_texts: texts that end a response too; None: none.
+    """
+
+    config: RolloutConfig
+    folder: str | Path
+    dtype: torch.dtype
+    replica: Replica
+    rank: int
+    seed: int
+    max_model_len: int
+    unknown_token_ids: Sequence[int] = ()
+    stop_ids: Sequence[int] | None = None
+    stop_texts: StopTexts | None = None
 
 
 class EngineState(Enum):

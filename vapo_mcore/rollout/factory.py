@@ -1,18 +1,46 @@
-"""Build the configured rollout engine, without falling back to another one."""
+"""Find and build the configured rollout engine, without falling back to another one."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
-import torch
-
-from vapo_mcore.config.schema import RolloutConfig
+from vapo_mcore.config.engines import BUILT_IN_ENGINES, EngineTraits
 from vapo_mcore.errors import ConfigError
-from vapo_mcore.rollout.base import Replica, RolloutEngine
+from vapo_mcore.extensions.loading import load_function
+from vapo_mcore.rollout.base import EngineBuild, Replica, RolloutEngine
 from vapo_mcore.rollout.stopping import StopTexts
+
+if TYPE_CHECKING:
+    import torch
+
+    from vapo_mcore.config.schema import Config, RolloutConfig
+    from vapo_mcore.rollout.stateful import StatefulEngine
+
+
+def engine_class(name: str) -> type[StatefulEngine]:
+    """Return the class of a built-in engine, or the class at an import path. Raises ConfigError if that is not an engine."""
+    from vapo_mcore.rollout.stateful import StatefulEngine
+
+    found = load_function(BUILT_IN_ENGINES[name].reference if name in BUILT_IN_ENGINES else name)
+    if not (isinstance(found, type) and issubclass(found, StatefulEngine)):
+        raise ConfigError(f"rollout.engine: {name} is not a class derived from {StatefulEngine.__module__}.{StatefulEngine.__name__}")
+    missing = sorted(getattr(found, "__abstractmethods__", ()))
+    if missing:
+        raise ConfigError(f"rollout.engine: {name} does not implement {', '.join(missing)}")
+    return found
+
+
+def engine_traits(name: str) -> EngineTraits:
+    """Return the traits of an engine, without importing a built-in one."""
+    return BUILT_IN_ENGINES[name].traits if name in BUILT_IN_ENGINES else engine_class(name).traits
+
+
+def ranks_of_replica(config: Config) -> int:
+    """Return the number of ranks that hold one copy of the model during generation."""
+    return config.rollout_tensor_parallel_size if engine_traits(config.rollout.engine).splits_model else 1
 
 
 def build_rollout_engine(
@@ -32,32 +60,34 @@ def build_rollout_engine(
     """Build this rank's engine, asleep. All ranks must call this together, after initialising the process group.
 
     Args:
-        tensor_parallel_size: number of contiguous ranks of a vLLM replica. A transformers replica is always one rank.
+        tensor_parallel_size: ranks of a replica of an engine that splits the model (contiguous ranks); other engines use one rank.
         max_model_len: maximum tokens of prompt and response together.
         seed: must be equal on all ranks.
         unknown_token_ids: vocabulary ids that the tokenizer does not define; they are never sampled.
         stop_ids: ids that end a response; None: the folder's stop tokens.
         stop_texts: texts that end a response too.
 
-    Raises ConfigError or RolloutError if the engine cannot be built: vLLM is missing, the model is not supported, lengths exceed the
-    model's, or a replica would span nodes.
+    Raises ConfigError or RolloutError if the engine cannot be built: its package is missing, the model is not supported, lengths exceed
+    the model's, or a replica would span nodes.
     """
-    common: dict[str, Any] = {
-        "max_model_len": max_model_len,
-        "unknown_token_ids": unknown_token_ids,
-        "stop_ids": stop_ids,
-        "stop_texts": stop_texts,
-    }
-    if config.engine == "vllm":
-        from vapo_mcore.rollout.vllm_engine import VllmEngine
-
-        replica = Replica.of_rank(rank, world_size, tensor_parallel_size)
-        _require_inside_a_node(tensor_parallel_size)
-        return VllmEngine(model_path, dtype, config.vllm, replica, rank=rank, seed=seed, **common)
-    from vapo_mcore.rollout.transformers_engine import TransformersEngine
-
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    return TransformersEngine(model_path, dtype, Replica.of_rank(rank, world_size, 1), device=device, **common)
+    chosen = engine_class(config.engine)
+    size = tensor_parallel_size if chosen.traits.splits_model else 1
+    replica = Replica.of_rank(rank, world_size, size)
+    _require_inside_a_node(size)
+    return chosen.build(
+        EngineBuild(
+            config=config,
+            folder=model_path,
+            dtype=dtype,
+            replica=replica,
+            rank=rank,
+            seed=seed,
+            max_model_len=max_model_len,
+            unknown_token_ids=unknown_token_ids,
+            stop_ids=stop_ids,
+            stop_texts=stop_texts,
+        )
+    )
 
 
 def _require_inside_a_node(tensor_parallel_size: int) -> None:
@@ -66,5 +96,5 @@ def _require_inside_a_node(tensor_parallel_size: int) -> None:
     if processes % tensor_parallel_size:
         raise ConfigError(
             f"rollout.tensor_parallel_size = {tensor_parallel_size} (null: parallel.tensor_model_parallel_size) does not divide the "
-            f"{processes} processes of this node, so a vLLM replica would span nodes; use a divisor of {processes}"
+            f"{processes} processes of this node, so a replica would span nodes; use a divisor of {processes}"
         )

@@ -6,12 +6,22 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 from torch import Tensor
 
+from vapo_mcore.config.engines import EngineTraits
 from vapo_mcore.errors import EngineFailure, RolloutError, VapoError
-from vapo_mcore.rollout.base import EngineState, Generation, GenerationRequest, Replica, SamplingConfig, SyncReport, WeightBuckets
+from vapo_mcore.rollout.base import (
+    EngineBuild,
+    EngineState,
+    Generation,
+    GenerationRequest,
+    Replica,
+    SamplingConfig,
+    SyncReport,
+    WeightBuckets,
+)
 from vapo_mcore.rollout.weight_stream import WeightStream, require_same_names
 
 _SHOWN = 5
@@ -20,7 +30,10 @@ logger = logging.getLogger(__name__)
 
 
 class StatefulEngine(ABC):
-    """Engine-independent part of a RolloutEngine. Subclasses implement the methods that begin with ``_``.
+    """Engine-independent part of a RolloutEngine.
+
+    A subclass implements :meth:`build`, :meth:`settings` and the methods that begin with ``_``, and sets ``traits`` where the defaults
+    do not fit.
 
     Args:
         replica: the replica that this rank belongs to.
@@ -29,6 +42,8 @@ class StatefulEngine(ABC):
         unknown_token_ids: ids below ``vocab_size`` that the tokenizer does not define; never sampled and excluded from the softmax.
         max_model_len: maximum tokens of prompt and response together.
     """
+
+    traits: ClassVar[EngineTraits] = EngineTraits()
 
     def __init__(
         self,
@@ -141,6 +156,11 @@ class StatefulEngine(ABC):
         self._require("wake_kv_cache", EngineState.WEIGHTS_LOADED)
         self._wake_kv_cache()
         self._state = EngineState.READY
+
+    @classmethod
+    @abstractmethod
+    def build(cls, build: EngineBuild) -> Self:
+        """The engine of this rank, asleep. All ranks call this together."""
 
     @abstractmethod
     def settings(self) -> dict[str, Any]: ...

@@ -8,13 +8,13 @@ from __future__ import annotations
 import importlib.metadata
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from vapo_mcore import heartbeat
-from vapo_mcore.rollout.base import Generation, GenerationRequest, Replica, SamplingConfig
+from vapo_mcore.rollout.base import EngineBuild, Generation, GenerationRequest, Replica, SamplingConfig
 from vapo_mcore.rollout.hf_folder import require_supported, stop_token_ids
 from vapo_mcore.rollout.stateful import StatefulEngine
 from vapo_mcore.rollout.stopping import StopTexts
@@ -29,6 +29,12 @@ class TransformersEngine(StatefulEngine):
 
     A response depends on its request and the weights, but, up to the rounding of batched matrix products, not on the other requests.
     """
+
+    @classmethod
+    def build(cls, build: EngineBuild) -> Self:
+        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+        more: dict[str, Any] = {"unknown_token_ids": build.unknown_token_ids, "stop_ids": build.stop_ids, "stop_texts": build.stop_texts}
+        return cls(build.folder, build.dtype, build.replica, max_model_len=build.max_model_len, device=device, **more)
 
     def __init__(
         self,

@@ -25,7 +25,7 @@ import uuid
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -34,11 +34,12 @@ from torch import Tensor
 
 from vapo_mcore import heartbeat
 from vapo_mcore.collectives import all_gather_objects
+from vapo_mcore.config.engines import BUILT_IN_ENGINES
 from vapo_mcore.config.schema import VllmConfig
 from vapo_mcore.config.schema.rollout import runs_eagerly
 from vapo_mcore.errors import ConfigError, EngineRemains, RolloutError
 from vapo_mcore.interrupts import importing
-from vapo_mcore.rollout.base import Generation, GenerationRequest, Replica, SamplingConfig
+from vapo_mcore.rollout.base import EngineBuild, Generation, GenerationRequest, Replica, SamplingConfig
 from vapo_mcore.rollout.hf_folder import parameter_shapes, require_supported, stop_token_ids
 from vapo_mcore.rollout.stateful import StatefulEngine
 from vapo_mcore.rollout.stopping import StopTexts
@@ -56,6 +57,14 @@ class VllmEngine(StatefulEngine):
     On CUDA the states use vLLM's sleep mode; asleep is level 2 (weights and KV cache discarded). vLLM's CPU backend cannot free its
     memory, so there the states only enforce the order of calls.
     """
+
+    traits = BUILT_IN_ENGINES["vllm"].traits
+
+    @classmethod
+    def build(cls, build: EngineBuild) -> Self:
+        more: dict[str, Any] = {"unknown_token_ids": build.unknown_token_ids, "stop_ids": build.stop_ids, "stop_texts": build.stop_texts}
+        more |= {"max_model_len": build.max_model_len, "rank": build.rank, "seed": build.seed}
+        return cls(build.folder, build.dtype, build.config.vllm, build.replica, **more)
 
     def __init__(
         self,

@@ -15,10 +15,11 @@ import pytest
 import torch
 
 from tests.rollout_models import load_model, named_weights
+from vapo_mcore.config.engines import BUILT_IN_ENGINES
 from vapo_mcore.config.schema import RolloutConfig
 from vapo_mcore.errors import CheckpointError, ConfigError, RolloutError
 from vapo_mcore.rollout.base import EngineState
-from vapo_mcore.rollout.factory import build_rollout_engine
+from vapo_mcore.rollout.factory import build_rollout_engine, engine_class, engine_traits
 from vapo_mcore.rollout.hf_folder import parameter_shapes, require_supported, stop_token_ids
 from vapo_mcore.rollout.transformers_engine import TransformersEngine
 
@@ -110,3 +111,17 @@ def test_importing_the_package_imports_no_engine() -> None:
         "from vapo_mcore.rollout import vllm_engine; assert not {'vllm', 'transformers'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_what_is_no_engine_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"json:dumps is not a class derived from vapo_mcore\.rollout\.stateful\.StatefulEngine"):
+        engine_class("json:dumps")
+    with pytest.raises(ConfigError, match=r"StatefulEngine does not implement _discard, _generate, .*, build, settings"):
+        engine_class("vapo_mcore.rollout.stateful:StatefulEngine")
+    with pytest.raises(ConfigError, match="no_such_module cannot be imported"):
+        engine_class("no_such_module:Engine")
+
+
+@pytest.mark.parametrize("name", BUILT_IN_ENGINES)
+def test_traits_in_the_table_are_those_of_the_class(name: str) -> None:
+    assert engine_class(name).traits == engine_traits(name)

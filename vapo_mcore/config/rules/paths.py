@@ -40,6 +40,8 @@ def read_model(key: str, folder: str, faults: list[Fault]) -> ModelArchitecture 
 
 def references(config: Config) -> Iterator[tuple[str, str]]:
     """Yield dotted key and reference of all custom code that the run imports."""
+    if is_reference(config.rollout.engine):
+        yield "rollout.engine", config.rollout.engine
     if config.rollout.environment is not None and is_reference(config.rollout.environment.name):
         yield "rollout.environment.name", config.rollout.environment.name
     advantage = config.algorithm.advantage

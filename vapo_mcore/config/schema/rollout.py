@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
+from vapo_mcore.config.engines import engine_name_fault
 from vapo_mcore.config.environments import environment_name_fault
 from vapo_mcore.config.schema.base import (
     Fraction,
@@ -67,8 +68,16 @@ def _not_empty(texts: tuple[str, ...]) -> tuple[str, ...]:
     return texts
 
 
+def _known_engine(name: str) -> str:
+    fault = engine_name_fault(name)
+    if fault is not None:
+        raise ValueError(fault)
+    return name
+
+
 class RolloutConfig(Section):
-    engine: Literal["vllm", "transformers"] = "vllm"  # transformers: for machines without vLLM
+    # vllm; transformers, for machines without vLLM; or a class of your own: package.module:Class (extending.md).
+    engine: Annotated[str, AfterValidator(_known_engine)] = "vllm"
     tensor_parallel_size: PositiveInt | None = None  # null: parallel.tensor_model_parallel_size
     max_response_length: PositiveInt  # sampled tokens, EOS included
     temperature: SamplingTemperature = 1.0  # of training; the trainer's log-probs are at this temperature too

@@ -1,0 +1,58 @@
+"""Rollout engines: their names and what rules, plans and checks need to know of one before it is built.
+
+``rollout.engine`` names a built-in engine or refers to a class of your own (``vapo_mcore.rollout.stateful.StatefulEngine``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from difflib import get_close_matches
+
+from vapo_mcore.config.references import FORM, is_reference
+
+
+@dataclass(frozen=True)
+class EngineTraits:
+    """Properties of an engine class, its attribute ``traits``.
+
+    Attributes:
+        package: the module that it imports and that may be missing.
+        splits_model: a replica spans ``rollout.tensor_parallel_size`` ranks; otherwise each rank is a replica with the whole model.
+        reserves_cache: it takes memory for its KV cache when it starts (``rollout.vllm``), which must hold one longest sequence.
+        sleeps: on a GPU it gives its memory back between rollouts.
+        captures_graphs: it captures CUDA graphs unless ``rollout.vllm.enforce_eager``.
+    """
+
+    package: str | None = None
+    splits_model: bool = False
+    reserves_cache: bool = False
+    sleeps: bool = False
+    captures_graphs: bool = False
+
+
+@dataclass(frozen=True)
+class BuiltInEngine:
+    """``keys``: settings that this engine reads and no other built-in one."""
+
+    reference: str
+    traits: EngineTraits
+    keys: tuple[str, ...] = ()
+
+
+BUILT_IN_ENGINES = {
+    "vllm": BuiltInEngine(
+        "vapo_mcore.rollout.vllm_engine:VllmEngine",
+        EngineTraits(package="vllm", splits_model=True, reserves_cache=True, sleeps=True, captures_graphs=True),
+        ("rollout.vllm", "rollout.tensor_parallel_size"),
+    ),
+    "transformers": BuiltInEngine("vapo_mcore.rollout.transformers_engine:TransformersEngine", EngineTraits()),
+}
+
+
+def engine_name_fault(name: str) -> str | None:
+    """What is wrong with a name that is neither built-in nor a reference to a class; None if nothing is."""
+    if name in BUILT_IN_ENGINES or is_reference(name):
+        return None
+    near = get_close_matches(name, BUILT_IN_ENGINES, n=1)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    return f"unknown engine {name!r}: {hint}built-in: {', '.join(BUILT_IN_ENGINES)}; your own is named by a reference to its class: {FORM}"
