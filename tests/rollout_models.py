@@ -76,10 +76,11 @@ def write_model(name: str, folder: Path, *, seed: int = 0, dtype: torch.dtype = 
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 64,
     }
+    yarn = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 16.0, "original_max_position_embeddings": 16}
     config = {
         "qwen2": lambda: Qwen2Config(**common),
         "qwen2_tied": lambda: Qwen2Config(**common),
-        "qwen3": lambda: Qwen3Config(**common, head_dim=32),
+        "qwen3": lambda: Qwen3Config(**common, head_dim=32, rope_parameters=yarn),
         "llama_tied": lambda: LlamaConfig(**common, head_dim=32, rope_parameters=scaling),
     }[name.removesuffix(STORED_TWICE)]()
     with torch.random.fork_rng(devices=[]):

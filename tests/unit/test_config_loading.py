@@ -312,6 +312,9 @@ def test_corrupt_model_folder(content: str, tmp_path: Path) -> None:
     assert fault.startswith("model.path: ")
 
 
+YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+
+
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
@@ -327,7 +330,12 @@ def test_corrupt_model_folder(content: str, tmp_path: Path) -> None:
         ({"rms_norm_eps": float("inf")}, "rms_norm_eps is inf, must be a positive number"),
         ({"rope_parameters": [1]}, "rope_parameters is [1], must be a mapping"),
         ({"rope_parameters": {"rope_theta": "x"}}, "rope_parameters.rope_theta is 'x', must be a positive number"),
-        ({"rope_scaling": {"type": "yarn"}}, "rope scaling type 'yarn' is not supported"),
+        ({"rope_scaling": {"type": "longrope"}}, "rope scaling type 'longrope' is not supported (supported: default, llama3, yarn)"),
+        ({"rope_scaling": {"type": "yarn", "factor": 4}}, "rope_scaling.original_max_position_embeddings is missing"),
+        ({"rope_scaling": YARN | {"factor": 0.5}}, "rope_scaling.factor is 0.5, must be at least 1"),
+        ({"rope_scaling": YARN | {"truncate": "no"}}, "rope_scaling.truncate is 'no', must be true or false"),
+        ({"rope_scaling": YARN | {"beta_fast": -1}}, "rope_scaling.beta_fast is -1, must be a positive number"),
+        ({"rope_scaling": YARN | {"alpha": 2}}, "rope_scaling.alpha is not known for rope scaling type 'yarn'"),
         ({"rope_parameters": {"rope_type": "llama3", "factor": 8}}, "rope_parameters.original_max_position_embeddings is missing"),
         ({"use_sliding_window": True, "sliding_window": "x"}, "sliding_window = 'x' smaller than max_position_embeddings = 512"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),

@@ -22,8 +22,12 @@ if TYPE_CHECKING:
 
 _SIZES = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
 _MAX_PARTS = 10_000  # layers or experts; bounds the memory for their tensor names if the file has a wrong number
-_KNOWN_ROPE_TYPES = ("default", "llama3")
-_LLAMA3_SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+_LENGTH = "original_max_position_embeddings"
+_ROPE_TYPES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # keys that are required, and that are optional
+    "default": ((), ()),
+    "llama3": (("factor", "low_freq_factor", "high_freq_factor", _LENGTH), ()),
+    "yarn": (("factor", _LENGTH), ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")),
+}
 
 
 @dataclass(frozen=True)
@@ -41,7 +45,7 @@ class ModelArchitecture:
     """Architecture of a decoder-only model, named as in its HF config. All sizes are for the whole model, not per rank.
 
     ``head_dim`` comes from the config if given, else it is ``hidden_size // num_attention_heads``. ``rope_scaling`` is None or the llama3
-    scaling with its HF keys.
+    or yarn scaling with its HF keys and ``rope_type``.
     """
 
     family: str
@@ -249,17 +253,35 @@ def _rope(keys: _Keys, family: Family) -> tuple[float, dict[str, Any] | None, fl
     inner = _Keys({**params, "rope_theta": params.get("rope_theta") or raw.get("rope_theta") or 10000.0}, f"{name}.")
     theta = inner.number("rope_theta")
     kind = params.get("rope_type", params.get("type", "default"))
-    if kind not in _KNOWN_ROPE_TYPES:
-        inner.faults.append(f"rope scaling type {kind!r} is not supported (supported: {', '.join(_KNOWN_ROPE_TYPES)})")
+    if kind not in _ROPE_TYPES:
+        inner.faults.append(f"rope scaling type {kind!r} is not supported (supported: {', '.join(_ROPE_TYPES)})")
     share = params.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or family.rotary_percent or 1.0
     if family.rotary_percent is None and share != 1.0:
         inner.faults.append(f"partial_rotary_factor {share!r} is not supported in this family")
     elif not isinstance(share, int | float) or not 0 < share <= 1:
         inner.faults.append(f"partial_rotary_factor is {share!r}, must be a number in (0, 1]")
     scaling = None
-    if kind == "llama3":
-        for key in _LLAMA3_SCALING:
-            inner.number(key)
-        scaling = {key: value for key, value in params.items() if key != "rope_theta"}
+    if kind in ("llama3", "yarn"):
+        scaling = {key: value for key, value in params.items() if key not in ("rope_theta", "type")} | {"rope_type": kind}
+        inner.faults += _scaling_faults(inner, kind)
     keys.faults += inner.faults
     return theta, scaling, share
+
+
+def _scaling_faults(inner: _Keys, kind: str) -> Iterator[str]:
+    """Check the keys of a scaling. Yields errors besides those that ``inner`` collects."""
+    required, optional = _ROPE_TYPES[kind]
+    for key in required:
+        inner.number(key)
+    for key in optional:
+        if key != "truncate" and inner.raw.get(key) is not None:
+            inner.number(key)
+    if not isinstance(inner.raw.get("truncate", True), bool):
+        yield f"{inner.prefix}truncate is {inner.raw['truncate']!r}, must be true or false"
+    if kind == "yarn":
+        factor = inner.raw.get("factor")
+        if isinstance(factor, int | float) and 0 < factor < 1:
+            yield f"{inner.prefix}factor is {factor}, must be at least 1"
+        unknown = sorted(set(inner.raw) - {"rope_theta", "rope_type", "type", "partial_rotary_factor", *required, *optional})
+        if unknown:
+            yield f"{inner.prefix}{unknown[0]} is not known for rope scaling type 'yarn' (known: {', '.join((*required, *optional))})"

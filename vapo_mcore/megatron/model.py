@@ -15,6 +15,7 @@ from vapo_mcore.config.architecture import ModelArchitecture, padded_vocab_size
 from vapo_mcore.errors import ConfigError
 from vapo_mcore.megatron.attention import RMSNorm, SegmentAttention, VarlenAttention
 from vapo_mcore.megatron.host import HAS_CUDA, megatron_scope
+from vapo_mcore.megatron.rope import RotaryTable, inverse_frequencies, softmax_scale
 
 if TYPE_CHECKING:
     from vapo_mcore.config.schema import ModelConfig
@@ -149,6 +150,7 @@ def transformer_config(architecture: ModelArchitecture, model: ModelConfig, para
         activation_func=F.silu,
         add_bias_linear=False,
         add_qkv_bias=architecture.qkv_bias,
+        softmax_scale=softmax_scale(architecture),
         attention_dropout=0.0,
         hidden_dropout=0.0,
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
@@ -336,42 +338,9 @@ def _build_chunk(
         rotary_base=architecture.rope_theta,  # type: ignore[arg-type]
         vp_stage=vp_stage,
     )
-    chunk.rotary_pos_emb.inv_freq = _inverse_frequencies(architecture, chunk.rotary_pos_emb.inv_freq)
+    chunk.rotary_pos_emb.inv_freq = inverse_frequencies(architecture, chunk.rotary_pos_emb.inv_freq)
     chunk.rotary_pos_emb.forward = RotaryTable(chunk.rotary_pos_emb.get_emb)
     return chunk
-
-
-class RotaryTable:
-    """Caches the rotary angles of one chunk, [longest sequence so far, 1, 1, head_dim] float32.
-
-    Replaces Megatron's ``RotaryEmbedding.forward``, which caches one table for each of the last 32 lengths on the device: with packed
-    sequences of any length that takes up to 32 times the memory of the longest.
-    """
-
-    def __init__(self, make: Callable[[int], Tensor]) -> None:
-        self.make = make
-        self.table: Tensor | None = None
-
-    def __call__(self, max_seq_len: int, offset: int = 0, packed_seq: bool = False, cp_group: Any = None) -> Tensor:
-        assert packed_seq and offset == 0, "unpacked sequences would need their share of a context-parallel rank"
-        if self.table is None or self.table.shape[0] < max_seq_len:
-            self.table = self.make(max_seq_len)
-        return self.table[:max_seq_len]
-
-
-def _inverse_frequencies(architecture: ModelArchitecture, plain: Tensor) -> Tensor:
-    """Apply the llama3 scaling of the Hugging Face config to the rotary frequencies.
-
-    Megatron implements this scaling with a fixed original length and fixed wavelength factors.
-    """
-    scaling = architecture.rope_scaling
-    if scaling is None:
-        return plain
-    factor, low, high = (float(scaling[key]) for key in ("factor", "low_freq_factor", "high_freq_factor"))
-    length = float(scaling["original_max_position_embeddings"])
-    wavelength = 2 * torch.pi / plain
-    blend = ((length / wavelength - low) / (high - low)).clamp(0.0, 1.0)
-    return (1 - blend) * plain / factor + blend * plain
 
 
 def trunk_parameters(chunks: list[Any]) -> list[nn.Parameter]:

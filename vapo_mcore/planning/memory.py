@@ -183,7 +183,7 @@ def _stage_memory(
 
 
 def _rotary_bytes(config: Config, models: dict[Role, RankModel]) -> float:
-    """Return the bytes of the chunks' rotary tables (``megatron.model.RotaryTable``, float32, maximum length), present in every stage."""
+    """Return the bytes of the chunks' rotary tables (``megatron.rope.RotaryTable``, float32, maximum length), present in every stage."""
     return sum(len(model.chunks) * config.max_sequence_length * model.head_dim * 4 for model in models.values())
 
 

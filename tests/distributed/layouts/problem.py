@@ -61,7 +61,8 @@ def make_model(name: str, folder: Path) -> None:
     elif name == "qwen3":
         model = Qwen3ForCausalLM(Qwen3Config(**common, head_dim=24))
     elif name == "one_kv_head":
-        model = Qwen3ForCausalLM(Qwen3Config(**(common | {"num_key_value_heads": 1}), head_dim=16))
+        scaling = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8, "rope_theta": 10000.0}
+        model = Qwen3ForCausalLM(Qwen3Config(**(common | {"num_key_value_heads": 1}), head_dim=16, rope_parameters=scaling))
     else:
         scaling = {
             "rope_type": "llama3",

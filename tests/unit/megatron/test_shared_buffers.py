@@ -8,8 +8,9 @@ import torch
 
 from vapo_mcore.config.schema import ModelConfig, ParallelConfig
 from vapo_mcore.megatron.host import import_megatron, megatron_scope
-from vapo_mcore.megatron.model import RotaryTable, build_chunks
+from vapo_mcore.megatron.model import build_chunks
 from vapo_mcore.megatron.offload import Residency
+from vapo_mcore.megatron.rope import RotaryTable
 from vapo_mcore.planning.catalog import find_architecture
 from vapo_mcore.planning.measure import META, pipeline_rank
 
