@@ -83,8 +83,8 @@ class Manifest:
             version = content["format_version"]
             if version > FORMAT_VERSION:
                 raise CheckpointError(
-                    f"{folder} has format version {version}, written by vapo-mcore {content.get('package_version')}; this one reads up to "
-                    f"{FORMAT_VERSION}: use a newer package"
+                    f"{folder} has format version {version}, written by vapo-mcore {content.get('package_version')}; this package reads up "
+                    f"to {FORMAT_VERSION}: use a newer package"
                 )
             content["files"] = {name: (int(size), str(digest)) for name, (size, digest) in content["files"].items()}
             manifest = cls(**content)
@@ -202,7 +202,7 @@ def faults_of(folder: Path, manifest: Manifest, names: Iterable[str]) -> list[st
             try:
                 with path.open("rb") as stream:
                     if _sha256(stream) != digest:
-                        faults.append(f"{name} has other contents than were written")
+                        faults.append(f"{name} has changed since it was written (SHA-256 differs)")
             except OSError as error:
                 faults.append(f"{name} cannot be read: {error}")
     return faults
@@ -235,8 +235,8 @@ def require_space(folder: Path, num_bytes: int, free: Callable[[Path], int] | No
     needed = num_bytes + num_bytes // 100 + (1 << 20)
     if needed > available:
         raise CheckpointError(
-            f"no space for a checkpoint: {folder} has {available / 1e9:.2f} GB free, it takes {needed / 1e9:.2f} GB; nothing was written "
-            "and the checkpoints that are there stay"
+            f"no space for a checkpoint: {folder} has {available / 1e9:.2f} GB free, it takes {needed / 1e9:.2f} GB; nothing was written, "
+            "existing checkpoints are kept"
         )
 
 

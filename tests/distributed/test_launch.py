@@ -79,7 +79,7 @@ def test_a_rank_that_ends_with_exit_code_0_before_the_others_ends_the_run(tmp_pa
     result = _run("leave", tmp_path)
     assert time.monotonic() - start < 50
     assert result.returncode == 2
-    assert re.fullmatch(r"error \(rank 0\): rank 1 ended with exit code 0 before the run was over, \d+ s ago, .*\n", result.stderr)
+    assert re.fullmatch(r"error \(rank 0\): rank 1 exited with code 0 before the end of the run, \d+ s ago, .*\n", result.stderr)
 
 
 def test_ranks_end_with_a_launcher_that_is_killed(tmp_path: Path) -> None:

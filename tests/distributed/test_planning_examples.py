@@ -39,7 +39,7 @@ def test_recipe_fits_where_it_says(plans: dict[str, dict[str, Any]], recipe: str
     answer = _json(plans, recipe)
     assert answer["misfits"] == []
     assert plans[recipe]["code"] == 0
-    refused = any("`train` refuses" in note for note in answer["notes"])
+    refused = any("`train` rejects" in note for note in answer["notes"])
     assert refused == (recipe == "qwen3_30b_a3b_vapo")
 
 
@@ -93,7 +93,7 @@ def test_what_cannot_be_planned_is_said(plans: dict[str, dict[str, Any]]) -> Non
         "nodes_not_filled": "parallel.world_size = 16 does not fill nodes of 12; use a multiple of 12",
         "rollout_spans_nodes": "does not divide the 2 processes of a node, so a replica would span nodes",
         "heads": "parallel.tensor_model_parallel_size: 4 does not divide the model's 9 attention heads; use 1, 3, 9",
-        "unknown_model": "'models/mystery' does not exist, and 'mystery' is no known model; give --model-config",
+        "unknown_model": "'models/mystery' does not exist, and 'mystery' is not a known model; give --model-config",
         "rate": "--rate speed=3: unknown; known are memory, ",
     }
     for name, message in expected.items():
@@ -106,10 +106,10 @@ def test_what_cannot_be_planned_is_said(plans: dict[str, dict[str, Any]]) -> Non
 def test_what_does_not_fit_is_said_with_what_would_help(plans: dict[str, dict[str, Any]]) -> None:
     answer = plans["refused/never_fits"]
     assert answer["code"] == 2
-    pattern = r"does not fit: policy_update: \d+\.\d GiB on a rank of pipeline stage 0, 0\.9 GiB are there \(most: "
+    pattern = r"does not fit: policy_update: \d+\.\d GiB on a rank of pipeline stage 0, 0\.9 GiB are available \(largest: "
     assert re.search(pattern, answer["out"])
-    assert "generate: the KV cache holds 0 tokens, and one longest sequence has 1,536; vLLM would not start" in answer["out"]
-    assert "no single change makes it fit; --search looks for layouts" in answer["out"]
+    assert "generate: the KV cache holds 0 tokens, but the longest sequence has 1,536; vLLM would not start" in answer["out"]
+    assert "no single change makes it fit; use --search to find layouts" in answer["out"]
 
 
 def test_search_proposes_layouts_that_fit(plans: dict[str, dict[str, Any]]) -> None:

@@ -72,14 +72,14 @@ def test_what_a_person_is_told(runs: tuple[Path, str]) -> None:
     for text in (
         "SIGUSR1; stopped after step 3 (rl); exit code 75, continue with --resume",
         "warning: checkpoint step_000004 failed: cannot write",
-        "No space left on device; next try after the next step",
+        "No space left on device; retrying after the next step",
         "step_000005 is damaged and is not used: policy/optimizer/",
-        "has other contents than were written",
+        "has changed since it was written",
         "nothing to resume:",
         "configuration changed: parallel.pipeline_model_parallel_size: 1 -> 2",
         "(allowed by --allow-config-change)",
         "training prompts: restarted (--restart-data)",
-        "checkpoint step_000003 is newer than the one the run continues from; renamed to step_000003.set_aside",
+        "checkpoint step_000003 is newer than the one the run resumes from; renamed to step_000003.set_aside",
         "critic: trunk from",
     ):
         assert text in printed, text

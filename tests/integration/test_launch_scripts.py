@@ -74,6 +74,6 @@ def test_without_nemo_run_it_is_one_message() -> None:
     command += ["--set", f"container.mounts=[{ROOT}, /lustre]"]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
     assert result.returncode == 2
-    assert result.stderr.startswith("error: launch needs nemo-run, which cannot be imported")
+    assert result.stderr.startswith("error: launch requires nemo-run, which cannot be imported")
     assert "pip install -e '.[launch]'" in result.stderr
     assert result.stderr.count("\n") == 1

@@ -80,7 +80,7 @@ def test_a_stopped_run_continues_bit_for_bit(folder: Path, whole: Path, capfd: p
     assert names == ["value_pretraining_000001", "step_000001"]
     assert not (folder / "stopped" / ".lock").read_text()
     run(folder, "stopped", ResumeOptions("value_pretraining_000001"))
-    assert "step_000001 is newer than the one the run continues from" in capfd.readouterr().out
+    assert "step_000001 is newer than the one the run resumes from" in capfd.readouterr().out
     assert rows(folder / "stopped") == rows(whole)
     assert [(row["stage"], row["step"]) for row in rows(whole)] == [("rl", 0), ("value_pretraining", 1), ("rl", 1), ("rl", 2)]
     assert weights(folder / "stopped") == weights(whole) != {}

@@ -80,7 +80,7 @@ def build(**vllm):
     layout = dict(tensor_parallel_size=1, rank=0, world_size=1)
     return build_rollout_engine(config, {str(folder)!r}, torch.float32, **layout, max_model_len=64, seed=1)
 
-for vllm, message in (({{}}, "process group must exist"), ({{"kv_cache_gib": 100000.0}}, "vLLM could not start with model")):
+for vllm, message in (({{}}, "initialise the process group"), ({{"kv_cache_gib": 100000.0}}, "vLLM could not start with model")):
     try:
         build(**vllm)
     except RolloutError as error:

@@ -71,7 +71,7 @@ def test_a_dry_run_refuses_settings_that_no_checkpoint_can_be_continued_with(tmp
     assert "seed: 8 -> 9" in capsys.readouterr().err
     for allowed in ([], ["seed=8"], ["seed=9", "--allow-config-change"]):
         main([*command, *allowed])
-        assert "change what is learned" not in capsys.readouterr().err
+        assert "affect what is learned" not in capsys.readouterr().err
 
 
 def test_more_steps_than_the_finished_run_made_are_not_finished(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

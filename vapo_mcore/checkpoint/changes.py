@@ -83,18 +83,18 @@ def changes(before: str, after: str) -> list[Change]:
     for key in dict.fromkeys([*saved, *flat_new]):
         value = flat_new.get(key)
         if key in saved:
-            same = completed[key] == value if key in flat_new and key in completed else _says_nothing(saved[key]) and _says_nothing(value)
+            same = completed[key] == value if key in flat_new and key in completed else _is_empty(saved[key]) and _is_empty(value)
             if not same:
                 found.append(Change(key, saved[key], value, "changed" if _known(key) else "removed"))
         elif key not in completed:  # its section was null, or there is no default
-            if not _says_nothing(value):
+            if not _is_empty(value):
                 found.append(Change(key, None, value))
         elif completed[key] != value:
             found.append(Change(key, completed[key], value, "unsaved"))
     return found
 
 
-def _says_nothing(value: Any) -> bool:
+def _is_empty(value: Any) -> bool:
     return value is None or value == {}
 
 
@@ -165,8 +165,8 @@ def compare_configs(config: Config, checkpoint: Path, *, allow: bool, say: Calla
     if harmful and not allow:
         lines = "\n".join(f"  {change}" for change in harmful)
         raise ConfigError(
-            f"the configuration is not the one that {checkpoint} was saved with, and these changes change what is learned:\n{lines}\n"
-            "take them back, or give --allow-config-change"
+            f"the configuration differs from the one saved in {checkpoint}, and these changes affect what is learned:\n{lines}\n"
+            "revert them, or give --allow-config-change"
         )
     for change in found:
         say(f"configuration changed: {change}" + ("" if change.harmless else " (allowed by --allow-config-change)"))

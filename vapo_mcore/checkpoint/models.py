@@ -165,7 +165,7 @@ def load_optimizer(model: MegatronModel, folder: str | Path, form: OptimizerForm
             _allocate(optimizer)
         loaded = _load(optimizer_state(model, form, is_loading=True), folder)
         for number, optimizer in enumerate(_inner(model)):
-            with _steps_apart(optimizer, updates + aside_updates), _into_own_tensors(optimizer):
+            with _without_step_counters(optimizer, updates + aside_updates), _into_existing_tensors(optimizer):
                 if form == "dp_reshardable":
                     optimizer.load_parameter_state_from_dp_reshardable(loaded[f"optimizer{number}"])
                 else:
@@ -209,14 +209,14 @@ def _load(state: dict[str, Any], folder: str | Path) -> dict[str, Any]:
     with fail_together():
         try:
             loaded, surplus, missing = dist_checkpointing.load(state, Path(folder), SafeLoad(), SafeCommonLoad())
-        except (CheckpointingException, ValueError) as error:  # ValueError: keys that do not match, found while it puts tensors together
-            raise CheckpointError(f"{folder} does not fit the model: {error}") from error
+        except (CheckpointingException, ValueError) as error:  # ValueError: mismatched keys found while it assembles tensors
+            raise CheckpointError(f"{folder} does not match the model: {error}") from error
     faults = [
         f"{what}: {key}" for what, keys in (("missing", missing), ("surplus", surplus)) for key in sorted(keys) if EXTRA_STATE not in key
     ]
     if faults:
         shown = "; ".join(faults[:8]) + (f"; and {len(faults) - 8} more" if len(faults) > 8 else "")
-        raise CheckpointError(f"{folder} does not fit the model: {shown}")
+        raise CheckpointError(f"{folder} does not match the model: {shown}")
     return loaded
 
 
@@ -243,8 +243,8 @@ def _allocate_adam(adam: Any) -> None:
 
 
 @contextmanager
-def _into_own_tensors(optimizer: Any) -> Iterator[None]:
-    """What Megatron loads for an optimizer on the CPU is copied into its own tensors.
+def _into_existing_tensors(optimizer: Any) -> Iterator[None]:
+    """Copy what Megatron loads for a CPU optimizer into its existing state tensors.
 
     Megatron's loaders replace these tensors: with slices that keep whole parameters alive, with a main parameter other than the one that
     is updated, and in one format with bookkeeping entries for padding.
@@ -263,8 +263,8 @@ def _into_own_tensors(optimizer: Any) -> Iterator[None]:
 
 
 @contextmanager
-def _steps_apart(optimizer: Any, all_updates: int) -> Iterator[None]:
-    """Load tensors without the step counters, which Megatron's loaders stumble over, and set them to ``all_updates`` afterwards.
+def _without_step_counters(optimizer: Any, all_updates: int) -> Iterator[None]:
+    """Remove the step counters, which Megatron's loaders cannot handle, while loading; set them to ``all_updates`` afterwards.
 
     torch's Adam has one tensor per parameter (advanced in place, so not shared), Apex and Transformer Engine have one per group.
     """
@@ -286,8 +286,8 @@ def check_steps(model: MegatronModel) -> None:
     for optimizer in _inner(model):
         steps = {int(state["step"]) for state in optimizer.optimizer.state.values() if "step" in state}
         assert steps <= {model.optimizer.all_updates}, (
-            f"the {model.role}'s optimizer counts {steps} updates, its schedule {model.optimizer.updates} and "
-            f"{model.optimizer.aside_updates} were made beside it"
+            f"the {model.role}'s optimizer counts {steps} updates, but {model.optimizer.updates} scheduled and "
+            f"{model.optimizer.aside_updates} unscheduled ones were made"
         )
 
 
@@ -314,7 +314,7 @@ def require_intact(path: str | Path, role: str) -> Path:
     Raises CheckpointError naming the damaged files.
     """
     weights = saved_weights(path, role)
-    assert weights is not None, f"{path} is no checkpoint of a run"
+    assert weights is not None, f"{path} is not a checkpoint of a run"
     _, faults = inspect(Path(path), f"{role}/{WEIGHTS}/")
     if faults:
         raise CheckpointError(f"checkpoint {path} is damaged: {'; '.join(faults[:4])}")

@@ -67,7 +67,7 @@ def choose(run_dir: str, name: str | None, say: Say) -> Checkpoint | None:
         say(f"warning: checkpoint {path} is damaged and is not used: {shown}")
     if damaged:
         raise CheckpointError(
-            f"all checkpoints of {run_dir!r} are damaged ({', '.join(reversed(damaged))}): there is nothing to resume from; repair one, or "
+            f"all checkpoints of {run_dir!r} are damaged ({', '.join(reversed(damaged))}), so the run cannot be resumed; repair one, or "
             "start the run again with --clean"
         )
     return None
@@ -77,7 +77,7 @@ def leave_newer(run_dir: str, chosen: Checkpoint, say: Say) -> None:
     """Rename checkpoints newer than the chosen one, which are damaged or belong to the abandoned steps. Rank 0 only."""
     for path in files.list_checkpoints(run_dir):
         if files.order(path.name) > files.order(chosen.path.name):
-            say(f"checkpoint {path.name} is newer than the one the run continues from; renamed to {files.set_aside(path).name}")
+            say(f"checkpoint {path.name} is newer than the one the run resumes from; renamed to {files.set_aside(path).name}")
 
 
 def load_models(config: Config, models: Models, parallel: ParallelContext, checkpoint: Checkpoint) -> None:
@@ -118,7 +118,7 @@ def _require_loadable(checkpoint: Checkpoint, parallel: ParallelContext) -> None
     if not different:
         return
     other = [path.name for path in files.list_checkpoints(checkpoint.path.parent.parent) if _format(path) == "fully_reshardable"]
-    way = f"continue from {other[-1]} with --resume-from {other[-1]}" if other else "no other checkpoint of the run can be"
+    way = f"resume from {other[-1]} with --resume-from {other[-1]}" if other else "nor can any other checkpoint of the run"
     raise CheckpointError(
         f"{checkpoint.path} holds optimizer state that cannot be loaded at another layout ({', '.join(different)}); {way}, or resume at "
         "the old layout with checkpoint.reshardable_every=1 and let it save once"

@@ -274,7 +274,7 @@ class Checkpointer:
         if self.parallel.rank == 0:
             shutil.rmtree(folder, ignore_errors=True)
         steps = "step" if self._retry_after == 1 else f"{self._retry_after} steps"
-        self.say(f"warning: checkpoint {manifest.name} failed: {message}; next try after the next {steps}")
+        self.say(f"warning: checkpoint {manifest.name} failed: {message}; retrying after the next {steps}")
 
 
 def keep(run_dir: str, keep_last: int, keep_best: int, best_metric: str | None) -> None:

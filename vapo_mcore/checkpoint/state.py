@@ -49,7 +49,7 @@ class StateRegistry:
         missing, surplus = sorted(self._objects.keys() - state.keys()), sorted(state.keys() - self._objects.keys())
         if missing or surplus:
             parts = [f"{what}: {', '.join(names)}" for what, names in (("missing", missing), ("surplus", surplus)) if names]
-            raise CheckpointError(f"the checkpoint's state is not that of this configuration; {'; '.join(parts)}")
+            raise CheckpointError(f"the checkpoint's state does not match this configuration; {'; '.join(parts)}")
         for name, thing in self._objects.items():
             thing.load_state_dict(state[name])
 

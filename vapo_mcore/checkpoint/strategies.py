@@ -70,7 +70,7 @@ class HashingFile(io.RawIOBase):
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
-        assert self._position == self.size, "what is written already stays as it is"
+        assert self._position == self.size, "the file is append-only"
         self._append(view)
         self._digest.update(view)
         self.size += len(view)
@@ -83,7 +83,7 @@ class HashingFile(io.RawIOBase):
             done += os.pwrite(self._descriptor, view[done:], self.size + done)
 
     def truncate(self, size: int | None = None) -> int:
-        assert size is None, "nothing was reserved"
+        assert size is None, "the file is append-only"
         return self.size
 
     @property
@@ -181,7 +181,7 @@ class SnapshotSave(AsyncSaveShardedStrategy):
         except MemoryError as error:
             gib = (ends[-1] if ends else 0) / 2**30
             raise CheckpointError(
-                f"no host memory for the copy of {self.owner} on rank {world()[0]}, {gib:.2f} GiB: {error}; nothing was written"
+                f"no host memory for the {gib:.2f} GiB copy of {self.owner} on rank {world()[0]}: {error}; nothing was written"
             ) from error
         snapshots = []
         for tensor, start in zip(tensors, [0, *ends], strict=False):
@@ -246,7 +246,7 @@ def _read_tensor(reader: DistributedCheckpointReader, item: ShardedTensor) -> Te
     if stored == tuple(item.global_shape):
         return reader.read(item.key, item.global_offset, sizes).reshape(item.local_shape)
     if not item.allow_shape_mismatch or stored[1:] != tuple(item.global_shape[1:]):
-        raise CheckpointError(f"{reader.folder}: {item.key} is {list(stored)}, the model's is {list(item.global_shape)}")
+        raise CheckpointError(f"{reader.folder}: {item.key} has shape {list(stored)}, the model's has {list(item.global_shape)}")
     result = torch.zeros(sizes, dtype=reader.dtype(item.key))
     rows = min(sizes[0], stored[0] - item.global_offset[0])
     if rows > 0:

@@ -55,7 +55,7 @@ def _load_file(path: Path) -> ModuleType:
     if not resolved.is_file():
         raise ConfigError(f"no such file: {str(path)!r} (relative paths start at {str(Path.cwd())!r})")
     spec = importlib.util.spec_from_file_location(name, resolved)
-    assert spec is not None and spec.loader is not None, "a name that ends in .py has a loader"
+    assert spec is not None and spec.loader is not None, "a file name that ends in .py has a loader"
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # before the code is executed: dataclasses and pickle look the module up
     try:

@@ -75,9 +75,7 @@ class CustomEstimator:
         with torch.no_grad():
             found = self.function(*(available[name] for name in self.inputs), **self.options)
         if not isinstance(found, Tensor) or found.shape != rewards.shape or not found.is_floating_point():
-            raise TrainingError(
-                f"{self.reference} returned {_kind(found)}; one advantage a token was expected, float {list(rewards.shape)}"
-            )
+            raise TrainingError(f"{self.reference} returned {_kind(found)}; expected one advantage per token, float {list(rewards.shape)}")
         return torch.where(mask, found.to(device=rewards.device, dtype=torch.float32), 0.0)
 
 
@@ -117,7 +115,7 @@ class CustomTerm:
         (shape,) = {tuple(inputs[name].shape) for name in self.inputs}
         if not isinstance(found, Tensor) or tuple(found.shape) != shape or not found.is_floating_point():
             raise TrainingError(
-                f"loss term {self.name!r}: {self.reference} returned {_kind(found)}; expected one number a token, {list(shape)}"
+                f"loss term {self.name!r}: {self.reference} returned {_kind(found)}; expected one value per token, {list(shape)}"
             )
         return found
 
@@ -152,7 +150,7 @@ class CustomObjective:
                 given[name] = torch.where(mask, tensor, torch.zeros((), dtype=tensor.dtype, device=tensor.device))
         found = self.function(*(given[name] for name in self.inputs), **self.options)
         if not isinstance(found, Tensor) or found.shape != mask.shape or not found.is_floating_point():
-            raise TrainingError(f"{self.reference} returned {_kind(found)}; one number a token was expected, float {list(mask.shape)}")
+            raise TrainingError(f"{self.reference} returned {_kind(found)}; expected one value per token, float {list(mask.shape)}")
         return torch.where(mask, found, torch.zeros((), dtype=found.dtype, device=found.device))
 
 

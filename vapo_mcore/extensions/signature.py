@@ -23,10 +23,10 @@ def read_signature(function: Callable[..., Any]) -> Signature:
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError) as error:
-        raise ValueError(f"has no signature that can be read: {error}") from error
+        raise ValueError(f"has no readable signature: {error}") from error
     starred = [parameter.name for parameter in parameters if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)]
     if starred:
-        raise ValueError(f"must name each input and option: *{starred[0]} takes whatever there is")
+        raise ValueError(f"must name each input and option: *{starred[0]} accepts any")
     inputs = tuple(p.name for p in parameters if p.kind is not p.KEYWORD_ONLY)
     options = tuple(p.name for p in parameters if p.kind is p.KEYWORD_ONLY)
     return Signature(inputs, options, tuple(p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty))
@@ -52,7 +52,7 @@ def signature_faults(
             continue
         near = get_close_matches(name, available, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
-        faults.append(f"asks for {name!r}, which there is not{hint} (inputs: {', '.join(available) or 'none'}; options are keyword-only)")
+        faults.append(f"asks for {name!r}, which does not exist{hint} (inputs: {', '.join(available) or 'none'}; options are keyword-only)")
     for name in options:
         if name not in signature.options:
             known = f"its options are {', '.join(signature.options)}" if signature.options else "it has none"

@@ -19,7 +19,7 @@ def check_slurm(cluster: SlurmConfig) -> None:
     """Raise ConfigError if this machine cannot submit to Slurm, or a container is configured that Slurm cannot run."""
     missing = [name for name in ("sbatch", "srun", "scontrol", "scancel") if shutil.which(name) is None]
     if missing:
-        raise ConfigError(f"--executor slurm: {', '.join(missing)} not found in PATH; start launch where jobs are submitted (a login node)")
+        raise ConfigError(f"--executor slurm: {', '.join(missing)} not found in PATH; run launch on a login node")
     if cluster.container is not None and "--container-image" not in _output(["srun", "--help"]):
         raise ConfigError(
             f"container.image = {cluster.container.image!r}, but srun has no option --container-image here: the container runtime"
@@ -32,8 +32,8 @@ def check_jobs_are_known(job_ids: Sequence[str]) -> None:
     unknown = [job_id for job_id in job_ids if _run(["scontrol", "show", "job", job_id]).returncode != 0]
     if unknown:
         raise ConfigError(
-            f"--after: Slurm has no job {', '.join(unknown)} (never submitted, or ended longer ago than it remembers), so nothing would be"
-            " waited for; leave out what has succeeded"
+            f"--after: Slurm has no job {', '.join(unknown)} (never submitted, or no longer in its records), so the new jobs would not"
+            " wait; omit jobs that have succeeded"
         )
 
 
@@ -60,7 +60,7 @@ def check_scripts(scripts: Mapping[str, str]) -> None:
             result = _run(["sbatch", "--test-only", file.name])
         if result.returncode != 0:
             words = "\n".join(f"  {line}" for line in (result.stderr + result.stdout).strip().splitlines())
-            raise ConfigError(f"Slurm refuses job {name}; nothing was submitted. It says:\n{words}")
+            raise ConfigError(f"Slurm rejects job {name}; nothing was submitted. Its message:\n{words}")
 
 
 def _output(command: list[str]) -> str:

@@ -55,9 +55,9 @@ def _one_word(text: str) -> str:
 def _absolute(text: str) -> str:
     possible_path(text)
     if not text.startswith("/"):
-        raise ValueError(f"{shown(text)} must be an absolute path: the nodes have no other working directory in common")
+        raise ValueError(f"{shown(text)} must be an absolute path: the nodes do not share a working directory")
     if "%" in text:
-        raise ValueError(f"{shown(text)} has a % in it, behind which Slurm writes something else in the names of logs")
+        raise ValueError(f"{shown(text)} contains %, which Slurm expands in the names of logs")
     return _one_word(text)
 
 
@@ -73,7 +73,7 @@ def _not_secret(environment: dict[str, str]) -> dict[str, str]:
     for name, value in environment.items():
         _variable(name)
         if "\0" in value:
-            raise ValueError(f"{name} holds a zero byte, which no environment variable can")
+            raise ValueError(f"{name} contains a zero byte, which environment variables cannot hold")
         if _SECRET_NAME.search(name) or _PASSWORD_IN_ADDRESS.search(value):
             raise ValueError(f"{name} looks like a secret, and values given here are written into scripts; list the name under secrets")
     return environment
@@ -82,7 +82,7 @@ def _not_secret(environment: dict[str, str]) -> dict[str, str]:
 def _of_one_line(options: dict[str, str | int | bool]) -> dict[str, str | int | bool]:
     for name, value in options.items():
         if isinstance(value, str) and not value.isprintable():
-            raise ValueError(f"{name}: {shown(value)} must be one line of printable characters: it becomes a line of the script")
+            raise ValueError(f"{name}: {shown(value)} must be one line of printable characters, because it becomes a line of the script")
     return options
 
 
@@ -98,7 +98,7 @@ def _setup_line(text: str) -> str:
         if _SECRET_NAME.search(name):
             raise ValueError(f"the line that sets {name} would write a secret into the script; list the name under secrets")
     if _PASSWORD_IN_ADDRESS.search(text):
-        raise ValueError("the line would write the password in its address into the script; list a variable with it under secrets")
+        raise ValueError("the line would write a password into the script; put the address in a variable listed under secrets")
     return text
 
 
@@ -217,15 +217,15 @@ def _slurm_faults(settings: SlurmConfig) -> list[Fault]:
         faults.append(
             Fault(
                 "warning_seconds",
-                f"{settings.warning_seconds} is not less than time = {settings.time!r}: each run of the job would be stopped as it starts",
+                f"{settings.warning_seconds} is not less than time = {settings.time!r}: each run of the job would be stopped at its start",
             )
         )
     faults += [Fault("secrets", f"{name} has a value under environment too") for name in settings.secrets if name in settings.environment]
     for name in settings.sbatch:
         if name in _TAKEN:
-            faults.append(Fault(f"sbatch.{name}", "has a setting of its own or is set by launch"))
+            faults.append(Fault(f"sbatch.{name}", "is set by another key or by launch itself"))
         elif name in _SENSELESS:
-            faults.append(Fault(f"sbatch.{name}", "does not go with a job of one torchrun a node that is submitted and watched by launch"))
+            faults.append(Fault(f"sbatch.{name}", "is not compatible with launch's jobs (one torchrun per node)"))
         elif not re.fullmatch(r"[a-z]+(_[a-z]+)*", name):
             faults.append(Fault(f"sbatch.{name}", "is not the long name of an sbatch option with _ for -"))
     return faults

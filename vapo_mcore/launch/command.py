@@ -21,14 +21,12 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command to a parser; FILE and KEY=VALUE are common to all commands."""
     parser.add_argument("--executor", choices=("local", "slurm"), required=True, help="where the processes run")
-    parser.add_argument("--cluster", type=Path, metavar="FILE", help="YAML settings of the executor (needed for slurm)")
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="setting that replaces one of --cluster's; repeatable"
-    )
-    parser.add_argument("--stages", default="train", metavar="A,B", help=f"jobs, each after the one before: {', '.join(STAGES)} (train)")
-    parser.add_argument("--after", default="", metavar="ID,ID", help="Slurm jobs that must have succeeded before the first starts")
-    parser.add_argument("--name", metavar="NAME", help="of the jobs (default: the name of FILE)")
-    parser.add_argument("--dry-run", action="store_true", help="print the scripts; submit, start and write nothing; on any machine")
+    parser.add_argument("--cluster", type=Path, metavar="FILE", help="YAML settings of the executor (required for slurm)")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a setting of --cluster; repeatable")
+    parser.add_argument("--stages", default="train", metavar="A,B", help=f"jobs to run one after the other: {', '.join(STAGES)} (train)")
+    parser.add_argument("--after", default="", metavar="ID,ID", help="Slurm jobs that must succeed before the first job starts")
+    parser.add_argument("--name", metavar="NAME", help="name of the jobs (default: the name of FILE)")
+    parser.add_argument("--dry-run", action="store_true", help="print the scripts only; works on any machine")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -105,8 +103,8 @@ def _check_local_paths(jobs: list[StageJob], logs: Path) -> None:
     words = dict.fromkeys(word for job in jobs for word in job.arguments(logs) if shlex.quote(word) != word)
     if words:
         raise ConfigError(
-            f"--executor local: {', '.join(map(repr, words))}: nemo-run passes on no path with spaces, shell characters or letters "
-            "outside ASCII here; give other ones (--set logs=/...; run.dir for stage eval), or use vapo-mcore train"
+            f"--executor local: {', '.join(map(repr, words))}: nemo-run does not support paths with spaces, shell characters or non-ASCII "
+            "letters here; change them (--set logs=/...; run.dir for stage eval), or use vapo-mcore train"
         )
 
 
@@ -116,7 +114,7 @@ def _load_cluster(options: argparse.Namespace) -> Cluster:
     if options.executor == "local":
         return load_local(options.cluster, options.set)
     if options.cluster is None:
-        raise ConfigError("--executor slurm needs --cluster FILE: examples are in examples/configs/clusters")
+        raise ConfigError("--executor slurm requires --cluster FILE: examples are in examples/configs/clusters")
     return load_slurm(options.cluster, options.set)
 
 
@@ -124,7 +122,7 @@ def _stages(text: str) -> list[str]:
     names = [name.strip() for name in text.split(",")]
     unknown = [name for name in names if name not in STAGES]
     if unknown:
-        raise ConfigError(f"--stages: {', '.join(map(repr, unknown))} must be of {', '.join(STAGES)}")
+        raise ConfigError(f"--stages: {', '.join(map(repr, unknown))} must be one of {', '.join(STAGES)}")
     return names
 
 

@@ -40,8 +40,8 @@ def become_single_process() -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    world_of_one = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    os.environ.update({name: str(value) for name, value in world_of_one.items()})
+    variables = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in variables.items()})
 
 
 def launch(module: str, arguments: list[str], processes: int) -> int:
@@ -99,7 +99,7 @@ def _pass_signals_on(folder: Path, processes: int) -> None:
     def pass_on(number: int, _frame: object) -> None:
         workers = stoppable_workers(folder)
         if len(workers) < processes:
-            raise SignalException(f"the launcher got signal {number} before all workers train", sigval=signal.Signals(number))
+            raise SignalException(f"the launcher got signal {number} before all workers were training", sigval=signal.Signals(number))
         for worker in workers:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(worker, number)
@@ -127,8 +127,8 @@ def _report(folder: Path, exits: dict[int, tuple[int, int]], processes: int) -> 
     another failed has -SIGTERM, or -SIGKILL if it did not react; it is named only if nothing else failed. A hang takes precedence over
     the codes of the ranks killed with it, and any failure over a clean stop.
     """
-    told = read_errors(folder)
-    print_errors(told, processes)
+    reported = read_errors(folder)
+    print_errors(reported, processes)
     collateral = {
         rank
         for rank, (code, later) in exits.items()
@@ -136,7 +136,7 @@ def _report(folder: Path, exits: dict[int, tuple[int, int]], processes: int) -> 
     }
     failed = {rank: code for rank, (code, _) in sorted(exits.items()) if rank not in collateral or len(collateral) == len(exits)}
     for code in dict.fromkeys(failed.values()):
-        silent = [str(rank) for rank, other in failed.items() if other == code and rank not in told]
+        silent = [str(rank) for rank, other in failed.items() if other == code and rank not in reported]
         if silent:
             whose = f"process of rank {silent[0]}" if len(silent) == 1 else f"processes of ranks {', '.join(silent)}"
             was = "was" if len(silent) == 1 else "were"

@@ -53,7 +53,7 @@ def import_nemo_run(logs: Path) -> ModuleType:
             warnings.simplefilter("ignore")
             import nemo_run
     except ImportError as error:
-        raise ConfigError(f"launch needs nemo-run, which cannot be imported: {error}; in a checkout: pip install -e '.[launch]'") from error
+        raise ConfigError(f"launch requires nemo-run, which cannot be imported ({error}): pip install -e '.[launch]'") from error
     return nemo_run  # type: ignore[no-any-return]
 
 

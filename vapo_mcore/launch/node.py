@@ -41,8 +41,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(command: list[str], directory: Path | None, folder: Path) -> int:
-    asked: list[int] = []
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # inherited by torchrun; the ranks install handlers of their own
+    terminated_by: list[int] = []
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # inherited by torchrun; the ranks install their own handlers
     raise_locked_memory()
     environment = {**os.environ, **node_defaults(command), ERRORS_VARIABLE: str(folder)}
     try:
@@ -56,8 +56,8 @@ def _run(command: list[str], directory: Path | None, folder: Path) -> int:
         if ranks and set(ranks) <= set(stoppable):
             for rank in ranks:
                 _send(rank, number)
-        else:  # nothing has begun that they could save
-            asked.append(number)
+        else:  # the ranks have nothing to save yet
+            terminated_by.append(number)
             process.terminate()
 
     for number in (signal.SIGUSR1, signal.SIGTERM):
@@ -69,8 +69,8 @@ def _run(command: list[str], directory: Path | None, folder: Path) -> int:
     print_errors(errors, len(errors))
     if errors:
         return exit_code_of(error.exit_code for error in errors.values())
-    if asked:
-        return EXIT_REQUEUE if asked[0] == signal.SIGUSR1 else 128 + asked[0]
+    if terminated_by:
+        return EXIT_REQUEUE if terminated_by[0] == signal.SIGUSR1 else 128 + terminated_by[0]
     return code if code > 0 else 128 - code
 
 

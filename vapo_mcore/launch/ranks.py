@@ -85,8 +85,8 @@ class SiblingWatch:
             if missing_for > self.grace_seconds:
                 names = ", ".join(map(str, sorted(missing)))
                 report_error(
-                    f"rank {names} ended with exit code 0 before the run was over, {missing_for:.0f} s ago, and the other ranks would wait "
-                    "for it; look in its output for what ended it (an extension that calls sys.exit, for example)"
+                    f"rank {names} exited with code 0 before the end of the run, {missing_for:.0f} s ago, and the other ranks would wait "
+                    "for it; check its output for the cause (for example an extension that calls sys.exit)"
                 )
                 os._exit(2)
 

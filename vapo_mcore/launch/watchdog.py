@@ -193,9 +193,9 @@ class Watchdog:
                 with contextlib.suppress(OSError):
                     (self._folder / _HUNG).touch()
             where = "" if self._folder is None else f"; stacks of all ranks: {self._folder}"
-            told = f"no sign of life for {seconds:.0f} s in {current.describe()} (faults.hang_minutes){self._comparison()}{where}"
-            report_error(told, EXIT_HANG)
-        time.sleep(2 * self._tick)  # the launcher ends the other ranks when one is gone: they get the time to write theirs
+            message = f"no sign of life for {seconds:.0f} s in {current.describe()} (faults.hang_minutes){self._comparison()}{where}"
+            report_error(message, EXIT_HANG)
+        time.sleep(2 * self._tick)  # the launcher kills the other ranks once one has ended: leave them time to write their stacks
         os._exit(EXIT_HANG)
 
     def _comparison(self) -> str:

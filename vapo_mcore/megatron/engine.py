@@ -5,7 +5,7 @@ All passes run through Megatron-Core's pipeline schedules. The engine alone conv
 - *Alignment.* Callers hold token-aligned tensors (entry t belongs to token t). Output i of a model predicts token i + 1, so loss
   inputs are shifted left within each sequence, padded and split over context parallelism; outputs are converted back.
 - *Scaling.* Losses are sums of terms already divided by the mini-batch's denominators. Gradients are summed over data and context
-  parallelism and over micro-batches, without any division (see ``_ready_sum``). Policy and critic use the same path, so
+  parallelism and over micro-batches, without any division (see ``_finalize_gradients``). Policy and critic use the same path, so
   packing, the number of micro-batches and the layout do not change a step.
 """
 
@@ -137,7 +137,7 @@ class MegatronModel:
     def _make_trainable(self, settings: OptimizerConfig, warmup_updates: int) -> None:
         self.wrapped = wrap_chunks(self.chunks)
         self.optimizer = Optimizer(self.wrapped, settings, self.config, warmup_updates)
-        self.config.finalize_model_grads_func = _ready_sum
+        self.config.finalize_model_grads_func = _finalize_gradients
         no_sync = [chunk.no_sync for chunk in self.wrapped]
         self.config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
         if HAS_CUDA and len(self.wrapped) > 1:
@@ -226,12 +226,12 @@ class MegatronModel:
         loss: LossFunction,
         *,
         is_spike: Callable[[float], bool] = lambda _: False,
-        aside_lr: float | None = None,
+        unscheduled_lr: float | None = None,
     ) -> StepResult:
         """Run forward and backward over this rank's share of a mini-batch, then one optimizer step on all ranks or on none.
 
         All data-parallel ranks must pass the same number of micro-batches (dummies included). All ranks skip the update if on any rank
-        the loss or a gradient is not finite or ``is_spike`` returns True for the mini-batch's loss. ``aside_lr``: learning rate of a
+        the loss or a gradient is not finite or ``is_spike`` returns True for the mini-batch's loss. ``unscheduled_lr``: learning rate of a
         step outside the learning-rate schedule (None: a step of the schedule). Raises AssertionError if the model has no optimizer.
         """
         assert self.optimizer is not None, f"the {self.role} was built without an optimizer"
@@ -241,8 +241,8 @@ class MegatronModel:
             fault = Skipped.LOSS
         elif is_spike(metrics["loss"]):
             fault = Skipped.SPIKE
-        grad_norm, skipped = self.optimizer.step(fault, aside_lr=aside_lr)
-        return StepResult(metrics, grad_norm, self.optimizer.learning_rate if aside_lr is None else aside_lr, skipped)
+        grad_norm, skipped = self.optimizer.step(fault, unscheduled_lr=unscheduled_lr)
+        return StepResult(metrics, grad_norm, self.optimizer.learning_rate if unscheduled_lr is None else unscheduled_lr, skipped)
 
     def accumulate(self, microbatches: Sequence[MicroBatch], loss: LossFunction) -> dict[str, float]:
         """Run forward and backward; leaves the mini-batch's gradients in the buffers and returns its reduced statistics."""
@@ -288,8 +288,8 @@ class MegatronModel:
 
     @torch.no_grad()
     def set_value_bias(self, value: float) -> None:
-        """Set the bias of a critic's head of zeros to predict ``value``, before its first update, in the optimizer's copy too."""
-        assert self.role == "critic" and (self.optimizer is None or self.optimizer.all_updates == 0), "a critic without an update"
+        """Set the bias of a critic's zero-initialised head to predict ``value``, in the weights and in the optimizer's main parameters."""
+        assert self.role == "critic" and (self.optimizer is None or self.optimizer.all_updates == 0), "critic before its first update"
         bins = self.architecture.value_bins
         for chunk in self.chunks:
             if isinstance(head := getattr(chunk, "output_layer", None), ValueHead):
@@ -424,8 +424,8 @@ def wrap_chunks(chunks: list[Any], *, overlap: bool = HAS_CUDA, device: torch.de
         return [DistributedDataParallel(chunk.config, ddp, chunk, disable_bucketing=number > 0) for number, chunk in enumerate(chunks)]
 
 
-def _ready_sum(chunks: list[Any], num_tokens: Tensor | None = None, **kwargs: Any) -> None:
-    """Megatron's reduction of gradients over DP, CP, sequence parallelism and tied embeddings, without its division.
+def _finalize_gradients(chunks: list[Any], num_tokens: Tensor | None = None, **kwargs: Any) -> None:
+    """Reduce gradients over DP, CP, sequence parallelism and tied embeddings with Megatron's function, without its division by tokens.
 
     This is the only place that affects loss scaling: losses are already normalised sums, so the token count is dropped.
     """

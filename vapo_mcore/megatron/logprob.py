@@ -93,20 +93,20 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         if keep:
             softmax = torch.empty_like(logits)
             softmax[:, valid:] = 0
-        # Of each token on this shard: largest logit; then, of logits minus that: log of the sum of exponentials, the label's, the mean.
-        stats = torch.full((4, tokens), _NOTHING, dtype=torch.float32, device=logits.device)
+        # Per token on this shard: the largest logit; then, of the logits minus it: logsumexp, the label's logit, the mean.
+        stats = torch.full((4, tokens), _MASKED_LOGIT, dtype=torch.float32, device=logits.device)
         stats[3] = 0.0
         for begin in range(0, tokens, step) if valid else ():
             part = slice(begin, begin + step)
             chunk = _float_chunk(logits.detach()[part, :valid], scale)
             if excluded is not None:
-                chunk = chunk.index_fill(1, excluded, _NOTHING)
+                chunk = chunk.index_fill(1, excluded, _MASKED_LOGIT)
             top = chunk.amax(-1)
             shifted = chunk - top[:, None]
             probabilities = torch.softmax(shifted, -1)
             stats[0, part] = top
             stats[1, part] = -probabilities.amax(-1).log()  # the largest is exp(0) / sum
-            stats[2, part] = torch.where(owned[part], shifted.gather(1, label[part, None])[:, 0], _NOTHING)
+            stats[2, part] = torch.where(owned[part], shifted.gather(1, label[part, None])[:, 0], _MASKED_LOGIT)
             if entropy:
                 stats[3, part] = torch.linalg.vecdot(probabilities, shifted)
             if softmax is not None:
@@ -136,7 +136,7 @@ class _VocabParallelLogprobs(torch.autograd.Function):
     @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropies: Tensor | None) -> tuple[Tensor | None, ...]:
         if ctx.used:
-            raise RuntimeError("a second backward pass: the softmax buffer became the gradient in the first; run the forward pass again")
+            raise RuntimeError("second backward pass: the first one overwrote the softmax with the gradient; run the forward pass again")
         ctx.used = True
         grad, label, owned, share, logprobs, entropies, *rest = ctx.saved_tensors
         tokens, valid = grad.shape[0], ctx.valid
@@ -165,5 +165,5 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         return grad, None, None, None, None, None, None, None, None
 
 
-_NOTHING = -1e30
-"""Stands for a logit that is not there (finite, so that its share is exactly 0 and never NaN)."""
+_MASKED_LOGIT = -1e30
+"""Logit of an excluded column; finite, so that its probability is exactly 0 and never NaN."""

@@ -42,11 +42,11 @@ def choose_attention(requested: str, context_parallel_size: int, dtype: str) -> 
             return "te"
         return "varlen" if HAS_CUDA and context_parallel_size == 1 else "sdpa"
     if requested == "te" and not has_te:
-        raise ConfigError("model.attention = te needs CUDA and the transformer-engine package; use auto, varlen or sdpa")
+        raise ConfigError("model.attention = te requires CUDA and the transformer-engine package; use auto, varlen or sdpa")
     if requested == "varlen" and not HAS_CUDA:
-        raise ConfigError("model.attention = varlen needs CUDA; use auto or sdpa")
+        raise ConfigError("model.attention = varlen requires CUDA; use auto or sdpa")
     if requested == "varlen" and context_parallel_size > 1:
-        raise ConfigError("model.attention = varlen does not do context parallelism; use te or sdpa")
+        raise ConfigError("model.attention = varlen does not support context parallelism; use te or sdpa")
     return requested  # type: ignore[return-value]
 
 
@@ -309,11 +309,11 @@ def _value_head(architecture: ModelArchitecture, parallel: ParallelContext, drop
 def _refuse_unsupported(architecture: ModelArchitecture) -> None:
     if architecture.is_moe:
         raise ConfigError(
-            f"{architecture.family} is a mixture of experts: training it is refused until expert-parallel layouts are proven to give "
+            f"{architecture.family} is a mixture of experts: training is not supported until expert-parallel layouts are verified to give "
             "the same step as one process; use a dense model"
         )
     if architecture.attention_output_bias:
-        raise ConfigError("models with a bias on the attention output (attention_bias of the llama family) cannot be trained yet")
+        raise ConfigError("training models with a bias on the attention output (attention_bias of the llama family) is not supported yet")
 
 
 def _build_chunk(

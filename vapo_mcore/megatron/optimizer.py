@@ -101,12 +101,12 @@ class Optimizer:
     def zero_grad(self) -> None:
         self.megatron.zero_grad()
 
-    def step(self, fault: Skipped | None = None, *, aside_lr: float | None = None) -> tuple[float, Skipped | None]:
-        """One update from the gradients in the buffers, unless this or any other rank finds a fault.
+    def step(self, fault: Skipped | None = None, *, unscheduled_lr: float | None = None) -> tuple[float, Skipped | None]:
+        """Apply one update from the gradients in the buffers, unless any rank reports a fault.
 
         Args:
             fault: a fault that this rank has already found in the loss.
-            aside_lr: learning rate of an update outside the schedule (None: the schedule's next update).
+            unscheduled_lr: learning rate of an update outside the schedule (None: the schedule's next update).
 
         Returns:
             (gradient norm before clipping, why the update was skipped or None). All ranks take the same decision; a skipped update
@@ -121,11 +121,11 @@ class Optimizer:
             if agreed is not None:
                 return norm, agreed
             self._clip(norm)
-            if aside_lr is None:
+            if unscheduled_lr is None:
                 self.scheduler.step(1)
                 self.megatron.step_with_ready_grads()
             else:
-                with self._rate(aside_lr):
+                with self._rate(unscheduled_lr):
                     self.megatron.step_with_ready_grads()
                 self.aside_updates += 1
         return norm, None

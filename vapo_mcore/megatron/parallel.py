@@ -99,7 +99,7 @@ def _of_this_start(store: dist.Store) -> dist.Store:
     restarts, shared = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"), os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if nodes > 1 and shared and int(restarts) > 0:
         raise ConfigError(
-            f"torchrun --max-restarts={restarts} on {nodes} nodes: the ranks of a second start would look for those of the first and hang; "
+            f"torchrun --max-restarts={restarts} on {nodes} nodes: restarted ranks would connect to ranks of the previous start and hang; "
             "set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun on all nodes (with --rdzv-backend c10d), or --max-restarts=0"
         )
     return dist.PrefixStore(f"vapo_mcore/start_{start if nodes == 1 else 0}", store)
@@ -116,7 +116,7 @@ def initialize_parallel(config: ParallelConfig) -> ParallelContext:
     initialize_distributed(config.timeout_minutes)
     if dist.get_world_size() != config.world_size:
         raise ConfigError(
-            f"parallel.world_size = {config.world_size}, but {dist.get_world_size()} processes were started; start as many or change it"
+            f"parallel.world_size = {config.world_size}, but {dist.get_world_size()} processes were started; make the two equal"
         )
     with megatron_scope():
         ps.destroy_model_parallel()

@@ -100,7 +100,7 @@ class RotaryTable:
         self.table: Tensor | None = None
 
     def __call__(self, max_seq_len: int, offset: int = 0, packed_seq: bool = False, cp_group: Any = None) -> Tensor:
-        assert packed_seq and offset == 0, "unpacked sequences would need their share of a context-parallel rank"
+        assert packed_seq and offset == 0, "unpacked sequences would need the angles of a context-parallel rank's share"
         if self.table is None or self.table.shape[0] < max_seq_len:
             self.table = self.make(max_seq_len)
         return self.table[:max_seq_len]

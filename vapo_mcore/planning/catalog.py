@@ -36,7 +36,7 @@ def find_architecture(model: str) -> ModelArchitecture:
     if name not in names:
         near = get_close_matches(name, names, n=1)
         hint = f"did you mean {near[0]}? " if near else ""
-        raise ConfigError(f"{model!r} is no known model, file or folder; {hint}known: {', '.join(names)}; or give a config.json")
+        raise ConfigError(f"{model!r} is not a known model, file or folder; {hint}known: {', '.join(names)}; or give a config.json")
     text = files(__package__).joinpath("models", f"{name}.json").read_text(encoding="utf-8")
     return architecture_from_config(json.loads(text), name)
 

@@ -22,13 +22,15 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--nodes", type=_positive, help="nodes of the cluster; sets parallel.world_size to nodes x devices of a node")
-    parser.add_argument("--gpus-per-node", type=_positive, default=8, metavar="N", help="devices of a node (default: 8)")
-    parser.add_argument("--device", choices=sorted(DEVICES), default="h100", help="whose memory and rates (default: h100)")
-    parser.add_argument("--rate", action="append", default=[], metavar="KEY=NUMBER", help="replaces a number of the device's table")
+    parser.add_argument("--nodes", type=_positive, help="nodes of the cluster; sets parallel.world_size to nodes x devices per node")
+    parser.add_argument("--gpus-per-node", type=_positive, default=8, metavar="N", help="devices per node (default: 8)")
+    parser.add_argument("--device", choices=sorted(DEVICES), default="h100", help="device type, with its memory and rates (default: h100)")
+    parser.add_argument(
+        "--rate", action="append", default=[], metavar="KEY=NUMBER", help="override a number of the device's table; repeatable"
+    )
     parser.add_argument("--model-config", metavar="MODEL", help="a known model, a config.json or a folder, instead of model.path")
-    parser.add_argument("--response-length", type=_positive, metavar="TOKENS", help="assumed mean (default: 0.4 of the longest)")
-    parser.add_argument("--search", action="store_true", help="look for the cheapest layouts that fit on at most these nodes")
+    parser.add_argument("--response-length", type=_positive, metavar="TOKENS", help="assumed mean (default: 0.4 of the maximum)")
+    parser.add_argument("--search", action="store_true", help="search for the cheapest layouts that fit on at most these nodes")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
 
 
@@ -111,7 +113,7 @@ class _Loader:
             self.notes.append(f"{key}: {folder!r} does not exist; planned with the policy's architecture")
             return otherwise
         raise ConfigError(
-            f"{key}: {folder!r} does not exist, and {name!r} is no known model; give --model-config with a config.json or one of "
+            f"{key}: {folder!r} does not exist, and {name!r} is not a known model; give --model-config with a config.json or one of "
             f"{', '.join(known_models())}"
         )
 
@@ -154,17 +156,17 @@ def _warnings(subject: Subject, cluster: Cluster) -> Iterator[str]:
     p = subject.config.parallel
     if subject.is_moe:
         yield (
-            f"{subject.policy.family} is a mixture of experts: `train` refuses it until expert-parallel layouts are shown to give the same "
-            "step as one process. Planned with all experts cut over tensor parallelism; activations are those of the dense model of a "
-            "token's active size, without routing buffers"
+            f"{subject.policy.family} is a mixture of experts: `train` rejects it until expert-parallel layouts are verified to give the "
+            "same step as one process. Planned with all experts sharded over tensor parallelism; activations are those of a dense model of "
+            "the active size, without routing buffers"
         )
     if p.tensor_model_parallel_size * p.context_parallel_size > cluster.processes_per_node:
         yield (
             f"tensor {p.tensor_model_parallel_size} x context {p.context_parallel_size} spans nodes of {cluster.processes_per_node}: "
-            "the time of its exchanges is underestimated"
+            "the communication time is underestimated"
         )
     if subject.config.rollout.dynamic_sampling.enabled:
-        yield "dynamic sampling draws further prompts for groups whose verdicts are all alike; the time of one round is reckoned"
+        yield "dynamic sampling draws further prompts for groups whose verdicts are all equal; only one round is included in the time"
     if not cluster.device.is_gpu:
         return
-    yield "no figure has been measured on a GPU: sizes of state are exact, activations follow the kernels' saved tensors, rates are stated"
+    yield "nothing has been measured on a GPU: state sizes are exact, activations follow the kernels' saved tensors, rates are assumed"

@@ -196,7 +196,7 @@ def _misfits(
     if max(building) > capacity:
         yield (
             f"building the models: {max(building) / GIB:.1f} GiB on a rank of pipeline stage {building.index(max(building))}, "
-            f"{capacity / GIB:.1f} GiB are there (weights twice, as modules and in flat buffers, and gradients)"
+            f"{capacity / GIB:.1f} GiB are available (weights twice, in modules and in flat buffers, and gradients)"
         )
     for stage in ranks[0]:
         number = max(range(len(ranks)), key=lambda rank: ranks[rank][stage].total)
@@ -205,18 +205,18 @@ def _misfits(
             largest = sorted(memory.parts.items(), key=lambda part: -part[1])[:3]
             named = ", ".join(f"{name} {value / GIB:.1f}" for name, value in largest)
             yield (
-                f"{stage}: {memory.total / GIB:.1f} GiB on a rank of pipeline stage {number}, {capacity / GIB:.1f} GiB are there "
-                f"(most: {named})"
+                f"{stage}: {memory.total / GIB:.1f} GiB on a rank of pipeline stage {number}, {capacity / GIB:.1f} GiB are available "
+                f"(largest: {named})"
             )
     longest = config.max_sequence_length
     if engine_traits(config.rollout.engine).reserves_cache and vllm.kv_bytes < longest * vllm.kv_bytes_per_token:
         held = max(0.0, vllm.kv_bytes) / vllm.kv_bytes_per_token
-        yield f"generate: the KV cache holds {held:,.0f} tokens, and one longest sequence has {longest:,}; vLLM would not start"
+        yield f"generate: the KV cache holds {held:,.0f} tokens, but the longest sequence has {longest:,}; vLLM would not start"
     if device.is_gpu and host.total > device.node_memory:
         yield (
             f"host: {host.offloaded / GIB:.0f} GiB of offloaded state, {host.snapshots / GIB:.0f} GiB of copies for checkpoints and "
             f"{host.processes / GIB:.0f} GiB of processes on a node, "
-            f"{device.node_memory / GIB:.0f} GiB are there"
+            f"{device.node_memory / GIB:.0f} GiB are available"
         )
 
 

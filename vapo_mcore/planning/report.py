@@ -93,9 +93,9 @@ def print_plan(console: Console, plan: Plan, notes: Sequence[str]) -> None:
         f"{p.data_parallel_size}; rollout tensor {config.rollout_tensor_parallel_size}; recompute {config.model.recompute}"
     )
     console.print(
-        f"a step: {work.responses:,} responses of {work.response_length:,} tokens (assumed mean; longest "
+        f"per step: {work.responses:,} responses of {work.response_length:,} tokens (assumed mean; maximum "
         f"{config.rollout.max_response_length:,}) after prompts of {work.prompt_length:,}, {work.updates} updates of "
-        f"{work.microbatches_per_update} micro-batches a rank"
+        f"{work.microbatches_per_update} micro-batches per rank"
     )
     for note in notes:
         console.print(f"note: {note}")
@@ -109,7 +109,7 @@ def _memory_table(plan: Plan) -> Table:
     """Tabulate the memory of the fullest pipeline rank of each stage, one row per purpose."""
     unit = "device" if plan.cluster.device.is_gpu else "process"
     table = Table(
-        title=f"GiB a {unit} on the fullest pipeline rank of each stage; {plan.capacity / GIB:.1f} are there", title_justify="left"
+        title=f"GiB per {unit} on the fullest pipeline rank of each stage; {plan.capacity / GIB:.1f} available", title_justify="left"
     )
     table.add_column("")
     fullest = {stage: max((rank[stage] for rank in plan.ranks), key=lambda memory: memory.total) for stage in STAGES}
@@ -152,11 +152,11 @@ def _print_other_bytes(console: Console, plan: Plan) -> None:
         "weight sync": sent.weight_sync,
         "host": sent.host,
     }
-    console.print("GiB that a rank moves in a step: " + ", ".join(f"{name} {value / GIB:.1f}" for name, value in parts.items() if value))
+    console.print("GiB sent per rank and step: " + ", ".join(f"{name} {value / GIB:.1f}" for name, value in parts.items() if value))
 
 
 def _time_table(plan: Plan) -> Table:
-    table = Table(title="estimated seconds a step, from the device's stated rates", title_justify="left")
+    table = Table(title="estimated seconds per step, from the device's assumed rates", title_justify="left")
     table.add_column("stage")
     names = list(plan.step.phases)
     for name in (*names, "total"):
@@ -176,7 +176,7 @@ def _print_run(console: Console, plan: Plan) -> None:
     run = plan.run
     evaluations = f", {run.evaluations} evaluations" if run.evaluations else ""
     if run.evaluations and plan.step.evaluation is None:
-        evaluations += " (not counted: sizes of files are not known; set eval.max_prompts)"
+        evaluations += " (not included: file sizes are unknown; set eval.max_prompts)"
     console.print(
         f"the recipe: {run.pretraining_steps} steps of value pretraining, {run.steps} steps = {run.updates:,} policy updates{evaluations}: "
         f"{run.seconds / 3600:.1f} h, {run.gpu_hours:,.0f} {'GPU' if plan.cluster.device.is_gpu else 'process'}-hours"
@@ -194,12 +194,12 @@ def print_verdict(console: Console, plan: Plan, changes: Sequence[Change]) -> No
         for change in changes:
             console.print(f"  {change.setting}   ({_summary(change)})")
     else:
-        console.print("no single change makes it fit; --search looks for layouts")
+        console.print("no single change makes it fit; use --search to find layouts")
 
 
 def print_layouts(console: Console, layouts: Sequence[Change]) -> None:
     if not layouts:
-        console.print("no layout on this cluster holds this recipe")
+        console.print("this recipe fits in no layout on this cluster")
         return
     console.print("layouts that fit, cheapest first:")
     for layout in layouts:
@@ -211,5 +211,5 @@ def _summary(change: Change) -> str:
     nodes = plan.cluster.nodes
     return (
         f"{nodes} node{'s' * (nodes > 1)}, at most {plan.peak / GIB:.1f} of {plan.capacity / GIB:.1f} GiB, "
-        f"{plan.step.seconds:,.0f} s a step, {plan.run.gpu_hours:,.0f} GPU-hours"
+        f"{plan.step.seconds:,.0f} s per step, {plan.run.gpu_hours:,.0f} GPU-hours"
     )

@@ -48,7 +48,7 @@ _MULTIPLE = re.compile(
     rf"([-+]?\d[\d,]{{0,20}}(?:\.\d{{1,20}})?)(?:\s|\\ |~)*(?:\\text\s*\{{\s*)?({'|'.join(_POWERS_OF_TEN)})(?:\s+[a-z]{{4,20}})?\s*\}}?",
     re.IGNORECASE,
 )
-_TOLD_IN_TEXT = re.compile(r"([-+]?[\d.,]{1,40})(?:\s|\\ |~)*\\(?:text|mathrm|textrm|mbox)\s*\{\s*([^{}()]{1,80}?)\s*\}")
+_NUMBER_AND_TEXT = re.compile(r"([-+]?[\d.,]{1,40})(?:\s|\\ |~)*\\(?:text|mathrm|textrm|mbox)\s*\{\s*([^{}()]{1,80}?)\s*\}")
 _ROMAN_CONSTANT = re.compile(r"\\(?:mathrm|text|rm|operatorname)\s*\{\s*(e|i)\s*\}")
 _APPROXIMATELY = re.compile(r"^\s*(?:\\approx|\\simeq|\u2248)\s*")
 _CELSIUS = re.compile(r"\^\s*(?:\\circ|\{\s*\\circ\s*\})\s*(?:[CF]|\\(?:text|mathrm)\s*\{\s*[CF]\s*\})")
@@ -110,8 +110,8 @@ def normalize_answer(text: str) -> str:
         return r"\infty"
     if multiple := _MULTIPLE.fullmatch(text):
         return rf"{multiple[1].replace(',', '')}\times 10^{{{_POWERS_OF_TEN[multiple[2].lower()]}}}"
-    if (told := _TOLD_IN_TEXT.fullmatch(text)) and _NUMBER_WORDS.search(told[2]):
-        text = f"{told[1]} {told[2]}"  # the reader drops what stands in \\text
+    if (worded := _NUMBER_AND_TEXT.fullmatch(text)) and _NUMBER_WORDS.search(worded[2]):
+        text = f"{worded[1]} {worded[2]}"  # the parser drops the contents of \\text
     if scientific := _SCIENTIFIC.fullmatch(text):
         return rf"{scientific[1]}\times 10^{{{int(scientific[2])}}}"
     if mixed := _MIXED.fullmatch(text):

@@ -217,7 +217,7 @@ class VerifierPool:
         for thread in self._endings:
             thread.join(max(0.0, deadline - time.monotonic()))
         if any(thread.is_alive() for thread in self._endings):
-            logger.warning("a verifier process did not end within %.0f s; left to the operating system", _CLOSE_SECONDS)
+            logger.warning("a verifier process did not end within %.0f s; no longer waiting for it", _CLOSE_SECONDS)
         self._endings = []
 
     def _check_open(self) -> None:
@@ -259,7 +259,7 @@ class VerifierPool:
                     known[key] = self._cache[key]
                 else:
                     firsts.setdefault(key, index)
-            return self._collect(keys, firsts, known, self._work_off(deque(firsts.values()), items))
+            return self._collect(keys, firsts, known, self._process_queue(deque(firsts.values()), items))
 
     def respond(self, environment: str, requests: Sequence[TurnRequest]) -> list[Reply]:
         """Return an environment's reply to the newest turn of each response, in order. Never raises because of a response.
@@ -272,12 +272,12 @@ class VerifierPool:
         items = [_Turns(ENVIRONMENT + environment, r.turns, r.ground_truth, r.metadata) for r in requests]
         with self._lock:
             self._check_open()
-            answered = self._work_off(deque(range(len(items))), items)
+            answered = self._process_queue(deque(range(len(items))), items)
         results = [answered[index] for index in range(len(items))]
         return [Reply(result.observation or Observation(None), result.error) for result in results]
 
-    def _work_off(self, queue: deque[int], items: Sequence[_Item]) -> dict[int, Graded]:
-        """The results of the items in the queue, with all workers anew where they were lost."""
+    def _process_queue(self, queue: deque[int], items: Sequence[_Item]) -> dict[int, Graded]:
+        """Process the queued items and return their results; replaces all workers if none stays alive."""
         results: dict[int, Graded] = {}
         with self._clean_after_failure():
             while True:
@@ -296,13 +296,13 @@ class VerifierPool:
         """Replace all workers; the responses being graded get no verdict. Raises RewardError after too many consecutive attempts."""
         tried = self._restarts_in_a_row
         if tried >= self._max_restarts:
-            before = f" All of them were replaced {tried} times before this (faults.grader_restarts)." if tried else ""
+            before = f" All workers have already been replaced {tried} times in a row (faults.grader_restarts)." if tried else ""
             raise RewardError(reason + before)
         self._restarts_in_a_row += 1
         self._restarts_untaken += 1
         self._failed_starts = 0
-        logger.warning("%s All of them are replaced now; what they were grading has no verdict.", reason)
-        time.sleep(min(_MAX_PAUSE_SECONDS, _PAUSE_SECONDS * 2**tried))  # memory may be short for a moment only
+        logger.warning("%s Replacing all workers; the responses being graded get no verdict.", reason)
+        time.sleep(min(_MAX_PAUSE_SECONDS, _PAUSE_SECONDS * 2**tried))  # a shortage of memory may be temporary
         self._check_open()
         for index in [*chunk, *(index for slot in self._slots for index in slot.release())]:
             graded[index] = Graded(0.0, "the grading processes could not be kept alive", 0.0, "crash")
@@ -462,8 +462,8 @@ class VerifierPool:
         if self._failed_starts >= _MAX_FAILED_STARTS:
             raise _WorkersLostError(
                 f"verifier processes cannot be kept alive: {self._failed_starts} in a row ended outside any verifier, "
-                f"the last one with {how}; its own message, if any, is above. Look for too little memory "
-                "(reward.workers processes run beside the trainer), or for a verifier whose import ends the process.",
+                f"the last one with {how}; its message, if any, is printed above. Likely causes are too little memory "
+                "(reward.workers processes run next to the trainer) and a verifier whose import ends the process.",
                 chunk,
             )
 

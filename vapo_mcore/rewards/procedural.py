@@ -64,7 +64,7 @@ def task_name(metadata: Mapping[str, Any]) -> str:
     inner = metadata.get("entry_metadata", metadata)
     task = metadata.get("task") or inner.get("source_dataset")
     if not isinstance(task, str):
-        raise UngradableError("the metadata name no reasoning-gym task: neither 'task' nor the entry's own 'source_dataset' is there")
+        raise UngradableError("the metadata name no reasoning-gym task: neither 'task' nor the entry's 'source_dataset' is present")
     return task
 
 

@@ -181,4 +181,4 @@ def warm_up() -> None:
     """
     outcome = run_program({"program": _PROBE}, "", 60.0)
     if outcome.stdout.strip() != b"5":
-        raise RewardError("programs cannot be run safely on this machine: they are not refused the network, files or processes")
+        raise RewardError("programs cannot be run safely on this machine: the sandbox does not deny them the network, files or processes")

@@ -203,6 +203,6 @@ def stated_answer(item: GradeItem) -> str | None:
     of the response. Requires a verifier for which :func:`knows_answers` is True.
     """
     path = _BUILT_IN[item.verifier].stated
-    assert path is not None, f"{item.verifier} has no notion of an answer"
+    assert path is not None, f"{item.verifier} defines no stated answer"
     answer: str | None = _part(path)(answer_region(item.response, item.metadata), item.ground_truth, item.metadata)
     return answer

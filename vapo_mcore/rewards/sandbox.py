@@ -88,7 +88,7 @@ def _watch(process: subprocess.Popen[bytes], results: Any, seconds: float) -> Ou
             process.kill()
         code = process.wait()
     if code == UNPROTECTED:
-        raise RewardError("programs cannot be run safely on this machine: seccomp on x86-64 Linux is needed")
+        raise RewardError("programs cannot be run safely on this machine: requires seccomp on x86-64 Linux")
     return Outcome(within and code == 0, bytes(read[process.stdout]), bytes(read[results]))
 
 

@@ -128,12 +128,12 @@ def initialize_worker(progress: Progress, settings: WorkerSettings) -> None:
         _, hard = resource.getrlimit(resource.RLIMIT_DATA)
         limit = _settings.memory_bytes if hard == resource.RLIM_INFINITY else min(hard, _settings.memory_bytes)
         resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
-    _forget_the_job()
+    _remove_rank_environment()
     _adopt_orphans()
 
 
-def _forget_the_job() -> None:
-    """A verifier is not a rank: it must not join process groups, take ports or touch an accelerator."""
+def _remove_rank_environment() -> None:
+    """Remove the rank's environment variables: a verifier must not join process groups, bind ports or use an accelerator."""
     for name in [*_DISTRIBUTED_VARIABLES, *(n for n in os.environ if n.startswith("TORCHELASTIC_"))]:
         os.environ.pop(name, None)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -188,8 +188,8 @@ def grade_chunk(names: Sequence[str], items: Sequence[Item]) -> ChunkResult:
         _progress.enter(Phase.LOADING)
         try:
             _load(name)
-        except BaseException as error:  # noqa: BLE001 - whatever a user's module does at import, the parent must hear of it
-            result.load_error = f"{described(name)} cannot be loaded: {error if isinstance(error, VapoError) else _told(error)}"
+        except BaseException as error:  # noqa: BLE001 - report anything that a user's module raises on import to the parent
+            result.load_error = f"{described(name)} cannot be loaded: {error if isinstance(error, VapoError) else _error_text(error)}"
             return result
     began = time.monotonic()
     worker_pid = os.getpid()
@@ -227,8 +227,8 @@ def _grade(name: str, response: str, ground_truth: str, metadata: Mapping[str, A
             score, steps = float(score), tuple(StepReward(int(step.end), float(step.reward)) for step in given.steps)
     except UngradableError as fault:
         error, cause = str(fault), "ground_truth"
-    except BaseException as fault:  # noqa: BLE001 - SystemExit too: a verifier that exits has given no verdict
-        error = f"verifier {name!r} failed: {_told(fault)}"
+    except BaseException as fault:  # noqa: BLE001 - including SystemExit: a verifier that exits gives no verdict
+        error = f"verifier {name!r} failed: {_error_text(fault)}"
     seconds = time.perf_counter() - start
     return Graded(0.0, error, seconds, cause) if error else Graded(score, None, seconds, steps=steps)
 
@@ -246,7 +246,7 @@ def _answer(name: str, turns: tuple[str, ...], ground_truth: str, metadata: Mapp
             fault = found.fault()
             error = None if fault is None else f"{described(name)} returned {_shortened(fault)}"
     except BaseException as fault:  # noqa: BLE001 - as for verifiers
-        error = f"{described(name)} failed: {_told(fault)}"
+        error = f"{described(name)} failed: {_error_text(fault)}"
     seconds = time.perf_counter() - start
     return Graded(0.0, error, seconds, "environment") if error else Graded(0.0, None, seconds, observation=observation)
 
@@ -272,8 +272,8 @@ def _score_fault(name: str, score: object) -> str | None:
     return None
 
 
-def _told(error: BaseException) -> str:
-    """Type and message of whatever a user's code raised; its ``__str__`` is a user's code, too."""
+def _error_text(error: BaseException) -> str:
+    """Return type and message of an exception from user code, whose ``__str__`` may fail too."""
     try:
         message = _shortened(str(error))
     except BaseException:  # noqa: BLE001

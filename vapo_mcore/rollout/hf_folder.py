@@ -25,7 +25,7 @@ def stop_token_ids(folder: str | Path, *, required: bool = True) -> tuple[int, .
             return tuple(sorted(set(ids)))
     if not required:
         return ()
-    raise CheckpointError(f"{folder}: no eos_token_id in generation_config.json or config.json, so no response could ever end; add one")
+    raise CheckpointError(f"{folder}: no eos_token_id in generation_config.json or config.json, so responses could never end; add one")
 
 
 def parameter_shapes(folder: str | Path) -> dict[str, tuple[int, ...]]:
@@ -43,7 +43,7 @@ def require_supported(folder: str | Path, max_model_len: int) -> ModelArchitectu
     """Return the architecture; raises if weight sync or generation with ``max_model_len`` tokens does not support it."""
     architecture = read_architecture(folder)
     if architecture.is_moe:
-        raise RolloutError(f"{folder}: weight sync of mixture-of-experts models is not available yet")
+        raise RolloutError(f"{folder}: weight sync of mixture-of-experts models is not supported yet")
     if max_model_len > architecture.max_position_embeddings:
         raise ConfigError(
             f"data.max_prompt_length + rollout.max_response_length = {max_model_len} exceeds max_position_embeddings = "

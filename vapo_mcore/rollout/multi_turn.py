@@ -65,8 +65,8 @@ class ObservationFormat:
             parts = turn_parts(tokenizer, kwargs)
             if parts is None:
                 raise ConfigError(
-                    "rollout.environment.format: the tokenizer's chat template does not write a second user turn as it is; give the text "
-                    "around {observation} yourself"
+                    "rollout.environment.format: the tokenizer's chat template does not reproduce a second user turn verbatim; give "
+                    "the text around {observation} here"
                 )
             opened, after = parts
             ended = opened if end is None else opened.lstrip().removeprefix(end.text)
@@ -86,7 +86,7 @@ class ObservationFormat:
         if around >= made.limit:
             raise ConfigError(
                 f"rollout.environment.max_observation_length = {made.limit}: the text around an observation alone has {around} tokens; "
-                "give more, or another format"
+                "raise the limit, or change the format"
             )
         return made
 

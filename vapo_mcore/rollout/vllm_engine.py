@@ -163,7 +163,7 @@ class VllmEngine(StatefulEngine):
         if _HAS_CUDA:
             self._llm.wake_up(tags=["kv_cache"])
         if not self._llm.reset_prefix_cache():
-            raise RolloutError("vLLM could not drop its prefix cache after a weight sync: requests are still running")
+            raise RolloutError("vLLM could not reset its prefix cache after a weight sync: requests are still running")
 
     def _load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights)})
@@ -227,9 +227,9 @@ def _require_installed() -> None:
 def _prepare_environment(rank: int) -> None:
     """Set environment variables that vLLM reads on import or start."""
     if not dist.is_initialized():
-        raise RolloutError("the process group must exist before the vLLM engine: it is how the ranks of a replica talk")
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine lives in this process
-    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # training in the same process needs its threads where they are
+        raise RolloutError("initialise the process group before the vLLM engine: the ranks of a replica communicate through it")
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # run the engine in this process
+    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # do not bind threads, which training in the same process uses too
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"].upper())  # vLLM warns before it reads the variable
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -301,10 +301,10 @@ def _require_released() -> None:
         from vllm.device_allocator.cumem import CuMemAllocator
 
         held = 0 if CuMemAllocator.instance is None else CuMemAllocator.instance.get_current_usage()
-    told = {rank: num_bytes for rank, num_bytes in enumerate(all_gather_objects(held)) if num_bytes}
-    if told:
-        listing = ", ".join(f"rank {rank}: {num_bytes / 2**30:.1f} GiB" for rank, num_bytes in told.items())
-        raise EngineRemains(f"the failed engine still holds device memory ({listing}), and vLLM allows one engine a process; start again")
+    remaining = {rank: num_bytes for rank, num_bytes in enumerate(all_gather_objects(held)) if num_bytes}
+    if remaining:
+        listing = ", ".join(f"rank {rank}: {num_bytes / 2**30:.1f} GiB" for rank, num_bytes in remaining.items())
+        raise EngineRemains(f"the failed engine still holds device memory ({listing}), and vLLM allows one per process; restart the run")
 
 
 def _run_key() -> str:
@@ -387,7 +387,7 @@ def _require_parameters_of(llm: Any, shapes: dict[str, tuple[int, ...]]) -> None
         unpacked |= {".".join(filter(None, (parent, part, leaf))) for part in packed.get(module, [module])}
     if unpacked != set(shapes):
         raise RolloutError(
-            "vLLM builds another model from this folder than transformers does; only in vLLM: "
+            "vLLM builds a different model from this folder than transformers; only in vLLM: "
             f"{listed(unpacked - set(shapes)) or 'nothing'}; only in transformers: {listed(set(shapes) - unpacked) or 'nothing'}"
         )
 

@@ -29,7 +29,7 @@ def require_same_names(expected: Collection[str], model: Collection[str]) -> Non
     if surplus:
         faults.append(f"not in the model ({len(surplus)}): {listed(surplus)}")
     if faults:
-        raise RolloutError(f"weight sync: the names to be delivered are not those of the rollout model; {'; '.join(faults)}")
+        raise RolloutError(f"weight sync: the announced names do not match the rollout model; {'; '.join(faults)}")
 
 
 class WeightStream:
@@ -77,11 +77,11 @@ class WeightStream:
         if self._repeated:
             faults.append(f"delivered twice ({len(self._repeated)}): {listed(self._repeated)}")
         if self._misshaped:
-            faults.append(f"of another shape ({len(self._misshaped)}): {listed(self._misshaped)}")
+            faults.append(f"wrong shape ({len(self._misshaped)}): {listed(self._misshaped)}")
         if unread:
             faults.append(f"not read by the loader ({len(unread)}): {listed(unread)}")
         if faults:
-            raise RolloutError(f"weight sync: the delivered tensors are not those of the rollout model; {'; '.join(faults)}")
+            raise RolloutError(f"weight sync: the delivered tensors do not match the rollout model; {'; '.join(faults)}")
 
     def _next_bucket(self) -> list[tuple[str, Tensor]] | None:
         start = time.perf_counter()

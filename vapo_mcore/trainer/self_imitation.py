@@ -93,7 +93,7 @@ class SelfImitation:
         assert policy.optimizer is not None
         loss = SupervisedLoss(self.config.rollout.temperature)
         rate = self.settings.lr if self.settings.lr is not None else policy.optimizer.learning_rate
-        result = policy.train_step(self._microbatches(sample, "loss_weights", self.settings.coef), loss, aside_lr=rate)
+        result = policy.train_step(self._microbatches(sample, "loss_weights", self.settings.coef), loss, unscheduled_lr=rate)
         tokens = result.metrics["tokens"]
         metrics.put("imitation/responses", len(sample.prompt_ids))
         metrics.put("imitation/nll", result.metrics["nll"] / tokens)
@@ -106,7 +106,7 @@ class SelfImitation:
         assert critic.optimizer is not None
         coef = self.settings.value_coef
         loss = CriticLoss(None, critic.architecture.value_bins)
-        result = critic.train_step(self._microbatches(sample, "value_weights", coef), loss, aside_lr=critic.optimizer.learning_rate)
+        result = critic.train_step(self._microbatches(sample, "value_weights", coef), loss, unscheduled_lr=critic.optimizer.learning_rate)
         metrics.put("imitation/value_loss", result.metrics["loss"] / coef)
         return result.skipped is None
 

@@ -25,19 +25,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for action in (to_megatron, to_hf):
         action.add_argument("source", type=Path, metavar="SOURCE")
         action.add_argument("destination", type=Path, metavar="DESTINATION", help="must not exist")
-        action.add_argument("--role", choices=("policy", "critic"), help="what the model is (default: what its head says)")
-        action.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="type of the weights (default: as stored)")
-    to_megatron.add_argument("--vocab-multiple", type=int, default=128, metavar="N", help="pad the vocabulary with zero rows to it (128)")
-    to_hf.add_argument("--max-shard-size", type=_size, default=_size("5GB"), metavar="SIZE", help="of a safetensors file (5GB)")
-    verify = actions.add_parser("verify", help="are two models equal? exit code 0: yes, 1: no")
+        action.add_argument("--role", choices=("policy", "critic"), help="kind of model (default: detected from its head)")
+        action.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="dtype of the weights (default: as stored)")
+    to_megatron.add_argument("--vocab-multiple", type=int, default=128, metavar="N", help="pad the vocabulary to a multiple of N (128)")
+    to_hf.add_argument("--max-shard-size", type=_size, default=_size("5GB"), metavar="SIZE", help="largest safetensors file (5GB)")
+    verify = actions.add_parser("verify", help="compare two models; exit code 0: equal, 1: different")
     verify.add_argument("first", type=Path, metavar="FIRST", help="Hugging Face or Megatron folder; Hugging Face with --logits")
     verify.add_argument("second", type=Path, nargs="?", metavar="SECOND", help="the other model (default: FIRST's own checksums)")
     verify.add_argument("--logits", action="store_true", help="compare outputs: FIRST in transformers, SECOND in Megatron, float32")
-    verify.add_argument("--text", type=Path, metavar="FILE", help="one text a line for --logits (default: a built-in sentence)")
-    verify.add_argument("--tolerance", type=float, default=_DEFAULT_TOLERANCE, metavar="X", help="of --logits (1e-5)")
-    inspect = actions.add_parser("inspect", help="what a model folder holds")
+    verify.add_argument("--text", type=Path, metavar="FILE", help="one text per line for --logits (default: a built-in sentence)")
+    verify.add_argument("--tolerance", type=float, default=_DEFAULT_TOLERANCE, metavar="X", help="largest difference allowed (1e-5)")
+    inspect = actions.add_parser("inspect", help="describe the contents of a model folder")
     inspect.add_argument("source", type=Path, metavar="FOLDER")
-    inspect.add_argument("--tensors", action="store_true", help="list every tensor with its type, shape and checksum")
+    inspect.add_argument("--tensors", action="store_true", help="list every tensor with dtype, shape and checksum")
     for action in (to_hf, verify, inspect):
         action.add_argument("--config", type=Path, metavar="HF_FOLDER", help="config of a Megatron checkpoint (default: its subfolder hf)")
 
@@ -78,7 +78,7 @@ def _convert(options: argparse.Namespace) -> int:
     size = f"{report.num_bytes / 1e9:.3f} GB in {seconds:.1f} s ({report.num_bytes / 1e6 / seconds:.0f} MB/s)"
     print(f"{options.destination}: {report.role}, {report.tensors} tensors, {size}")
     for name, reason in report.dropped.items():
-        print(f"left out: {name} ({reason})")
+        print(f"skipped: {name} ({reason})")
     return 0
 
 

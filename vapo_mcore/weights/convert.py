@@ -73,7 +73,7 @@ def hf_to_megatron(
     refuse_existing(destination)
     with open_view(source, role=role) as view, new_folder(destination) as folder:
         if not isinstance(view, HfFolderView):
-            raise CheckpointError(f"{source} is a Megatron checkpoint already; hf-to-megatron wants a Hugging Face folder")
+            raise CheckpointError(f"{source} is already a Megatron checkpoint; hf-to-megatron takes a Hugging Face folder")
         companion_files(view.companions)
         kept = {name: stored_dtype(view.dtype(name), name, dtype) for entry in view.plan for name in entry.hf_names}
         size = sum(math.prod(shape) * kept[name].itemsize for name, shape in hf_manifest(view.plan).items())
@@ -157,7 +157,7 @@ def megatron_to_hf(
     refuse_existing(destination)
     with open_view(source, role=role, companions=config) as view, new_folder(destination) as folder:
         if not isinstance(view, MegatronFolderView):
-            raise CheckpointError(f"{source} is no Megatron distributed checkpoint (it has no .metadata file)")
+            raise CheckpointError(f"{source} is not a Megatron distributed checkpoint (it has no .metadata file)")
         companion_files(view.companions)
         manifest = {name: (shape, stored_dtype(view.dtype(name), name, dtype)) for name, shape in hf_manifest(view.plan).items()}
         checksums = _Checksums()

@@ -51,7 +51,7 @@ class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if name in _CLASSES.get(module, "").split():
             return super().find_class(module, name)
-        raise CheckpointError(f"the checkpoint's {METADATA_NAME} refers to {module}.{name}, which is no part of the format; it is refused")
+        raise CheckpointError(f"the checkpoint's {METADATA_NAME} refers to {module}.{name}, which is not part of the format; not loaded")
 
 
 class DistributedCheckpointWriter:
@@ -88,7 +88,7 @@ class DistributedCheckpointWriter:
         """Write one shard of a Megatron ``ShardedObject``, for example a module's ``_extra_state``."""
         name = f"{key}/shard_{'.'.join(map(str, offset))}_{'.'.join(map(str, global_shape))}"
         self._objects.append(name)
-        content = _archive_of_nothing() if value is None else _archive(value)
+        content = _archive_of_none() if value is None else _archive(value)
         self._store(name, None, lambda stream: stream.write(content))
 
     def _save(self, value: Tensor, stream: io.BufferedRandom) -> None:
@@ -238,8 +238,8 @@ def _archive(value: Any) -> bytes:
 
 
 @cache
-def _archive_of_nothing() -> bytes:
-    """What most sharded objects are: one a layer and module, and a mixture of experts has thousands."""
+def _archive_of_none() -> bytes:
+    """Cached: most sharded objects are None, one per layer and module, and a mixture of experts has thousands."""
     return _archive(None)
 
 
@@ -273,7 +273,7 @@ class DistributedCheckpointReader:
                 metadata = _MetadataUnpickler(stream).load()
             entries, storage = dict(metadata.state_dict_metadata), dict(metadata.storage_data)
         except (OSError, ValueError, KeyError, TypeError, EOFError, AttributeError, pickle.UnpicklingError) as error:
-            raise CheckpointError(f"{self.folder} is no Megatron distributed checkpoint, or a damaged one: {error!r}") from error
+            raise CheckpointError(f"{self.folder} is not a Megatron distributed checkpoint, or is damaged: {error!r}") from error
         if backend != "torch_dist":
             raise CheckpointError(f"{self.folder} has the format {backend!r}; only 'torch_dist' is supported")
         self._entries = {key: entry for key, entry in entries.items() if hasattr(entry, "chunks")}
@@ -353,7 +353,7 @@ class DistributedCheckpointReader:
             raise CheckpointError(f"{self.folder}: {name} is not stored")
         value = self._load(name, info)
         if not isinstance(value, list) or len(value) != 1:
-            raise CheckpointError(f"{self.folder / info.relative_path}: {name} is not stored as Megatron stores an object")
+            raise CheckpointError(f"{self.folder / info.relative_path}: {name} does not have Megatron's format of a sharded object")
         return value[0]
 
     def _load(self, key: str, info: Any) -> Any:
@@ -361,7 +361,7 @@ class DistributedCheckpointReader:
             try:
                 return torch.load(_Window(stream, info.offset, info.length), map_location="cpu", weights_only=True)  # type: ignore[arg-type]
             except (RuntimeError, ValueError, AttributeError, pickle.UnpicklingError, EOFError) as error:
-                raise CheckpointError(f"{self.folder / info.relative_path}: {key} is damaged or refused: {error}") from error
+                raise CheckpointError(f"{self.folder / info.relative_path}: {key} is damaged or not allowed: {error}") from error
 
 
 def _overlap(

@@ -71,7 +71,7 @@ class Exporter:
         self.architecture, self.parallel, self.role = architecture, parallel, role
         self.plan = plan_mapping(architecture, role)
         if any(entry.is_expert for entry in self.plan):
-            raise CheckpointError("exporting a mixture of experts from a running job is not available; use the offline conversion")
+            raise CheckpointError("exporting a mixture of experts from a running job is not supported; use the offline conversion")
         self._parameters = {
             index: parameter
             for index, parameter in match_parameters(self.plan, global_parameters(chunks)).items()
@@ -113,8 +113,8 @@ class Exporter:
 
     def _needs_pieces(self, item: _Item) -> bool:
         degree = self._degree(item)
-        travels = degree > 1 or self.parallel.pipeline_model_parallel_size > 1
-        return travels and item.shard_numel * item.dtype.itemsize * degree > self._limit
+        is_communicated = degree > 1 or self.parallel.pipeline_model_parallel_size > 1
+        return is_communicated and item.shard_numel * item.dtype.itemsize * degree > self._limit
 
     @torch.no_grad()
     def _export_in_pieces(self, item: _Item) -> list[tuple[str, Tensor]]:
@@ -123,9 +123,9 @@ class Exporter:
         tensors = [torch.empty(shape, dtype=item.dtype, device=device) for shape in item.entry.hf_shapes]
         rows, degree = item.shard_shape[0], self._degree(item)
         sources = None if item.entry.functions.cuts_columns else self._row_sources(item, degree, device)
-        numbers = 0 if sources is None else 5 * 8 * degree * rows  # what the row numbers and their comparisons take
+        index_bytes = 0 if sources is None else 5 * 8 * degree * rows  # row indices and their comparisons
         row_bytes = item.shard_numel // rows * item.dtype.itemsize * degree
-        step = max(1, int((self._limit - numbers / 3) // row_bytes))
+        step = max(1, int((self._limit - index_bytes / 3) // row_bytes))
         for start in range(0, rows, step):
             stop = min(start + step, rows)
             blocks = self._gather_piece(self._piece(item, start, stop), degree)

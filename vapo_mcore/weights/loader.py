@@ -186,5 +186,5 @@ def _require_tied(source: SafetensorsFolder, architecture: ModelArchitecture, pa
     if not source.equal("lm_head.weight", "model.embed_tokens.weight", (count * rank // size, count * (rank + 1) // size)):
         raise CheckpointError(
             f"{source.folder}: config.json says tie_word_embeddings, but lm_head.weight differs from model.embed_tokens.weight; "
-            "set tie_word_embeddings to false or remove the tensor that is wrong"
+            "set tie_word_embeddings to false or remove the wrong tensor"
         )

@@ -121,14 +121,14 @@ def check_bijection(
             dropped[name] = "the value head is initialised anew"
         elif name in _HEADS_OF_CAUSAL_LM and arch.tie_word_embeddings:
             tied_duplicate = True
-            dropped[name] = "tied to the embedding, which it equals"
+            dropped[name] = "tied to the embedding"
         else:
             surplus.append(name)
     missing = [name for name in expected if name not in found]
     missing_head = tuple(name for name in missing if name.startswith(HEAD_PREFIX) and (new_head or name == "score.bias"))
     missing = [name for name in missing if name not in missing_head]
     wrong = [
-        f"{name} is {list(found[name])}, expected {list(shape)}"
+        f"{name} has shape {list(found[name])}, expected {list(shape)}"
         for name, shape in expected.items()
         if name in found and name not in dropped and tuple(found[name]) != shape
     ]
@@ -149,9 +149,9 @@ def _listed(title: str, items: Sequence[str]) -> list[str]:
 
 def _hint(missing: Sequence[str], surplus: Sequence[str], wrong: Sequence[str], arch: ModelArchitecture, role: Role) -> str:
     if role == "critic" and any(name.startswith(HEAD_PREFIX) for name in missing):
-        return "\n  to start a critic from this folder, initialise its head (head_init zero or small)"
+        return "\n  to initialise a critic from this folder, initialise its head (head_init zero or small)"
     if role != "critic" and any(name.startswith(HEAD_PREFIX) for name in surplus):
-        return "\n  this is a reward or value model's folder; it can start a critic, not a policy"
+        return "\n  this is a reward or value model; it can initialise a critic, but not a policy"
     if any(".k_proj." in item or ".v_proj." in item for item in wrong):
         return f"\n  check num_key_value_heads = {arch.num_key_value_heads} and head_dim = {arch.head_dim} in config.json"
     return ""

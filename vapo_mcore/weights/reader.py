@@ -168,7 +168,7 @@ def _read_exactly(folder: SafetensorsFolder, info: TensorInfo, offset: int, out:
     while done < len(view):
         count = os.preadv(descriptor, [view[done : done + (1 << 30)]], offset + done)
         if count == 0:
-            raise CheckpointError(f"{info.file} ended while it was read: it shrank since it was opened")
+            raise CheckpointError(f"{info.file} was truncated while it was being read")
         done += count
 
 
@@ -182,9 +182,9 @@ def require_inside(folder: Path, file: Path) -> None:
     target, home = file.resolve(), folder.resolve()
     blobs = home.parent.parent / "blobs"
     if not (target.is_relative_to(home) or (home.parent.name == "snapshots" and target.is_relative_to(blobs))):
-        raise CheckpointError(f"{file} is a link to {target}, outside of the model folder; put the file itself there")
+        raise CheckpointError(f"{file} is a symbolic link to {target}, outside the model folder; replace the link by the file")
     if not target.is_file():
-        raise CheckpointError(f"{file} is a link to {target}, which is no file")
+        raise CheckpointError(f"{file} is a symbolic link to {target}, which is not a file")
 
 
 def _weight_files(folder: Path) -> list[Path]:
@@ -197,7 +197,7 @@ def _weight_files(folder: Path) -> list[Path]:
     pickled = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth", "*.ckpt") for file in folder.glob(pattern))
     if pickled:
         raise CheckpointError(
-            f"{folder} holds pickled weights only ({', '.join(pickled[:3])}). Loading a pickle can run code, so it is refused; "
+            f"{folder} holds only pickled weights ({', '.join(pickled[:3])}), which are not loaded because a pickle can run code; "
             "convert the model to safetensors first (transformers: model.save_pretrained(folder))"
         )
     raise CheckpointError(f"{folder} has neither {SINGLE_NAME} nor {INDEX_NAME}")
@@ -237,7 +237,7 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
     with stream:
         length = int.from_bytes(stream.read(8), "little")
         if size < 8 or length > min(size - 8, _MAX_HEADER_BYTES):
-            raise CheckpointError(f"{file} is truncated or not a safetensors file ({size} bytes, header of {length} bytes announced)")
+            raise CheckpointError(f"{file} is truncated or not a safetensors file ({size} bytes, declared header length {length})")
         try:
             header = json.loads(stream.read(length))
         except (ValueError, RecursionError) as error:
@@ -265,10 +265,10 @@ def _tensor_info(file: Path, name: str, entry: Any, data_start: int, size: int) 
         raise CheckpointError(f"{file}: tensor {name} has a malformed header entry {entry!r}")
     if kind not in DTYPES:
         supported = ", ".join(DTYPES)
-        raise CheckpointError(f"{file}: tensor {name} has type {kind}; supported are {supported} (dequantise the model first)")
+        raise CheckpointError(f"{file}: tensor {name} has dtype {kind}; supported: {supported} (dequantise the model first)")
     info = TensorInfo(file, DTYPES[kind], shape, data_start + start)
     if info.num_bytes != stop - start:
-        raise CheckpointError(f"{file}: tensor {name} of shape {list(shape)} and type {kind} cannot take {stop - start} bytes")
+        raise CheckpointError(f"{file}: tensor {name} of shape {list(shape)} and dtype {kind} cannot occupy {stop - start} bytes")
     if data_start + stop > size:
         raise CheckpointError(f"{file} is truncated: it has {size} bytes, tensor {name} ends at byte {data_start + stop}")
     return info

@@ -50,7 +50,7 @@ def block(size: int, tp: int, rank: int) -> tuple[int, int]:
     """Return (start, stop) of one of ``tp`` equal blocks. Raises ConfigError unless ``size`` is divisible by ``tp``."""
     if size % tp:
         raise ConfigError(
-            f"a dimension of {size} cannot be cut into tensor_model_parallel_size = {tp} equal blocks; choose a divisor of {size}"
+            f"a dimension of {size} cannot be split into tensor_model_parallel_size = {tp} equal blocks; choose a divisor of {size}"
         )
     step = size // tp
     return rank * step, (rank + 1) * step

@@ -34,7 +34,7 @@ def compare(first: str | Path, second: str | Path, *, config: str | Path | None 
     """Compare two models (HF or Megatron folders) tensor by tensor, bitwise in the less precise of the two dtypes."""
     with open_view(first, companions=config) as left, open_view(second, companions=config) as right:
         shapes = [hf_manifest(view.plan) for view in (left, right)]
-        differences = dict.fromkeys(sorted(shapes[0].keys() ^ shapes[1].keys()), "is in one of the models only")
+        differences = dict.fromkeys(sorted(shapes[0].keys() ^ shapes[1].keys()), "is in only one of the models")
         if left.role != right.role or differences:
             return Comparison(len(shapes[0]), differences or {"role": f"{left.role} and {right.role}"})
         for (name, one), (_, other) in zip(left.all_tensors(), right.all_tensors(), strict=True):

@@ -165,7 +165,7 @@ class MegatronFolderView(HfView):
             rows = len(place.sizes)
             padded = entry.kind == "vocab" and len(shape) == len(full) and shape[rows] >= self.architecture.vocab_size
             if shape != full and not (padded and shape[:rows] + shape[rows + 1 :] == full[:rows] + full[rows + 1 :]):
-                faults.append(f"{place.key} is {list(shape)}, expected {list(full)}")
+                faults.append(f"{place.key} has shape {list(shape)}, expected {list(full)}")
         used = {place.key for entry in self.plan for place in placements(entry, self.architecture)}
         faults += [f"no mapping rule: {key}" for key in self._source.keys if key.startswith("decoder.") and key not in used]
         if faults:

@@ -72,7 +72,7 @@ def new_folder(destination: str | Path) -> Iterator[Path]:
 def refuse_existing(destination: str | Path) -> None:
     """Raise CheckpointError if ``destination`` exists."""
     if os.path.lexists(destination):
-        raise CheckpointError(f"{destination} exists already and is never overwritten; choose another folder or remove it")
+        raise CheckpointError(f"{destination} already exists and is not overwritten; choose another folder or remove it")
 
 
 def require_space(folder: Path, num_bytes: int) -> None:

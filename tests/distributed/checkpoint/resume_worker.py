@@ -159,7 +159,7 @@ def refused() -> None:
     latest = ResumeOptions()
     faults = ("policy.optimizer.lr: 0.001 -> 0.002", "seed: 5 -> 6", "--allow-config-change")
     expected(ConfigError, faults, "whole", *base, "policy.optimizer.lr=0.002", "seed=6", resume=latest)
-    shards = ("tensor_model_parallel_size 1 -> 2", "no other checkpoint", "reshardable_every=1")
+    shards = ("tensor_model_parallel_size 1 -> 2", "any other checkpoint", "reshardable_every=1")
     expected(CheckpointError, shards, "whole", *base, TP2, resume=latest)
     data = f"data.train.0.path={FOLDER / 'heldout.jsonl'}"
     words = ("the prompts of source", "--restart-data")

@@ -151,10 +151,10 @@ def updates(role: str, dtype: str, parallel: ParallelContext, batches: list[Micr
                     target.grad_data.copy_(source.grad_data)
         gradients = {name: gradient.double().clone() for name, _, _, gradient in shards(on_cpu)}
         before = weights(on_cpu) + [main.clone() for main in main_parameters(on_cpu).values()]
-        norm, reason = on_cpu.optimizer.step(aside_lr=aside)
-        expected_norm, expected_reason = same.optimizer.step(aside_lr=aside)
+        norm, reason = on_cpu.optimizer.step(unscheduled_lr=aside)
+        expected_norm, expected_reason = same.optimizer.step(unscheduled_lr=aside)
         free.accumulate(batches, loss_of(role))
-        free.optimizer.step(Skipped.SPIKE if number == 4 else None, aside_lr=aside)
+        free.optimizer.step(Skipped.SPIKE if number == 4 else None, unscheduled_lr=aside)
         facts["skipped_alike"] &= (reason is not None) == (expected_reason is not None) == (number == 4)
         if reason is not None:
             facts["norm_tells"] = not math.isfinite(norm)

@@ -189,7 +189,7 @@ def case_saved_folder(parallel: ParallelContext) -> None:
         save_hf(exporter, source, target)
         raise AssertionError("an existing folder was overwritten")
     except CheckpointError as error:
-        assert "exists already" in str(error)
+        assert "already exists" in str(error)
     assert before == {file.name: file.stat().st_mtime_ns for file in target.iterdir()}
     save_hf(exporter, source, WORK / f"saved32_{os.environ['CASE_LAYOUT']}", dtype=torch.float32)
     widened = {name: tensor.float() for name, tensor in checkpoint(source).items()}

@@ -74,8 +74,8 @@ def build(
     )
 
 
-def update(model: MegatronModel, times: int, *, seed: int, aside_lr: float | None = None) -> None:
-    """Optimizer steps from random gradients; with ``aside_lr`` beside the schedule."""
+def update(model: MegatronModel, times: int, *, seed: int, unscheduled_lr: float | None = None) -> None:
+    """Optimizer steps from random gradients; with ``unscheduled_lr`` beside the schedule."""
     assert model.optimizer is not None
     generator = torch.Generator().manual_seed(seed)
     for _ in range(times):
@@ -86,7 +86,7 @@ def update(model: MegatronModel, times: int, *, seed: int, aside_lr: float | Non
                     parameter.main_grad.copy_(torch.randn(parameter.shape, generator=generator))
             chunk.start_grad_sync()
             chunk.finish_grad_sync()
-        model.optimizer.step(aside_lr=aside_lr)
+        model.optimizer.step(unscheduled_lr=unscheduled_lr)
 
 
 def contents(model: MegatronModel) -> dict[str, torch.Tensor]:

@@ -80,7 +80,7 @@ def test_keys_that_an_earlier_version_did_not_have_are_no_change_at_their_defaul
     ],
 )
 def test_a_new_key_that_is_not_at_its_default_is_told(override: str, line: str) -> None:
-    with pytest.raises(ConfigError, match="these changes change what is learned") as error:
+    with pytest.raises(ConfigError, match="these changes affect what is learned") as error:
         compared(KEPT, override)
     assert f"  {line}" in str(error.value).splitlines()
     assert f"configuration changed: {line} (allowed by --allow-config-change)" in compared(KEPT, override, allow=True)

@@ -96,7 +96,7 @@ def test_what_does_not_fit_is_named(tmp_path: Path, folder: Path, parallel: Para
     save(ModelSaver(parallel), model, tmp_path, "dp_reshardable")
     with pytest.raises(CheckpointError, match=r"surplus: output_layer\.bias"):
         load_weights(build("policy", folder, parallel, seed=1), tmp_path / "weights")
-    with pytest.raises(CheckpointError, match="does not fit the model"):
+    with pytest.raises(CheckpointError, match="does not match the model"):
         load_optimizer(build("critic", folder, parallel, seed=1), tmp_path / "optimizer", "fully_reshardable", 1)
 
 

@@ -135,7 +135,7 @@ def test_updates_beside_the_schedule_come_back(
     assert models.critic is not None
     for model in (models.policy, models.critic):
         update(model, ordinary, seed=2)
-        update(model, 2, seed=3, aside_lr=0.02)
+        update(model, 2, seed=3, unscheduled_lr=0.02)
     expected = fingerprints(models)
     checkpointer = Checkpointer(settings, parallel, models, print)
     checkpointer.begin("rl", 1)
@@ -151,9 +151,9 @@ def test_updates_beside_the_schedule_come_back(
         assert counts == (ordinary, 2)
         steps = {float(value) for name, value in contents(model).items() if name.startswith("step.")}
         assert steps == {ordinary + 2.0}
-    for aside_lr in (None, 0.02):  # the next update of the schedule, and the next beside it
+    for unscheduled_lr in (None, 0.02):  # the next update of the schedule, and the next beside it
         for model in (models.policy, models.critic, found.policy, found.critic):
-            update(model, 1, seed=4, aside_lr=aside_lr)
+            update(model, 1, seed=4, unscheduled_lr=unscheduled_lr)
         assert fingerprints(found) == fingerprints(models) != expected
         assert found.policy.optimizer is not None and models.policy.optimizer is not None
         assert found.policy.optimizer.learning_rate == models.policy.optimizer.learning_rate
@@ -185,9 +185,9 @@ def test_a_full_disk_costs_the_save_and_nothing_else(config: Config, tmp_path: P
         checkpointer.begin("rl", 4)
         checkpointer.commit(STATE, {})
     assert [path.name for path in (Path(config.run.dir) / "checkpoints").iterdir()] == ["step_000001"]
-    assert "step_000002 failed: cannot write" in said[1] and "No space left on device; next try after the next step" in said[1]
-    assert said[2].endswith("next try after the next 2 steps")
-    assert "step_000004 failed: no space for a checkpoint" in said[3] and said[3].endswith("next try after the next 4 steps")
+    assert "step_000002 failed: cannot write" in said[1] and "No space left on device; retrying after the next step" in said[1]
+    assert said[2].endswith("retrying after the next 2 steps")
+    assert "step_000004 failed: no space for a checkpoint" in said[3] and said[3].endswith("retrying after the next 4 steps")
     assert [checkpointer.is_due(step) for step in (5, 6, 7, 8)] == [False, False, False, True]
     checkpointer.begin("rl", 8)
     checkpointer.commit(STATE, {})
@@ -234,8 +234,8 @@ def test_no_memory_for_the_copy_costs_the_save_and_nothing_else(
     checkpointer.begin("rl", 1)
     checkpointer.commit(STATE, {})
     checkpointer.wait()
-    assert "step_000001 failed: no host memory for the copy of policy/weights on rank 0, 0.00 GiB: cannot allocate" in said[0]
-    assert said[0].endswith("next try after the next step")
+    assert "step_000001 failed: no host memory for the 0.00 GiB copy of policy/weights on rank 0: cannot allocate" in said[0]
+    assert said[0].endswith("retrying after the next step")
     assert list((Path(config.run.dir) / "checkpoints").iterdir()) == []
     full[0] = False
     assert checkpointer.is_due(2)

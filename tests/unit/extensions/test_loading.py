@@ -81,10 +81,10 @@ def test_parameters_say_what_is_read():
 def test_faults_between_parameters_and_what_there_is():
     faults = signature_faults(term, ("logprobs", "advantage"), {"powr": 1}, {})
     assert faults == [
-        "asks for 'advantages', which there is not; did you mean 'advantage'? (inputs: logprobs, advantage; options are keyword-only)",
+        "asks for 'advantages', which does not exist; did you mean 'advantage'? (inputs: logprobs, advantage; options are keyword-only)",
         "has no option 'powr': its options are power, floor",
         "needs the option 'floor'",
     ]
     faults = signature_faults(term, ("logprobs",), {"floor": 1}, {"advantages": "which needs a moon"})
     assert faults == ["asks for 'advantages', which needs a moon"]
-    assert signature_faults(lambda *everything: 0, (), {}, {}) == ["must name each input and option: *everything takes whatever there is"]
+    assert signature_faults(lambda *everything: 0, (), {}, {}) == ["must name each input and option: *everything accepts any"]

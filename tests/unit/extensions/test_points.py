@@ -155,7 +155,7 @@ def faults_of(**algorithm) -> list[str]:
         ("ordered", "different values for the same tokens in another micro-batch"),
         ("detached", "returned numbers without a gradient"),
         ("constant", "takes neither 'logprobs' nor 'entropy'"),
-        ("total", "returned a tensor torch.float32 []; expected one number a token, [12]"),
+        ("total", "returned a tensor torch.float32 []; expected one value per token, [12]"),
         ("infinite", "returned values that are not finite"),
         ("raises", "failed on a synthetic batch: AttributeError: 'Tensor' object has no attribute 'no_such_method'"),
         ("with_reference", "asks for 'ref_logprobs', which needs the reference model"),
@@ -180,7 +180,7 @@ def test_all_faults_come_at_once(mine):
 
 @pytest.mark.parametrize(
     ("name", "message"),
-    [("wrong_shape", "returned a tensor torch.float32 \\[15\\]; one advantage a token"), ("not_a_number", "not finite")],
+    [("wrong_shape", "returned a tensor torch.float32 \\[15\\]; expected one advantage per token"), ("not_a_number", "not finite")],
 )
 def test_estimators_that_break_the_rules(mine, name, message):
     with pytest.raises(ConfigError, match=message):

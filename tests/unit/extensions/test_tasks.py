@@ -82,7 +82,7 @@ def test_functions_without_rows(mine, name, message):
     ("name", "options", "message"),
     [
         ("endless", {"frst": 5}, "tasks.py:endless: has no option 'frst': its options are first"),
-        ("reward", {}, "tasks.py:reward: asks for 'response', which there is not"),
+        ("reward", {}, "tasks.py:reward: asks for 'response', which does not exist"),
         ("absent", {}, "has no function 'absent'; it defines endless, faulty, needs_two"),
     ],
 )

@@ -77,8 +77,8 @@ def test_options_are_read_without_packages_from_elsewhere() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--executor", "slurm"], "needs --cluster FILE"),
-        (["--executor", "local", "--stages", "train,evil"], "'evil' must be of doctor, pretrain, train, eval"),
+        (["--executor", "slurm"], "requires --cluster FILE"),
+        (["--executor", "local", "--stages", "train,evil"], "'evil' must be one of doctor, pretrain, train, eval"),
         (["--executor", "local", "--name", "a b"], "--name 'a b' must consist of letters"),
         (["--executor", "local", "--after", "12"], "--after names Slurm jobs"),
         (["--executor", "local", "--set", "logs=x"], "logs: 'x' must be an absolute path"),

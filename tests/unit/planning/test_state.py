@@ -129,7 +129,7 @@ def test_nodes_are_filled_in_the_order_of_ranks() -> None:
 
 
 def test_unknown_models_are_named() -> None:
-    with pytest.raises(ConfigError, match=r"'qwen2.5-33b' is no known model, file or folder; did you mean qwen2.5-32b\?"):
+    with pytest.raises(ConfigError, match=r"'qwen2.5-33b' is not a known model, file or folder; did you mean qwen2.5-32b\?"):
         find_architecture("qwen2.5-33b")
 
 

@@ -148,7 +148,7 @@ def test_delivered_tensors_must_be_the_models(folder: GetFolder, make_engine: Ma
         "missing (2): model.layers.1.mlp.up_proj.weight, model.norm.weight",
         "not in the model (1): lm_head.bias",
         "delivered twice (1): lm_head.weight",
-        "of another shape (1): model.layers.1.mlp.up_proj.weight (200, 128) instead of (192, 128)",
+        "wrong shape (1): model.layers.1.mlp.up_proj.weight (200, 128) instead of (192, 128)",
     ):
         assert part in str(caught.value)
     assert engine.state is EngineState.WEIGHTS_AWAKE

@@ -103,15 +103,15 @@ def no_weights(folder: Path) -> None:
 FAULTS: list[tuple[Callable[[Path], None], str]] = [
     (truncated, r"model\.safetensors is truncated: it has \d+ bytes, tensor \S+ ends at byte \d+"),
     (missing_shard, r"names files that do not exist: model-00002-of-00002\.safetensors"),
-    (wrong_heads, r"k_proj\.weight is \[16, 32\], expected \[32, 32\](.|\n)*check num_key_value_heads = 4"),
+    (wrong_heads, r"k_proj\.weight has shape \[16, 32\], expected \[32, 32\](.|\n)*check num_key_value_heads = 4"),
     (not_a_number, r"NaN or infinite weights in model\.layers\.2\.mlp\.down_proj\.weight"),
     (unknown_family, r"model_type 'qwen3_omni_moe' is not supported .*nearest supported: 'qwen3_moe'"),
-    (pickled, r"pickled weights only \(pytorch_model\.bin\)\. Loading a pickle can run code"),
+    (pickled, r"only pickled weights \(pytorch_model\.bin\), which are not loaded because a pickle can run code"),
     (absolute_path, r"points to '/\S*outside\.safetensors'; only plain \*\.safetensors names inside the folder"),
     (parent_path, r"points to '\.\./outside\.safetensors'; only plain"),
-    (link_outside, r"shard\.safetensors is a link to \S*/outside\.safetensors, outside of the model folder"),
-    (dangling_link, r"shard\.safetensors is a link to \S*/nowhere\.safetensors, which is no file"),
-    (companion_outside, r"tokenizer\.json is a link to \S*/secret, outside of the model folder"),
+    (link_outside, r"shard\.safetensors is a symbolic link to \S*/outside\.safetensors, outside the model folder"),
+    (dangling_link, r"shard\.safetensors is a symbolic link to \S*/nowhere\.safetensors, which is not a file"),
+    (companion_outside, r"tokenizer\.json is a symbolic link to \S*/secret, outside the model folder"),
     (no_weights, r"neither model\.safetensors nor"),
 ]
 
@@ -158,7 +158,7 @@ def test_the_destination_is_never_touched(kind: str, hf_folder: Folder, tmp_path
         out.symlink_to("nowhere")
     for action in ("hf-to-megatron", "megatron-to-hf"):
         assert command.main([action, str(hf_folder("llama")), str(out)]) == 2
-        assert "exists already and is never overwritten" in capsys.readouterr().err
+        assert "already exists and is not overwritten" in capsys.readouterr().err
     assert sorted(path.name for path in tmp_path.rglob("*")) == (["mine", "out"] if kind == "folder" else ["out"])
 
 

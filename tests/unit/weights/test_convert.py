@@ -103,7 +103,7 @@ def test_comparison_finds_one_changed_number(hf_folder: Folder, tmp_path: Path) 
     assert list(result.differences) == ["model.layers.1.self_attn.q_norm.weight"]
     assert "1 of 8 numbers differ" in result.differences["model.layers.1.self_attn.q_norm.weight"]
     other = compare(hf_folder("qwen2"), hf_folder("llama"))
-    assert other.differences["model.layers.0.self_attn.q_proj.bias"] == "is in one of the models only"
+    assert other.differences["model.layers.0.self_attn.q_proj.bias"] == "is in only one of the models"
 
 
 class TestDamage:
@@ -138,7 +138,7 @@ class TestDamage:
                 return (exec, (f"open({str(tmp_path / 'owned')!r}, 'w')",))
 
         (megatron / ".metadata").write_bytes(pickle.dumps(Attack()))
-        with pytest.raises(CheckpointError, match=r"refers to builtins.exec, which is no part of the format"):
+        with pytest.raises(CheckpointError, match=r"refers to builtins.exec, which is not part of the format"):
             megatron_to_hf(megatron, tmp_path / "out")
         assert not (tmp_path / "owned").exists()
 
@@ -154,7 +154,7 @@ class TestDamage:
     def test_wrong_config(self, megatron: Path, tmp_path: Path) -> None:
         config = json.loads((megatron / "hf" / "config.json").read_text())
         (megatron / "hf" / "config.json").write_text(json.dumps({**config, "num_key_value_heads": 4}))
-        with pytest.raises(CheckpointError, match=r"linear_qkv.weight is \[3, 96, 32\], expected \[3, 128, 32\]"):
+        with pytest.raises(CheckpointError, match=r"linear_qkv.weight has shape \[3, 96, 32\], expected \[3, 128, 32\]"):
             megatron_to_hf(megatron, tmp_path / "out")
         (megatron / "hf" / "config.json").write_text(json.dumps({**config, "model_type": "qwen2", "num_hidden_layers": 4}))
         with pytest.raises(CheckpointError, match=r"missing: decoder.layers.0.self_attention.linear_qkv.bias"):
@@ -212,9 +212,9 @@ class TestCommand:
         (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
         source = str(hf_folder("qwen2"))
         for arguments, message in (
-            (["hf-to-megatron", source, str(tmp_path / "there")], "exists already"),
+            (["hf-to-megatron", source, str(tmp_path / "there")], "already exists"),
             (["hf-to-megatron", str(tmp_path / "nowhere"), str(tmp_path / "out")], "does not exist"),
-            (["megatron-to-hf", source, str(tmp_path / "out")], "is no Megatron distributed checkpoint"),
+            (["megatron-to-hf", source, str(tmp_path / "out")], "is not a Megatron distributed checkpoint"),
             (["hf-to-megatron", source, str(tmp_path / "out"), "--vocab-multiple", "0"], "must be at least 1"),
             (["verify", source], "checksums.json cannot be read"),
             (["verify", "--logits", source, source, "--text", str(tmp_path / "latin.txt")], "cannot be read as UTF-8 text"),

@@ -34,7 +34,7 @@ def test_every_fault_is_named_at_once() -> None:
     assert "some/folder" in message
     assert "missing tensors (1):\n    model.layers.1.mlp.up_proj.weight" in message
     assert "without a mapping rule (1):\n    model.layers.2.mlp.up_proj.weight" in message
-    assert "model.layers.0.self_attn.k_proj.weight is [16, 16], expected [8, 16]" in message
+    assert "model.layers.0.self_attn.k_proj.weight has shape [16, 16], expected [8, 16]" in message
     assert "num_key_value_heads = 2" in message
 
 
@@ -64,7 +64,7 @@ def test_what_is_left_unused_is_stated() -> None:
 def test_reward_model_folder_is_no_policy_and_policy_folder_has_no_value_head() -> None:
     arch = make_arch()
     policy, critic = plan_mapping(arch, "policy"), plan_mapping(arch, "critic")
-    with pytest.raises(CheckpointError, match="can start a critic, not a policy"):
+    with pytest.raises(CheckpointError, match="can initialise a critic, but not a policy"):
         check_bijection(policy, hf_manifest(critic), arch=arch, role="policy", where="x")
     with pytest.raises(CheckpointError, match=r"missing tensors \(1\):\n    score.weight\n(.|\n)*head_init zero or small"):
         check_bijection(critic, hf_manifest(policy), arch=arch, role="critic", where="x")

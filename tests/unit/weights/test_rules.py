@@ -116,5 +116,5 @@ def test_vocabulary_is_padded_with_zero_rows_to_eight_a_rank() -> None:
 
 def test_a_dimension_that_does_not_divide_is_named() -> None:
     arch = make_arch()
-    with pytest.raises(ConfigError, match="dimension of 6 cannot be cut into tensor_model_parallel_size = 4"):
+    with pytest.raises(ConfigError, match="dimension of 6 cannot be split into tensor_model_parallel_size = 4"):
         KINDS["column"].shard(torch.zeros(6, 2), 4, 0, arch)

@@ -77,12 +77,12 @@ def test_existing_destinations_are_refused(tmp_path: Path) -> None:
     (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
     (tmp_path / "empty").mkdir()
     for name in ("dangling", "empty"):
-        with pytest.raises(CheckpointError, match=f"{name} exists already and is never overwritten"), new_folder(tmp_path / name):
+        with pytest.raises(CheckpointError, match=f"{name} already exists and is not overwritten"), new_folder(tmp_path / name):
             pytest.fail("the body must not run")
 
 
 def test_a_destination_that_appears_meanwhile_is_kept(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="exists already"), new_folder(tmp_path / "out"):
+    with pytest.raises(CheckpointError, match="already exists"), new_folder(tmp_path / "out"):
         (tmp_path / "out").mkdir()
     assert [path.name for path in tmp_path.rglob("*")] == ["out"]
 
