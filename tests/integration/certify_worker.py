@@ -114,7 +114,7 @@ def frozen_ratio() -> AbstractContextManager[Any]:
 
 def gradients_times_context() -> AbstractContextManager[Any]:
     """Gradients are summed over context parallelism once too often."""
-    original = engine_module._ready_sum
+    original = engine_module._finalize_gradients
 
     from megatron.core import parallel_state  # which vapo_mcore.megatron.host makes importable without CUDA
 
@@ -123,7 +123,7 @@ def gradients_times_context() -> AbstractContextManager[Any]:
         for buffer in (buffer for chunk in chunks for buffer in chunk.buffers):
             buffer.grad_data.mul_(parallel_state.get_context_parallel_world_size())
 
-    return mock.patch.object(engine_module, "_ready_sum", summed)
+    return mock.patch.object(engine_module, "_finalize_gradients", summed)
 
 
 def lost_moments() -> AbstractContextManager[Any]:

@@ -9,7 +9,7 @@ from vapo_mcore.weights.checksums import tensor_checksum
 
 def state_checksums(models: Models) -> dict[str, str]:
     """Name -> checksum of this rank's parameters and optimizer tensors; brings them to the device for as long as it takes."""
-    found = {}
+    found: dict[str, str] = {}
     present = {"policy": models.policy} | ({} if models.critic is None else {"critic": models.critic})
     with models.residency.all_resident():
         for role, model in present.items():

@@ -95,7 +95,7 @@ def _critic_step(bench: Bench, packs: Any) -> Step:
 
 
 def _step(model: MegatronModel, batches: Any, loss: Any) -> Step:
-    result = model.train_step(batches, loss, aside_lr=0.0)
+    result = model.train_step(batches, loss, unscheduled_lr=0.0)
     return result.metrics["loss"], result.grad_norm
 
 

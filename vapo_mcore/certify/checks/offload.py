@@ -40,10 +40,10 @@ def _fill_moments(bench: Bench) -> None:
 
     def update(role: str, model: MegatronModel) -> None:
         if role == "critic":
-            model.train_step(critic_batches(model, microbatches), CriticLoss(None), aside_lr=0.0)
+            model.train_step(critic_batches(model, microbatches), CriticLoss(None), unscheduled_lr=0.0)
         else:
             batches = [batch.with_tensors(loss_weights=batch.tensors["value_weights"]) for batch in critic_batches(model, microbatches)]
-            model.train_step(batches, SupervisedLoss(), aside_lr=0.0)
+            model.train_step(batches, SupervisedLoss(), unscheduled_lr=0.0)
         bench.models.residency.mark_changed(role)
 
     with bench.on_device("policy_update") as models:
