@@ -47,7 +47,7 @@ WITHOUT_EFFECT = [
     (["critic.path=/tmp"], "critic.path"),
     (["critic.init=reward_model", "critic.path={folder}/model", "critic.head_init=small"], "critic.head_init"),
     (["critic.init=reward_model", "critic.path={folder}/model", "critic.head=mlp"], "critic.head"),
-    (["critic.init=reward_model", "critic.path={folder}/model", "critic.categorical={low: -1.5}"], "critic.categorical"),
+    (["critic.init=reward_model", "critic.path={folder}/model", "critic.categorical={low: -1.5}"], "critic.categorical.low"),
     (["critic.init=reward_model", "critic.path={folder}/model", "critic.head_bias=mean_return"], "critic.head_bias"),
     ([UNTIL + "{value_loss_below: 0.1, max_steps: 9}", "critic.value_pretraining.steps=9"], "critic.value_pretraining.steps"),
     ([UNTIL + "{value_loss_below: 0.1, max_steps: 9, min_rise: 0.1}"], "critic.value_pretraining.until.min_rise"),

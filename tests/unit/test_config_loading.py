@@ -318,7 +318,7 @@ YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        ({"model_type": None}, "model_type None is not supported (supported: llama"),
+        ({"model_type": None}, "model_type None is not supported (supported: glm, llama"),
         ({"hidden_size": 64.5}, "hidden_size is 64.5, must be a positive whole number"),
         ({"hidden_size": "64"}, "hidden_size is '64', must be a positive whole number"),
         ({"vocab_size": True}, "vocab_size is True, must be"),

@@ -11,13 +11,13 @@ from vapo_mcore.config.engines import BUILT_IN_ENGINES, EngineTraits
 from vapo_mcore.errors import ConfigError
 from vapo_mcore.extensions.loading import load_function
 from vapo_mcore.rollout.base import EngineBuild, Replica, RolloutEngine
-from vapo_mcore.rollout.stopping import StopTexts
 
 if TYPE_CHECKING:
     import torch
 
     from vapo_mcore.config.schema import Config, RolloutConfig
     from vapo_mcore.rollout.stateful import StatefulEngine
+    from vapo_mcore.rollout.stopping import StopTexts
 
 
 def engine_class(name: str) -> type[StatefulEngine]:

@@ -94,7 +94,7 @@ def test_the_page_shows_all_tolerances() -> None:
     ("given", "says"),
     [
         (["engin"], "--checks engin: unknown; did you mean 'engine'?"),
-        (["engine", "a b:c d"], "--checks a b:c d: 'a b:c d' must be a reference to your own code"),
+        (["engine", "a b:c d"], "--checks a b:c d: 'a b:c d' must be a reference to custom code"),
         ([","], "--checks is empty; there are "),
     ],
 )

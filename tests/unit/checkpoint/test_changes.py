@@ -113,6 +113,6 @@ def test_absent_keys_are_completed_from_the_saved_ones() -> None:
     assert [change.key for change in changes(grpo, back)] == ["algorithm.advantage.estimator"]
     source = "data: {train: [{kind: file, path: a/b.json, verifier: math}]}"  # its name is derived from its path
     for name, different in (("b", 0), ("c", 1)):
-        entry = {"kind": "file", "path": "a/b.json", "name": name, "verifier": "math", "weight": 1.0}
-        entry["fields"] = {"prompt": None, "answer": None, "id": None, "subsets": []}
+        entry = {"kind": "file", "path": "a/b.json", "name": name, "verifier": "math", "weight": 1.0, "size": None}
+        entry["fields"] = {"prompt": None, "answer": None, "answer_list": None, "id": None, "subsets": []}
         assert len(changes(source, yaml.safe_dump({"data": {"train": [entry]}}))) == different

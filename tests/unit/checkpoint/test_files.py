@@ -51,7 +51,7 @@ def test_order_is_that_of_the_run(tmp_path: Path) -> None:
     [
         (lambda file: file.unlink(), "policy/data is missing"),
         (lambda file: file.write_bytes(b"num"), "policy/data has 3 bytes instead of 7"),
-        (lambda file: file.write_bytes(b"numbprs"), "policy/data has changed since it was written"),
+        (lambda file: file.write_bytes(b"numbprs"), "policy/data has changed since it was written (SHA-256 differs)"),
     ],
 )
 def test_damage_is_named(tmp_path: Path, damage: object, message: str) -> None:

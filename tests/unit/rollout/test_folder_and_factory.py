@@ -116,7 +116,7 @@ def test_importing_the_package_imports_no_engine() -> None:
 def test_what_is_no_engine_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"json:dumps is not a class derived from vapo_mcore\.rollout\.stateful\.StatefulEngine"):
         engine_class("json:dumps")
-    with pytest.raises(ConfigError, match=r"StatefulEngine does not implement _discard, _generate, .*, build, settings"):
+    with pytest.raises(ConfigError, match=r"StatefulEngine does not implement _discard, _distributions, _generate, .*, build, settings"):
         engine_class("vapo_mcore.rollout.stateful:StatefulEngine")
     with pytest.raises(ConfigError, match="no_such_module cannot be imported"):
         engine_class("no_such_module:Engine")
