@@ -75,6 +75,7 @@ def test_metrics_are_complete_and_pretraining_spends_no_logprob_pass(folder: Pat
     absent = {"kl/reference", "policy/kl_loss", "memory/device_peak_gib", "time/environment", "time/imitation", "time/engine_rebuild"}
     absent |= {"policy/loss_spikes", "critic/loss_spikes", "time/checkpoint", "time/dump", "trackers/failed"}
     absent |= {PROBE, f"{PROBE}_before", "time/probe", "advantages/clipped_frac"}
+    absent |= {"policy/covarying_frac", "critic/cross_entropy", "critic/returns_outside_frac"}  # of clip_cov, kl_cov and a categorical head
     absent |= {f"mismatch/{what}_frac" for what in ("rejected_low", "rejected_high", "responses_rejected", "responses_lost")}  # of a mask
     absent |= {metric.name for metric in METRICS if metric.name.startswith("imitation/")}
     assert all({metric.name for metric in METRICS} - set(row) <= absent for row in rows[3:])
