@@ -126,6 +126,15 @@ def test_inherited_settings_give_way_to_a_later_switch(tmp_path: Path) -> None:
     assert fixed.critic.epochs == 2
 
 
+def test_dr_grpo_is_whitened_only_if_asked(tmp_path: Path) -> None:
+    """Whitening makes it REINFORCE++-baseline: the ``batch`` of the file with the other estimator must not be inherited."""
+    write_child(tmp_path, "algorithm: {advantage: {whiten: batch}}\n")
+    plain = load_config(tmp_path / "child.yaml", ["algorithm.advantage.estimator=dr_grpo"])
+    assert plain.algorithm.advantage.whiten == "off"
+    asked = load_config(tmp_path / "child.yaml", ["algorithm.advantage.estimator=dr_grpo", "algorithm.advantage.whiten=batch"])
+    assert asked.algorithm.advantage.whiten == "batch"
+
+
 def test_given_after_the_switch_is_a_contradiction(tmp_path: Path) -> None:
     write_child(tmp_path, "algorithm: {advantage: {estimator: grpo}}\n", "grpo.yaml")
     (fault,) = faults_of(tmp_path, "critic.epochs=2", file="grpo.yaml")

@@ -126,6 +126,16 @@ BROKEN = [
         "64 + 160 = 224 tokens, above the model's max_position_embeddings = 200",
     ),
     (
+        "longest_sequence_fits_the_model",
+        [],
+        {
+            "max_position_embeddings": 128,
+            "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128},
+        },
+        "rollout.max_response_length",
+        "max_position_embeddings = 128; config.json scales RoPE, so set max_position_embeddings there to the scaled length",
+    ),
+    (
         "vllm_batched_tokens_hold_its_sequences",
         ["rollout.vllm.max_num_batched_tokens=64"],
         {},

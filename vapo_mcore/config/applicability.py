@@ -280,6 +280,17 @@ INAPPLICABLE: tuple[Inapplicable, ...] = (
 )
 
 
+NOT_INHERITED: tuple[Inapplicable, ...] = (
+    Inapplicable(
+        ("algorithm.advantage.whiten",),
+        (_ESTIMATOR,),
+        lambda c: c.algorithm.advantage.estimator == "dr_grpo",
+        "whitening turns dr_grpo into REINFORCE++-baseline, so that it has to be asked for",
+    ),
+)
+"""Settings that take effect in a mode but are not inherited into it: a layer that switches the mode drops those of earlier layers."""
+
+
 def resolve_inapplicable(config: Config, tree: Tree, resets: Tree, faulty: set[str]) -> tuple[set[Key], list[Fault]]:
     """Return the keys of ``tree`` that a later switch drops, and faults for keys that contradict their mode.
 
@@ -290,7 +301,7 @@ def resolve_inapplicable(config: Config, tree: Tree, resets: Tree, faulty: set[s
     dropped: set[Key] = set()
     faults: list[Fault] = []
     reported: set[Key] = set()
-    for entry in INAPPLICABLE:
+    for entry in (*INAPPLICABLE, *NOT_INHERITED):
         if not entry.when(config) or any(overlap(switch, bad) for switch in entry.switches for bad in faulty):
             continue
         switch_layer = max((given[key].layer for name in entry.switches for key in _below(given, name)), default=-1)
@@ -300,7 +311,7 @@ def resolve_inapplicable(config: Config, tree: Tree, resets: Tree, faulty: set[s
                     continue  # null and {} set nothing
                 if tree[key].layer < switch_layer:
                     dropped.add(key)
-                elif key not in reported:
+                elif key not in reported and entry in INAPPLICABLE:
                     reported.add(key)
                     values = {switch: _value(config, switch) for switch in entry.switches}
                     state = " and ".join(f"{switch} = {value}" for switch, value in values.items() if value is not None)

@@ -43,7 +43,9 @@ def longest_sequence_fits_the_model(s: Subject) -> str | None:
     c, limit = s.config, s.architecture.max_position_embeddings
     if c.max_sequence_length <= limit:
         return None
-    return f"{_longest_sequence(c)} tokens, above the model's max_position_embeddings = {limit}"
+    unscaled = s.architecture.rope_scaling is not None and limit == s.architecture.rope_scaling.get("original_max_position_embeddings")
+    remedy = "; config.json scales RoPE, so set max_position_embeddings there to the scaled length" if unscaled else ""
+    return f"{_longest_sequence(c)} tokens, above the model's max_position_embeddings = {limit}{remedy}"
 
 
 def _longest_sequence(c: Config) -> str:
