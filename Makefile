@@ -56,7 +56,8 @@ certify: $(INSTALLED) $(TINY)
 	@$(BIN)/vapo-mcore certify examples/configs/quickstart.yaml
 
 test: test-fast
-	$(BIN)/python -m pytest tests --ignore tests/unit --ignore tests/docs -m "not slow" --numprocesses 2 --dist loadfile --durations 40
+	$(BIN)/python -m pytest tests/distributed tests/fake_cuda -m "not slow" --numprocesses 2 --dist loadfile --durations 10
+	$(BIN)/python -m pytest tests/integration tests/chaos tests/slurm -m "not slow" --durations 10
 
 test-fast: $(INSTALLED)
 	$(BIN)/python -m pytest tests/unit -m "not slow" --numprocesses 2 --dist loadfile --durations 10
