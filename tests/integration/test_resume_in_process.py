@@ -14,6 +14,7 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
+from tests.process_groups import release_groups
 from tests.training_setup import read_metrics, training_config, write_setup
 from vapo_mcore.checkpoint.resume import ResumeOptions
 from vapo_mcore.checkpoint.saver import Checkpointer
@@ -45,7 +46,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 def run(folder: Path, name: str, resume: ResumeOptions | None = None, *overrides: str) -> None:
     config = training_config(folder, name, *SETTINGS, *overrides)
-    train(config, initialize_parallel(config.parallel), clean=False, resume=resume)
+    parallel = initialize_parallel(config.parallel)
+    try:
+        train(config, parallel, clean=False, resume=resume)
+    finally:
+        release_groups()
 
 
 def rows(run: Path) -> list[dict[str, Any]]:
