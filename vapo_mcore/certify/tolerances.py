@@ -101,6 +101,7 @@ def markdown() -> list[str]:
     lines = ["| tolerance | float32 | bfloat16 | reason |", "|---|---|---|---|"]
     for tolerance in TABLE:
         relation = ">=" if tolerance.least else "<="
-        cells = (f"`{tolerance.name}`", f"{relation} {tolerance.float32:g}", f"{relation} {tolerance.bfloat16:g}", tolerance.reason)
+        reason = tolerance.reason.replace("|", r"\|")
+        cells = (f"`{tolerance.name}`", f"{relation} {tolerance.float32:g}", f"{relation} {tolerance.bfloat16:g}", reason)
         lines.append(f"| {' | '.join(cells)} |")
     return lines

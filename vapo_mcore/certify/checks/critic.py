@@ -11,12 +11,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import normalize
 
+from vapo_mcore.algorithm.histogram import expected_values
 from vapo_mcore.certify.bench import Bench
 from vapo_mcore.certify.record import Measurement, NotApplicable, fails, holds, not_applicable
 from vapo_mcore.certify.tolerances import judge
 from vapo_mcore.checkpoint_files import model_folder
 from vapo_mcore.collectives import all_gather_objects, broadcast_object
+from vapo_mcore.config.architecture import ValueBins
 from vapo_mcore.data.microbatch import MicroBatch
 from vapo_mcore.megatron.engine import MegatronModel
 from vapo_mcore.megatron.losses import CriticLoss
@@ -61,11 +64,12 @@ def _head(bench: Bench) -> Measurement:
         head = {name: tensor for name, tensor in _exported(bench, models.critic).items() if name.startswith(HEAD_PREFIX)}
     with bench.on_device("sync") as models:
         policy = _exported(bench, models.policy)
-    weight = next(tensor for name, tensor in head.items() if tensor.ndim == 2 and len(tensor) == 1)
-    rows = policy.get("lm_head.weight", policy["model.embed_tokens.weight"])
+    weight = head.get(f"{HEAD_PREFIX}weight", head.get(f"{HEAD_PREFIX}out.weight"))  # [1 or bins, hidden]; the second: a head of two layers
+    assert weight is not None, f"the exported critic has no head: {sorted(head)}"
+    rows = policy["lm_head.weight"] if "lm_head.weight" in policy else policy["model.embed_tokens.weight"]
     norm = float(weight.norm())
-    cosines = (rows @ weight[0]) / (rows.norm(dim=-1) * weight.norm()).clamp_min(1e-30)
-    row, cosine = int(cosines.abs().argmax()), float(cosines.abs().max())
+    cosines = (normalize(rows) @ normalize(weight).T).abs().amax(1)
+    row, cosine = int(cosines.argmax()), float(cosines.max())
     config = bench.config.critic
     if norm > 0 and cosine >= SAME:
         remedy = "the critic was given the policy's head; initialise it (critic.head_init) or load a critic's own"
@@ -119,7 +123,7 @@ def _train_head(bench: Bench, critic: MegatronModel) -> Measurement:
         mask = ones.bool()
         mask[microbatch.layout.cu_seqlens[:-1]] = False
         batches.append(microbatch.with_tensors(response_mask=mask, returns=ones, value_weights=ones / total))
-    result = critic.train_step(batches, CriticLoss(None))
+    result = critic.train_step(batches, CriticLoss(None, critic.architecture.value_bins))
     after = _checksums(critic, head=False), _checksums(critic, head=True)
     moved = sorted({name for part in all_gather_objects([n for n in after[0] if before[0][n] != after[0][n]]) for name in part})
     head_moved = any(all_gather_objects(before[1] != after[1]))
@@ -171,7 +175,7 @@ def _export(bench: Bench, critic: MegatronModel, values: dict[int, Tensor]) -> l
     found = [fails(what, shown, tolerance, remedy, different) if different else holds(what, shown, tolerance, 0.0)]
     if critic.architecture.mlp_value_head:
         return [*found, not_applicable("values of transformers", "transformers has no token classifier with a head of two layers")]
-    theirs = _transformers_values(bench, folder) if bench.parallel.rank == 0 else None
+    theirs = _transformers_values(bench, folder, critic.architecture.value_bins) if bench.parallel.rank == 0 else None
     gap = broadcast_object(_gap(values, theirs) if theirs is not None else None)
     assert gap is not None
     remedy = "the critic computes other values than transformers: is its output the value head's (one number a token)?"
@@ -179,12 +183,13 @@ def _export(bench: Bench, critic: MegatronModel, values: dict[int, Tensor]) -> l
 
 
 @torch.no_grad()
-def _transformers_values(bench: Bench, folder: Path) -> dict[int, Tensor]:
+def _transformers_values(bench: Bench, folder: Path, bins: ValueBins | None) -> dict[int, Tensor]:
     from transformers import AutoModelForTokenClassification
 
     model = AutoModelForTokenClassification.from_pretrained(folder, dtype=torch.float32, local_files_only=True, attn_implementation="sdpa")
     model.eval()
-    return {number: model(torch.tensor([ids])).logits[0, :, 0] for number, ids in enumerate(bench.sequences)}
+    logits = {number: model(torch.tensor([ids])).logits[0] for number, ids in enumerate(bench.sequences)}
+    return {number: found[:, 0] if bins is None else expected_values(found, bins) for number, found in logits.items()}
 
 
 def _packing(bench: Bench, critic: MegatronModel, alone: dict[int, Tensor]) -> list[Measurement]:

@@ -89,7 +89,8 @@ def _policy_step(bench: Bench, model: MegatronModel, parallel: ParallelContext, 
 def _critic_step(bench: Bench, packs: Any) -> Step:
     with bench.on_device("critic_update") as models:
         assert models.critic is not None
-        step = _step(models.critic, critic_batches(models.critic, bench.microbatches(bench.sequences, packs)), CriticLoss(None))
+        loss = CriticLoss(None, models.critic.architecture.value_bins)
+        step = _step(models.critic, critic_batches(models.critic, bench.microbatches(bench.sequences, packs)), loss)
         models.residency.mark_changed("critic")
     return step
 
