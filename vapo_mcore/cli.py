@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace, arguments: list[str]) -> int:
-    if options.command in ("train", "eval", "replay-step", "certify"):
+    if options.command in ("train", "eval", "replay-step", "pretrain-critic", "certify"):
         from vapo_mcore.launch.allocator import prepare_allocator
 
         prepare_allocator(os.environ)
@@ -86,6 +86,10 @@ def _run(options: argparse.Namespace, arguments: list[str]) -> int:
         from vapo_mcore.commands import replay_command
 
         return replay_command.run(options, arguments, _load_on_every_rank)
+    if options.command == "pretrain-critic":
+        from vapo_mcore.commands import pretrain_critic_command
+
+        return pretrain_critic_command.run(options, arguments, _load_on_every_rank)
     if options.command == "certify":
         from vapo_mcore.certify import command as certify
 
@@ -180,12 +184,17 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     replay = commands.add_parser("replay-step", help="repeat a step of a run from its dumped rollout and compare the metrics")
     replay_command.add_arguments(replay)
 
+    from vapo_mcore.commands import pretrain_critic_command
+
+    pretraining = commands.add_parser("pretrain-critic", help="train a critic on scored responses from disk, without policy and engine")
+    pretrain_critic_command.add_arguments(pretraining)
+
     from vapo_mcore.planning import command as planning
 
     plan = commands.add_parser("plan", help="estimate a run's memory per rank, time and GPU-hours, and suggest changes if it does not fit")
     planning.add_arguments(plan)
 
-    for command in (config, train, evaluation, certify, launch, plan):
+    for command in (config, train, evaluation, pretraining, certify, launch, plan):
         command.add_argument("file", metavar="FILE", help="YAML configuration")
         command.add_argument("overrides", metavar="KEY=VALUE", nargs="*", default=[], help=_OVERRIDES_HELP)
     options, rest = parser.parse_known_args(arguments)

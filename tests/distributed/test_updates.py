@@ -46,3 +46,10 @@ def test_a_gradient_that_is_not_finite_on_one_rank_is_skipped_on_all(facts: dict
 
 def test_all_critic_epochs_before_all_policy_epochs_equal_taking_turns(facts: dict[str, Any]) -> None:
     assert facts["orders_of_epochs"]["equal"]
+
+
+def test_returns_outside_a_categorical_head_are_counted_over_all_ranks_and_end_the_step_on_all(facts: dict[str, Any]) -> None:
+    one, other = facts["returns_outside"]["ranks"]
+    assert one == other, "the rank without such returns raises as well"
+    assert one[0] == pytest.approx(1 / 150)
+    assert "2.0% of the returns lie outside [0, 1]" in one[1] and "they run from 0.5 to 1.5" in one[1]

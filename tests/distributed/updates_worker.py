@@ -12,6 +12,7 @@ import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent / "layouts"))
@@ -22,9 +23,14 @@ import torch.distributed as dist
 import worker as layouts
 from torch import Tensor
 
+from vapo_mcore.config.architecture import ValueBins
 from vapo_mcore.data.microbatch import MicroBatch
+from vapo_mcore.errors import StepBroken
 from vapo_mcore.megatron.engine import MegatronModel, StepResult
 from vapo_mcore.megatron.parallel import ParallelContext, initialize_distributed
+from vapo_mcore.records.metric_table import metrics_of
+from vapo_mcore.records.metrics import StepMetrics
+from vapo_mcore.trainer.updates import require_returns_within
 
 FOLDER = Path(sys.argv[1])
 WARMUP = 4
@@ -106,13 +112,32 @@ def orders_of_epochs(parallel: ParallelContext, batches: list[MicroBatch]) -> di
     return {"equal": equal(*after)}
 
 
+def returns_outside(parallel: ParallelContext, batches: list[MicroBatch]) -> dict[str, Any]:
+    """Returns beyond the bounds of a categorical head, on the second rank alone: 1 and then 3 of the 150 that both ranks hold."""
+    found: list[Any] = []
+    for beyond in (1, 3):
+        size = 100 if dist.get_rank() == 0 else 50
+        returns = torch.full((size,), 0.5)
+        returns[:beyond] = 1.5 if dist.get_rank() == 1 else 1.0
+        experience: Any = SimpleNamespace(batch={"returns": returns}, mask=torch.ones(size, dtype=torch.bool))
+        metrics = StepMetrics(metrics_of((), ()))
+        try:
+            require_returns_within(ValueBins(0.0, 1.0, 10, 0.75), experience, parallel, metrics)
+            found.append(metrics.reduce(parallel.data_parallel_group)["critic/returns_outside_frac"])
+        except StepBroken as error:
+            found.append(str(error))
+    ranks: list[Any] = [None, None]
+    dist.all_gather_object(ranks, found)
+    return {"ranks": ranks}
+
+
 def main() -> None:
     torch.set_num_threads(1)
     initialize_distributed(5)
     parallel = small_models.context()
     old = [torch.full((sum(shape),), -4.0) for shape in problem.SHAPES]
     _, batches = layouts.microbatches(layouts.Case("qwen2"), parallel, layouts.token_tensors("qwen2", "token", old))
-    facts = {case.__name__: case(parallel, batches) for case in (warm_up, one_rank_is_not_finite, orders_of_epochs)}
+    facts = {case.__name__: case(parallel, batches) for case in (warm_up, one_rank_is_not_finite, orders_of_epochs, returns_outside)}
     if dist.get_rank() == 0:
         print(json.dumps(facts), flush=True)
     dist.destroy_process_group()

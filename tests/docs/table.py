@@ -277,6 +277,28 @@ COMMANDS = [
         )
         for name in ("grpo", "dapo")
     ),
+    # docs/critic.md: a critic from the dumps of a run.
+    Command(
+        "vapo-mcore train examples/configs/critic_game_vapo.yaml run.dir=runs/dumped_games run.dump_every_steps=1",
+        add="run.steps=2 critic.value_pretraining.steps=1 eval.at_start=false eval.at_end=false export.at_end=false critic.probe=null",
+        why="two dumped steps",
+        leaves=("runs/dumped_games/dumps/step_000002/step.json",),
+        slow=True,
+    ),
+    Command(
+        "vapo-mcore pretrain-critic examples/configs/critic_game_vapo.yaml --data runs/dumped_games --output runs/game_critic",
+        says=("held-out prompts: ", "pretrained critic saved: "),
+        leaves=("runs/game_critic/metrics.jsonl", "runs/game_critic/critic_pretrained/hf/config.json"),
+        slow=True,
+    ),
+    Command(
+        "vapo-mcore train examples/configs/critic_game_vapo.yaml run.dir=runs/game_again critic.init=saved "
+        "critic.path=runs/game_critic/critic_pretrained/hf critic.value_pretraining.steps=0",
+        add="run.steps=1 eval.at_start=false eval.at_end=false export.at_end=false critic.probe=null",
+        why="one step",
+        leaves=("runs/game_again/metrics.jsonl",),
+        slow=True,
+    ),
     # docs/watching.md: a step again.
     Command(
         'vapo-mcore train examples/configs/quickstart.yaml run.dir=runs/dumped "run.dump_steps=[12]" checkpoint.every_steps=1',

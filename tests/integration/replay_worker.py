@@ -1,13 +1,20 @@
-"""A run with dumped steps in two processes, and replays of them, which test_replay_step.py reads: torchrun ... replay_worker.py FOLDER."""
+"""Runs that test_replay_step.py reads, in two processes: torchrun ... replay_worker.py FOLDER.
+
+A run with dumped steps, replays of them, and critics pretrained on its dumps and on scored responses in two layouts.
+"""
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
 import torch.distributed as dist
 
+from tests.process_groups import release_groups
 from tests.training_setup import training_config
+from vapo_mcore.commands.pretrain_critic import pretrain
+from vapo_mcore.commands.pretrain_options import PretrainOptions
 from vapo_mcore.commands.replay import replay
 from vapo_mcore.commands.replay_checks import ReplayOptions
 from vapo_mcore.megatron.parallel import initialize_parallel
@@ -31,6 +38,15 @@ SETTINGS = (
     "algorithm.self_imitation={top_k: 2, batch_size: 6, coef: 0.5, value_coef: 1.0}",
 )
 
+CRITIC = ("batch.mini_batch_size=16", "critic={head_init: zero, optimizer: {lr: 0.001}, head_bias: mean_return}")
+SAVED = f"critic={{init: saved, path: {FOLDER}/dp2/critic_pretrained/hf, value_pretraining: {{steps: 0}}}}"
+CASES: dict[str, tuple[tuple[str, ...], PretrainOptions]] = {
+    "dp2": (CRITIC, PretrainOptions((f"{FOLDER}/scored.jsonl",), passes=20)),
+    "tp2": ((*CRITIC, "parallel.tensor_model_parallel_size=2"), PretrainOptions((f"{FOLDER}/scored.jsonl",), passes=2)),
+    "dumps": (CRITIC, PretrainOptions((f"{FOLDER}/run",), fraction=0.3, passes=1)),
+    "saved": ((SAVED,), PretrainOptions((f"{FOLDER}/scored.jsonl",), passes=1)),
+}
+
 if __name__ == "__main__":
     config = training_config(FOLDER, "run", *SETTINGS)
     parallel = initialize_parallel(config.parallel)
@@ -38,4 +54,11 @@ if __name__ == "__main__":
     for name, step, checkpoint in (("first", 1, None), ("third", 3, None), ("older", 3, "step_000001")):
         replay(config, parallel, ReplayOptions(step, checkpoint=checkpoint, json_path=str(FOLDER / f"{name}.json")))
         dist.barrier()
+    for name, (settings, options) in CASES.items():
+        release_groups()
+        config = training_config(FOLDER, name, *settings)
+        parallel = initialize_parallel(config.parallel)
+        metrics = pretrain(config, parallel, options)
+        if parallel.rank == 0:
+            (FOLDER / f"{name}_passes.json").write_text(json.dumps(metrics))
     dist.destroy_process_group()

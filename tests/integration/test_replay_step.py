@@ -1,24 +1,44 @@
-"""Steps of a real run in two processes, made again from their dumps."""
+"""Steps of a real run in two processes, made again from their dumps, and critics pretrained on stored responses."""
 
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 from tests.forks import run_command, run_ranks
-from tests.training_setup import read_metrics, write_setup
+from tests.training_setup import read_metrics, training_config, write_setup
+from vapo_mcore.commands.pretrain_critic import read_responses
+from vapo_mcore.commands.pretrain_options import PretrainOptions
+from vapo_mcore.experience.scored_responses import ScoredResponses
 from vapo_mcore.weights.convert import megatron_to_hf
+
+PROBE = "critic/probe_explained_variance"
+CEILING = 1 - 1 / 5
+"""Exact for ``scored.jsonl``: the first of five tokens decides the score, so a critic that sees has the mean before it and the score
+after it."""
+
+
+def write_scored(path: Path) -> None:
+    """Write 200 responses to 100 prompts: each prompt has one of either score, which the response's first character tells."""
+    rng = random.Random(0)
+    with path.open("w") as file:
+        for number in range(200):
+            first = "ab"[number // 2 % 2 ^ number % 2]
+            row = {"prompt": f"{number // 2}+1=", "response": first + rng.choice("xyz") * 3, "score": float(first == "a")}
+            file.write(json.dumps(row) + "\n")
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = write_setup(tmp_path_factory.mktemp("replay"))
+    write_scored(folder / "scored.jsonl")
     done = run_ranks("tests/integration/replay_worker.py", 2, str(folder), timeout=300)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     (folder / "output.txt").write_text(done.stdout)
@@ -131,3 +151,62 @@ def test_the_command_replays_in_one_process_what_two_have_made(folder: Path) -> 
         refused = run_command(*command, *arguments)
         assert refused.returncode == 2
         assert expected in refused.stderr
+
+
+def passes(folder: Path, name: str) -> list[dict[str, Any]]:
+    return json.loads((folder / f"{name}_passes.json").read_text())
+
+
+def test_the_critic_sees_what_the_text_decides_and_no_more(folder: Path) -> None:
+    found = [row[PROBE] for row in passes(folder, "dp2")]
+    assert abs(passes(folder, "dp2")[0][f"{PROBE}_before"]) < 1e-6, "a head of zeros explains nothing"
+    assert CEILING - 0.08 < max(found) < CEILING + 0.005, found
+    assert len(found) < 20 and max(found) == pytest.approx(max(found[:-2]), abs=0.01), "it stops two passes after the last rise"
+    assert found == [row[PROBE] for row in read_metrics(folder / "dp2")]
+
+
+def test_the_saved_critic_is_the_best_one_and_transformers_gives_its_explained_variance(folder: Path) -> None:
+    config = training_config(folder, "other", "parallel.world_size=2")
+    _, held_out = read_responses(config, PretrainOptions((str(folder / "scored.jsonl"),)))
+    assert held_out.prompts == 10 and len(held_out) == 20
+    model = AutoModelForTokenClassification.from_pretrained(folder / "dp2" / "critic_pretrained" / "hf", dtype=torch.float64)
+    batch, errors, returns = held_out.batch, [], []
+    for row in range(len(held_out)):
+        tokens = batch["tokens"][batch.cu_seqlens[row] : batch.cu_seqlens[row + 1]]
+        start = int(batch.rows.prompt_length[row])
+        assert tokens[-1] == 1, "a finished response ends with EOS"
+        with torch.no_grad():
+            values = model(tokens[None]).logits[0, start - 1 : -1, 0]
+        score = float(batch.rows.score[row])
+        returns += [score] * len(values)
+        errors += (score - values).tolist()
+    exact = 1 - torch.tensor(errors).double().var() / torch.tensor(returns).double().var()
+    assert max(row[PROBE] for row in passes(folder, "dp2")) == pytest.approx(float(exact), abs=1e-4)
+    assert passes(folder, "saved")[0][f"{PROBE}_before"] == pytest.approx(float(exact), abs=1e-4), "critic.init = saved loads it"
+    assert not (folder / "dp2" / "critic_pretrained" / "hf.old").exists()
+
+
+def test_layouts_agree(folder: Path) -> None:
+    for one, other in zip(passes(folder, "dp2"), passes(folder, "tp2"), strict=False):
+        for name in (PROBE, "critic/loss", "critic/explained_variance", "critic/grad_norm", "reward/mean"):
+            assert one[name] == pytest.approx(other[name], rel=1e-3, abs=1e-5), name
+    assert passes(folder, "dp2")[1]["critic/updates"] == 2 * 11, "180 responses in mini-batches of about 16: 11 updates a pass"
+    assert "policy/updates" not in passes(folder, "dp2")[0]
+
+
+def test_the_dumps_of_a_run_give_the_tokens_and_rewards_of_its_steps(folder: Path) -> None:
+    """Two steps of 16 responses to 4 prompts were dumped, by two ranks."""
+    config = training_config(folder, "other")
+    training, held_out = read_responses(config, PretrainOptions((str(folder / "run"),), fraction=0.3))
+    recorded = {row["step"]: row for row in read_metrics(folder / "run") if row["stage"] == "rl"}
+    rows = [*zip(*_scores(training), strict=True), *zip(*_scores(held_out), strict=True)]
+    assert len(rows) == 32
+    assert sum(score for score, _ in rows) / 32 == pytest.approx((recorded[1]["reward/mean"] + recorded[3]["reward/mean"]) / 2)
+    lengths = (recorded[1]["response/length_mean"] + recorded[3]["response/length_mean"]) / 2
+    assert sum(length for _, length in rows) / 32 == pytest.approx(lengths)
+    (found,) = passes(folder, "dumps")
+    assert found["reward/mean"] == pytest.approx(float(training.batch.rows.score.mean())) and found[PROBE] is not None
+
+
+def _scores(data: ScoredResponses) -> tuple[list[float], list[int]]:
+    return data.batch.rows.score.tolist(), data.batch.rows.response_length.tolist()

@@ -16,7 +16,7 @@ from vapo_mcore.data.prompts import Prompt, PromptDataset
 from vapo_mcore.errors import DataError
 from vapo_mcore.experience.batches import Experience, distribute, plan_minibatches
 from vapo_mcore.experience.collecting import training_sampling
-from vapo_mcore.experience.sampling import ResponseSampler
+from vapo_mcore.experience.sampling import ResponseSampler, Round
 from vapo_mcore.megatron.parallel import ParallelContext
 from vapo_mcore.megatron.roles import Models
 from vapo_mcore.records.timing import PhaseTimer
@@ -77,6 +77,10 @@ class CriticProbe:
         sampled = self.sampler.sample(
             self.prompts, probe.responses_per_prompt, training_sampling(self.config), seed_step=SEED_STEP, timer=PhaseTimer()
         )
+        self.hold(sampled, models)
+
+    def hold(self, sampled: Round, models: Models) -> None:
+        """Distribute the responses to measure."""
         rows = replace(sampled.rows, reward=shaped_rewards(self.config, sampled.rows))
         plan = plan_minibatches(self.config, models.architecture, self.parallel, rows, SEED_STEP)
         self.experience = distribute(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -52,6 +52,15 @@ def build_models(config: Config, parallel: ParallelContext, say: Say) -> Models:
     if critic is not None:
         residency.add(critic)
     return Models(architecture, policy, critic, reference, residency)
+
+
+def build_critic_alone(config: Config, parallel: ParallelContext, say: Say) -> Models:
+    """Build the critic without a policy, for training it on stored responses. ``Models.policy`` is missing."""
+    architecture = read_architecture(config.model.path)
+    residency = Residency(enabled=False)  # nothing else needs the device
+    critic = _first_critic(config, architecture, parallel, say)
+    residency.add(critic)
+    return Models(architecture, cast(MegatronModel, None), critic, None, residency)
 
 
 def _report_unknown_ids(policy: MegatronModel, unknown: Sequence[int], say: Say) -> None:
