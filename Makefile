@@ -1,5 +1,6 @@
 # make setup       environment in .venv for a machine without a GPU; PYTHON=python3.12 and VENV=FOLDER choose another Python and folder
 # make quickstart  setup, then train the tiny model with VAPO; SETTINGS="run.steps=5 seed=7" changes settings of the recipe
+# make quickstart-critic  the same on a game whose state the critic can read off the text (docs/critic.md)
 # make certify     measure on the quickstart's recipe whether trainer, engine, critic and graders agree (docs/certify.md)
 # make test        all tests but the slow ones; test-fast: unit tests; test-slow: the slow ones; test-mcore-next: a newer Megatron-Core
 # make test-docs   the shorter commands of the pages, with small sizes, in a copy of the tree; test-docs-slow: all of them, as written
@@ -20,9 +21,10 @@ PYTHON ?= $(or $(shell for name in $(BIN)/python python3.11 python3.12 python3; 
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 INSTALLED := $(VENV)/.installed
 TINY := models/tiny/.made
+GAME := models/tiny_game/.made
 BENCHMARKS := $(filter-out benchmarks/gpu_%,$(wildcard benchmarks/*.py))
 
-.PHONY: setup python quickstart certify test test-fast test-slow test-docs test-docs-slow test-chaos test-slurm test-mcore-next lint format bench clean
+.PHONY: setup python quickstart quickstart-critic certify test test-fast test-slow test-docs test-docs-slow test-chaos test-slurm test-mcore-next lint format bench clean
 
 setup: $(INSTALLED)
 
@@ -51,6 +53,15 @@ quickstart: $(INSTALLED) $(TINY)
 	  '  $(BIN)/vapo-mcore report runs/quickstart    # curves, samples and diagnosis of this run on one page: runs/quickstart/report.html' \
 	  '  $(BIN)/vapo-mcore eval examples/configs/quickstart.yaml --checkpoint runs/quickstart/export/hf    # the trained policy on held-out problems' \
 	  '  $(BIN)/vapo-mcore train examples/configs/quickstart.yaml run.dir=runs/faster policy.optimizer.lr=4e-4    # the same with one setting changed'
+
+$(GAME): tools/make_game_model.py examples/extensions/doors_and_dice.py | $(INSTALLED)
+	@$(BIN)/python tools/make_game_model.py --output models/tiny_game $(GAME_OPTIONS)
+	@touch $@
+
+quickstart-critic: $(INSTALLED) $(GAME)
+	@echo "training models/tiny_game with VAPO: examples/configs/critic_game_vapo.yaml"
+	@$(BIN)/vapo-mcore train examples/configs/critic_game_vapo.yaml --clean $(SETTINGS)
+	@$(BIN)/vapo-mcore report runs/critic_game_vapo
 
 certify: $(INSTALLED) $(TINY)
 	@$(BIN)/vapo-mcore certify examples/configs/quickstart.yaml

@@ -29,6 +29,14 @@ def quickstart_learned(tree: Path, output: str) -> None:
     assert accuracies[-1] > accuracies[0] + 0.3, accuracies
 
 
+def the_critic_sees(tree: Path, output: str) -> None:
+    """docs/critic.md: explained variance on held-out prompts after value pretraining, and later."""
+    run, name = tree / "runs" / "critic_game_vapo", "critic/probe_explained_variance"
+    before, *_, after = (row[name] for row in _rows(run, "value_pretraining"))
+    later = [row[name] for row in _rows(run) if name in row]
+    assert before < after and after >= 0.4 and max(later) >= 0.5, (before, after, later)
+
+
 def tutorial_reward_was_given(tree: Path, output: str) -> None:
     """docs/tutorial.md: the scores are those of examples/tutorial/reward.py."""
     files = sorted((tree / "runs" / "tutorial" / "samples").glob("step_*.jsonl"))

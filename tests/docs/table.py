@@ -254,6 +254,13 @@ COMMANDS = [
     ),
     # docs/critic.md
     Command(
+        "make quickstart-critic",
+        says=(r"models/tiny_game: answers at 1\.\d+ nats", "explained variance on 64 held-out prompts: .* before value pretraining", HELD_OUT),
+        leaves=("runs/critic_game_vapo/report.html", "runs/critic_game_vapo/critic_pretrained/hf/config.json"),
+        look=looks.the_critic_sees,
+        slow=True,
+    ),
+    Command(
         "python tools/make_game_model.py --output models/tiny_game",
         says=(r"models/tiny_game: answers at 1\.\d+ nats",),
         leaves=("models/tiny_game/model.safetensors", "models/tiny_game/heldout.jsonl"),
