@@ -255,7 +255,7 @@ COMMANDS = [
     # docs/critic.md
     Command(
         "make quickstart-critic",
-        says=(r"models/tiny_game: answers at 1\.\d+ nats", "explained variance on 64 held-out prompts: .* before value pretraining", HELD_OUT),
+        says=(r"models/tiny_game: answers at 1\.\d+ nats", "held-out prompts: .* before value pretraining", HELD_OUT),
         leaves=("runs/critic_game_vapo/report.html", "runs/critic_game_vapo/critic_pretrained/hf/config.json"),
         look=looks.the_critic_sees,
         slow=True,
