@@ -107,13 +107,7 @@ class Ablation:
 
     def _check_saved(self, name: str, seed: int) -> None:
         """Raise ConfigError if an existing run has other settings. Ignores keys that a newer version added."""
-        saved = self.folder(name, seed) / "config.yaml"
-        if saved.is_file():
-            before, _ = parse_yaml(saved.read_text(encoding="utf-8"))
-            now, _ = parse_yaml(dump_yaml(self.configs[name, seed]))
-            changed = sorted(differences(before, now))
-            if changed:
-                raise ConfigError(f"{saved.parent} holds a run with other settings ({', '.join(changed)}); choose another --output")
+        require_same_settings(self.folder(name, seed), self.configs[name, seed])
 
     def run_all(self, deadline: float, threshold: float) -> None:
         """Run everything that is not finished. A failed run is reported and omitted from the table."""
@@ -124,16 +118,9 @@ class Ablation:
                 if time.monotonic() > deadline:
                     print(f"{name} seed {seed}: not started, out of time", flush=True)
                     continue
-                log = self.folder(name, seed).with_suffix(".log")
-                log.parent.mkdir(parents=True, exist_ok=True)
-                command = [sys.executable, "-m", "vapo_mcore.cli", "train", str(self.files[name]), "--clean", *self._settings(name, seed)]
-                started = time.monotonic()
-                with open(log, "w", encoding="utf-8") as output:
-                    code = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, check=False).returncode
-                state = "finished" if code == 0 else f"failed with exit status {code}, see {log}"
-                if code != 0:
-                    self.failures[f"{name} seed {seed}"] = state
-                print(f"{name} seed {seed}: {state} ({time.monotonic() - started:.0f} s)", flush=True)
+                failure = train(f"{name} seed {seed}", self.files[name], self._settings(name, seed), self.folder(name, seed))
+                if failure is not None:
+                    self.failures[f"{name} seed {seed}"] = failure
                 self.report(threshold)
 
     def measure(self, name: str, seed: int, threshold: float) -> Measured | None:
@@ -158,6 +145,30 @@ class Ablation:
         (self.output / "ablation.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
         text = render(table, threshold) + ("" if not missing else f"\nNot finished: {', '.join(missing)}.\n")
         (self.output / "ablation.md").write_text(text, encoding="utf-8")
+
+
+def require_same_settings(folder: Path, config: Config) -> None:
+    """Raise ConfigError if ``folder`` holds a run with other settings. Ignores keys that a newer version added."""
+    saved = folder / "config.yaml"
+    if saved.is_file():
+        before, _ = parse_yaml(saved.read_text(encoding="utf-8"))
+        now, _ = parse_yaml(dump_yaml(config))
+        changed = sorted(differences(before, now))
+        if changed:
+            raise ConfigError(f"{folder} holds a run with other settings ({', '.join(changed)}); choose another --output")
+
+
+def train(name: str, file: Path, settings: Sequence[str], folder: Path) -> str | None:
+    """Run a training and print how it ended; its output goes to ``<folder>.log``. Returns None or the failure."""
+    log = folder.with_name(f"{folder.name}.log")
+    log.parent.mkdir(parents=True, exist_ok=True)
+    started = time.monotonic()
+    with open(log, "w", encoding="utf-8") as output:
+        command = [sys.executable, "-m", "vapo_mcore.cli", "train", str(file), "--clean", *settings]
+        code = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, check=False).returncode
+    failure = None if code == 0 else f"failed with exit status {code}, see {log}"
+    print(f"{name}: {failure or 'finished'} ({time.monotonic() - started:.0f} s)", flush=True)
+    return failure
 
 
 def write_variant(name: str, recipe: Path, path: Path) -> Path:

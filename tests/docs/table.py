@@ -447,6 +447,14 @@ COMMANDS = [
         says=("train.jsonl", "aime24.jsonl", "prompt tokens", "overlap: 2 of the 5"),
         slow=True,
     ),
+    # docs/results.md
+    Command(
+        "python tools/compare.py --output runs/compare --recipe examples/configs/critic_game_vapo.yaml --rates 3e-4 1e-3 3e-3",
+        add="--report-only",
+        why="99 runs take eight hours",
+        leaves=("runs/compare/compare.md", "runs/compare/compare.json"),
+        slow=True,
+    ),
     # docs/ablation.md
     Command(
         "python tools/ablation.py --output runs/ablation --seeds 1 2 --steps 30",
