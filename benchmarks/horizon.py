@@ -1,0 +1,184 @@
+"""Simulate how long rollout replicas wait for long responses, with and without a token budget per response and step (a horizon).
+
+    python benchmarks/horizon.py [--replicas 32] [--slots 256] [--mean 6000] [--sigma 1.0] [--cap 20480] [--steps 40] [--seed 0]
+
+A discrete-event simulation, no model runs. Prints one JSON object per case. In a step without a horizon every response runs to its end.
+With a horizon H every open response gets at most H new tokens in a step; unfinished ones continue in the next step, and new responses
+replace the finished ones. ``waves``: open responses per engine slot (1: all run at once; 2: the second half waits for free slots).
+
+Every step deals the responses to the replicas by expected tokens of the step, the most first, each to the replica with the fewest so far.
+
+Reported, as means over the last half of the steps:
+
+- ``idle_replicas``: share of replica time between a replica's last token and the end of the step's slowest replica;
+- ``empty_slots``: share of slot time without a running response; includes ``idle_replicas``;
+- ``prefill``: share of replica time spent on prefills; ``reprefilled``: re-prefilled tokens per sampled token;
+- ``tokens_per_step``, and ``tokens_per_second``: sampled tokens per second and replica; ``speedup``: over the case without a horizon of
+  as many waves; ``cache_gib``: largest key-value cache of a replica.
+
+Assumptions: a dense model of Qwen2.5-32B's shape in bfloat16, TP 8 on H100 with the rates of ``vapo_mcore.planning.devices``; lognormal
+lengths that do not depend on the prompt, with the mean before the cap; prompts of 512 tokens; the key-value cache holds all running
+responses (``cache_gib`` is what this takes); weights change every step, so a continued response is prefilled anew; only sampling is timed.
+"""
+
+import argparse
+import heapq
+import json
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vapo_mcore.planning.devices import DEVICES
+
+PARAMETERS, LAYERS, KV_BYTES_PER_TOKEN, TENSOR_PARALLEL = 32.5e9, 64, 64 * 2 * 8 * 128 * 2, 8
+PROMPT_TOKENS = 512
+HORIZONS = (None, 20_480, 8_192, 4_096, 2_048)
+
+
+class Engine:
+    """Seconds of decoding and prefilling on one replica."""
+
+    def __init__(self) -> None:
+        device = DEVICES["h100"]
+        rate = TENSOR_PARALLEL * device.memory_rate * device.memory_efficiency
+        self.weights = 2 * PARAMETERS / rate
+        self.latency = device.decode_overhead + 2 * LAYERS * device.layer_latency
+        self.cached_token = KV_BYTES_PER_TOKEN / rate
+        self.computed_token = 2 * PARAMETERS / (TENSOR_PARALLEL * device.flops * device.forward_efficiency)
+
+    def decode(self, running: int, cached: int, steps: int) -> float:
+        """Return the seconds of ``steps`` engine steps with ``running`` responses, which have ``cached`` tokens at the start."""
+        weights = steps * max(self.weights, running * self.computed_token)
+        return weights + steps * self.latency + self.cached_token * (steps * cached + running * steps * (steps - 1) / 2)
+
+    def prefill(self, tokens: int) -> float:
+        return tokens * self.computed_token
+
+
+@dataclass(frozen=True)
+class ReplicaTimes:
+    """Result of a replica's step.
+
+    ``seconds``: until its last token; ``prefill``: seconds of prefills; ``slot_seconds``: running responses, integrated over time;
+    ``cached``: peak of cached tokens.
+    """
+
+    seconds: float
+    prefill: float
+    slot_seconds: float
+    cached: int
+
+
+def run_replica(engine: Engine, work: list[tuple[int, int]], slots: int) -> ReplicaTimes:
+    """Simulate one step of a replica. ``work``: (tokens so far, tokens to sample) of its responses, in the order in which they start."""
+    running: list[tuple[int, int]] = []  # (engine step of the last token, tokens then cached)
+    clock, now, cached, waiting, peak = 0, 0.0, 0, 0, 0
+    prefill = slot_seconds = 0.0
+    while waiting < len(work) or running:
+        admitted = 0
+        while waiting < len(work) and len(running) < slots:
+            before, tokens = work[waiting]
+            heapq.heappush(running, (clock + tokens, PROMPT_TOKENS + before + tokens))
+            admitted += PROMPT_TOKENS + before
+            waiting += 1
+        cached += admitted
+        spent = engine.prefill(admitted)
+        steps = running[0][0] - clock
+        seconds = engine.decode(len(running), cached, steps)
+        prefill += spent
+        slot_seconds += len(running) * (spent + seconds)
+        now += spent + seconds
+        cached += len(running) * steps
+        clock += steps
+        peak = max(peak, cached)
+        while running and running[0][0] == clock:
+            cached -= heapq.heappop(running)[1]
+    return ReplicaTimes(now, prefill, slot_seconds, peak)
+
+
+def deal(expected: NDArray[np.float64], replicas: int) -> list[list[int]]:
+    """Deal responses to replicas, the one with the most expected tokens first, each to the replica with the fewest so far."""
+    loads = [(0.0, replica) for replica in range(replicas)]
+    parts: list[list[int]] = [[] for _ in range(replicas)]
+    for response in np.argsort(-expected, kind="stable").tolist():
+        load, replica = heapq.heappop(loads)
+        parts[replica].append(response)
+        heapq.heappush(loads, (load + float(expected[response]), replica))
+    return parts
+
+
+class Lengths:
+    """Response lengths, and the expected tokens of a response's next segment."""
+
+    def __init__(self, mean: float, sigma: float, cap: int, seed: int) -> None:
+        self.parameters, self.cap = (math.log(mean) - sigma**2 / 2, sigma), cap
+        self.rng = np.random.default_rng(seed)
+        self.known = np.sort(self._draw(np.random.default_rng(seed + 1), 100_000))
+
+    def draw(self, count: int) -> NDArray[np.int64]:
+        return self._draw(self.rng, count)
+
+    def _draw(self, rng: np.random.Generator, count: int) -> NDArray[np.int64]:
+        return np.minimum(np.ceil(rng.lognormal(*self.parameters, count)), self.cap).astype(np.int64)
+
+    def expected_segment(self, so_far: NDArray[np.int64], horizon: int) -> NDArray[np.float64]:
+        """Return E[min(horizon, length - so_far) | length > so_far], from a sample of its own; the lengths to come are unknown."""
+        ages, index = np.unique(so_far, return_inverse=True)
+        longer = [self.known[np.searchsorted(self.known, age, side="right") :] - age for age in ages]
+        means = np.array([np.minimum(rest, horizon).mean() if rest.size else 1.0 for rest in longer])
+        return means[index]
+
+
+def simulate(args: argparse.Namespace, waves: int, horizon: int | None) -> dict[str, float]:
+    """Simulate the steps of one case and return the reported shares."""
+    engine, lengths = Engine(), Lengths(args.mean, args.sigma, args.cap, args.seed)
+    budget = args.cap if horizon is None else horizon
+    total = lengths.draw(args.replicas * args.slots * waves)
+    done = np.zeros_like(total)
+    time = busy = slot_time = prefills = 0.0
+    sampled = reprefilled = cached = 0
+    for step in range(args.steps):
+        tokens = np.minimum(total - done, budget)
+        parts = deal(lengths.expected_segment(done, budget), args.replicas)
+        times = [run_replica(engine, [(int(done[i]), int(tokens[i])) for i in part], args.slots) for part in parts]
+        if step >= args.steps // 2:
+            time += max(replica.seconds for replica in times)
+            busy += sum(replica.seconds for replica in times) / args.replicas
+            slot_time += sum(replica.slot_seconds for replica in times) / (args.replicas * args.slots)
+            prefills += sum(replica.prefill for replica in times) / args.replicas
+            cached = max(cached, *(replica.cached for replica in times))
+            sampled += int(tokens.sum())
+            reprefilled += int((done + PROMPT_TOKENS)[done > 0].sum())
+        done = done + tokens
+        ended = done == total
+        total[ended], done[ended] = lengths.draw(int(ended.sum())), 0
+    shares = {"idle_replicas": 1 - busy / time, "empty_slots": 1 - slot_time / time, "prefill": prefills / time}
+    measured = args.steps - args.steps // 2
+    shares |= {"reprefilled": reprefilled / sampled, "step_s": time / measured, "cache_gib": cached * KV_BYTES_PER_TOKEN / 2**30}
+    rates = {"tokens_per_step": round(sampled / measured), "tokens_per_second": round(sampled / time / args.replicas, 1)}
+    return {**{name: round(value, 3) for name, value in shares.items()}, **rates}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--replicas", type=int, default=32)
+    parser.add_argument("--slots", type=int, default=256)
+    parser.add_argument("--mean", type=float, default=6000.0)
+    parser.add_argument("--sigma", type=float, default=1.0)
+    parser.add_argument("--cap", type=int, default=20_480)
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    for waves in (1, 2, 4):
+        plain = 0.0
+        for horizon in HORIZONS:
+            result = simulate(args, waves, horizon)
+            plain = plain or result["tokens_per_second"]
+            line = {"benchmark": "horizon", "waves": waves, "horizon": horizon, **result}
+            print(json.dumps({**line, "speedup": round(result["tokens_per_second"] / plain, 3)}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
