@@ -53,3 +53,11 @@ def test_returns_outside_a_categorical_head_are_counted_over_all_ranks_and_end_t
     assert one == other, "the rank without such returns raises as well"
     assert one[0] == pytest.approx(1 / 150)
     assert "2.0% of the returns lie outside [0, 1]" in one[1] and "they run from 0.5 to 1.5" in one[1]
+
+
+@pytest.mark.parametrize("place", ["device", "host"])
+def test_an_update_outside_the_schedule_follows_its_own_gradient_and_repeats_no_momentum(facts: dict[str, Any], place: str) -> None:
+    found = facts["update_outside_the_schedule"][place]
+    assert found["unmoved"], "without a gradient of its own it changes neither weights nor first moments"
+    assert found["worst"] < 1e-6 < 1e-4 < found["moved"]
+    assert found["along_momentum"] > 0, "its gradient is opposite to the ordinary ones, so it moves with their first moment, not against it"

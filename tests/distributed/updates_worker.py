@@ -112,6 +112,58 @@ def orders_of_epochs(parallel: ParallelContext, batches: list[MicroBatch]) -> di
     return {"equal": equal(*after)}
 
 
+class ScaledLoss(layouts.ValueTestLoss):
+    """The critic's loss times a factor."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def __call__(self, outputs: dict[str, Tensor], batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        loss, stats = super().__call__(outputs, batch)
+        return loss * self.factor, stats
+
+
+def update_outside_the_schedule(parallel: ParallelContext, batches: list[MicroBatch]) -> dict[str, Any]:
+    """With the optimizer on the device and on the host."""
+    return {name: _update_outside(parallel, batches, cpu_offload) for name, cpu_offload in (("device", False), ("host", True))}
+
+
+def _update_outside(parallel: ParallelContext, batches: list[MicroBatch], cpu_offload: bool) -> dict[str, Any]:
+    """An update on another loss between ordinary ones, whose momentum it must neither repeat nor let decay.
+
+    Its gradient, opposite to theirs, is read from the first moment; weights and second moment are worked out from it in float64.
+    """
+    optimizer = layouts.OPTIMIZER.model_copy(update={"cpu_offload": cpu_offload})
+    model = small_models.build("critic", FOLDER, "float32", parallel, optimizer, warmup_updates=0)
+    assert model.optimizer is not None
+    for _ in range(3):
+        model.train_step(batches, ScaledLoss(1.0))
+
+    def state() -> list[tuple[Tensor, Tensor, Tensor]]:
+        (inner,) = [one.optimizer for one in model.optimizer.megatron.chained_optimizers]
+        return [
+            (p.detach().double(), found["exp_avg"].double(), found["exp_avg_sq"].double()) for p, found in inner.state.items() if p.numel()
+        ]
+
+    before = state()
+    weighed = weights(model)
+    model.train_step(batches, ScaledLoss(0.0), unscheduled_lr=0.01)
+    unmoved = equal(weighed, weights(model)) and all(torch.equal(x[1], y[1]) for x, y in zip(before, state(), strict=True))
+    before, rate, settings = state(), 0.01, model.optimizer.settings
+    model.train_step(batches, ScaledLoss(-0.5), unscheduled_lr=rate)
+    (beta1, beta2), count, worst, against = (settings.beta1, settings.beta2), 5, 0.0, [0.0, 0.0, 0.0]
+    for (weight, first, second), (new, first_new, second_new) in zip(before, state(), strict=True):
+        own = (first_new - first) / (1 - beta1)
+        expected_second = beta2 * second + (1 - beta2) * own**2
+        corrected = (expected_second / (1 - beta2**count)).sqrt() + settings.eps
+        expected = weight - rate * (1 - beta1) * own / (1 - beta1**count) / corrected
+        worst = max(worst, float((new - expected).abs().max()), float((second_new - expected_second).abs().max()))
+        for number, (x, y) in enumerate(((new - weight, first), (new - weight, new - weight), (first, first))):
+            against[number] += float((x * y).sum())
+    return {"unmoved": unmoved, "worst": worst, "moved": against[1] ** 0.5, "along_momentum": against[0]}
+
+
 def returns_outside(parallel: ParallelContext, batches: list[MicroBatch]) -> dict[str, Any]:
     """Returns beyond the bounds of a categorical head, on the second rank alone: 1 and then 3 of the 150 that both ranks hold."""
     found: list[Any] = []
@@ -137,7 +189,10 @@ def main() -> None:
     parallel = small_models.context()
     old = [torch.full((sum(shape),), -4.0) for shape in problem.SHAPES]
     _, batches = layouts.microbatches(layouts.Case("qwen2"), parallel, layouts.token_tensors("qwen2", "token", old))
-    facts = {case.__name__: case(parallel, batches) for case in (warm_up, one_rank_is_not_finite, orders_of_epochs, returns_outside)}
+    facts = {
+        case.__name__: case(parallel, batches)
+        for case in (warm_up, one_rank_is_not_finite, orders_of_epochs, returns_outside, update_outside_the_schedule)
+    }
     if dist.get_rank() == 0:
         print(json.dumps(facts), flush=True)
     dist.destroy_process_group()

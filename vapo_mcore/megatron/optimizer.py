@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from vapo_mcore.megatron.host import HAS_CUDA, compute_device, counted_as_device, megatron_scope
 
@@ -36,8 +37,8 @@ class Optimizer:
     advanced before the update. As in Megatron, weight decay applies to matrices but not to biases and norms.
 
     Attributes:
-        aside_updates: updates outside the schedule. They change weights and moments and advance AdamW's step counter, but not the
-            schedule.
+        aside_updates: updates outside the schedule. They act as if their gradient had been part of the update before (``_apart``),
+            and advance AdamW's step counter, but not the schedule.
     """
 
     def __init__(self, chunks: list[Any], settings: OptimizerConfig, model_config: Any, warmup_updates: int) -> None:
@@ -125,7 +126,7 @@ class Optimizer:
                 self.scheduler.step(1)
                 self.megatron.step_with_ready_grads()
             else:
-                with self._rate(unscheduled_lr):
+                with self._groups(lr=unscheduled_lr, weight_decay=0.0), self._apart():
                     self.megatron.step_with_ready_grads()
                 self.aside_updates += 1
         return norm, None
@@ -150,17 +151,38 @@ class Optimizer:
         return Skipped(code) if code else None
 
     @contextmanager
-    def _rate(self, lr: float) -> Iterator[None]:
-        """Temporarily set the learning rate of all parameter groups."""
+    def _groups(self, **settings: float) -> Iterator[None]:
+        """Temporarily change settings of all parameter groups."""
         groups = self.megatron.param_groups
-        rates = [group["lr"] for group in groups]
+        before = [{name: group[name] for name in settings} for group in groups]
         for group in groups:
-            group["lr"] = lr
+            group.update(settings)
         try:
             yield
         finally:
-            for group, rate in zip(groups, rates, strict=True):
-                group["lr"] = rate
+            for group, old in zip(groups, before, strict=True):
+                group.update(old)
+
+    @contextmanager
+    def _apart(self) -> Iterator[None]:
+        """Run an update on its own gradient g alone: the first moment m is set aside, and afterwards it is m + (1 - beta1) g.
+
+        AdamW is linear in the first moment, so this is what g adds to the update before when both gradients are summed. Without it, an
+        update of a second loss would mostly repeat the first one's momentum: beta1 m + (1 - beta1) g. Needs a copy of the first moments.
+        """
+        kept = [(moment, moment.clone()) for moment in self._first_moments()]
+        for moment, _ in kept:
+            moment.zero_()
+        try:
+            yield
+        finally:
+            for moment, before in kept:
+                moment.add_(before)
+
+    def _first_moments(self) -> list[Tensor]:
+        """Return this rank's first moments; none before the first update."""
+        optimizers = [one.optimizer for one in self.megatron.chained_optimizers if not getattr(one, "is_stub_optimizer", False)]
+        return [state["exp_avg"] for optimizer in optimizers for state in optimizer.state.values() if "exp_avg" in state]
 
     def _clip(self, norm: float) -> None:
         from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32

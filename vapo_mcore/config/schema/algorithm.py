@@ -157,7 +157,7 @@ class SelfImitationConfig(Section):
     top_k: PositiveInt = 1  # of each prompt, the best in each rollout
     every_steps: PositiveInt = 1  # RL steps between imitation steps
     batch_size: PositiveInt = 64  # responses of an imitation step, drawn uniformly
-    coef: PositiveFloat = 1.0  # of their mean NLL; it acts through clip_grad and the optimizer's moments, which both losses share
+    coef: PositiveFloat = 1.0  # of their mean NLL; it acts through clip_grad and the second moment, which both losses share
     lr: PositiveFloat | None = None  # null: the policy's rate at that time
     value_coef: NonNegativeFloat = 0.0  # of the value loss on the same responses, a step of the critic; 0: none
 
