@@ -15,7 +15,7 @@ VOCAB = 131
 """Odd and not a multiple of 64: vLLM and Megatron pad such a vocabulary, transformers does not."""
 STORED_TWICE = "_stored_twice"
 """Suffix of a tied model whose file also contains the head, as written by some tools."""
-MODELS = ("qwen2", "qwen2_tied", "qwen3", "llama_tied")
+MODELS = ("qwen2", "qwen2_tied", "qwen3", "llama_tied", "qwen3_moe")
 UNKNOWN = (70, *range(124, 130))
 """Ids missing in the tokenizer: a gap and a range near the end. No prompt contains them."""
 PROMPTS = [[4, 13, 5, 17], [30], [100, 5, 6, 7, 8, 9, 10, 17], [4, 13, 5, 17], [60, 61, 62, 63, 64], [130, 2, 88]]
@@ -52,7 +52,7 @@ def check_stop_texts(whole: Sequence[Any], stopped: Sequence[Any], pairs: Sequen
 
 def write_model(name: str, folder: Path, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Path:
     """Write a random two-layer model with large weights, so that its distributions are peaked, vary, and sample EOS."""
-    from transformers import LlamaConfig, Qwen2Config, Qwen3Config
+    from transformers import LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
     common: dict[str, Any] = {
         "vocab_size": VOCAB,
@@ -77,10 +77,12 @@ def write_model(name: str, folder: Path, *, seed: int = 0, dtype: torch.dtype = 
         "original_max_position_embeddings": 64,
     }
     yarn = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 16.0, "original_max_position_embeddings": 16}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96, "norm_topk_prob": True}
     config = {
         "qwen2": lambda: Qwen2Config(**common),
         "qwen2_tied": lambda: Qwen2Config(**common),
         "qwen3": lambda: Qwen3Config(**common, head_dim=32, rope_parameters=yarn),
+        "qwen3_moe": lambda: Qwen3MoeConfig(**common, head_dim=32, **experts),
         "llama_tied": lambda: LlamaConfig(**common, head_dim=32, rope_parameters=scaling),
     }[name.removesuffix(STORED_TWICE)]()
     with torch.random.fork_rng(devices=[]):
@@ -137,8 +139,19 @@ def exclude_from_softmax(model: Any, token_ids: Sequence[int]) -> None:
 
 
 def named_weights(model: Any) -> dict[str, Tensor]:
-    """Return HF name -> tensor, without a tied head."""
-    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+    """Return HF name -> tensor, without a tied head; each expert's, which transformers stacks."""
+    weights: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        if ".experts." not in name:
+            weights[name] = parameter.detach()
+            continue
+        prefix = name.rpartition(".")[0]
+        for expert, both in enumerate(parameter.detach()):
+            if name.endswith("down_proj"):
+                weights[f"{prefix}.{expert}.down_proj.weight"] = both
+            else:
+                weights[f"{prefix}.{expert}.gate_proj.weight"], weights[f"{prefix}.{expert}.up_proj.weight"] = both.split(len(both) // 2)
+    return weights
 
 
 def in_buckets(weights: dict[str, Tensor], size: int = 4) -> Iterator[list[tuple[str, Tensor]]]:

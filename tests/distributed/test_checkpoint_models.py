@@ -21,7 +21,8 @@ import problem  # noqa: E402
 @pytest.fixture(scope="module")
 def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     folder = tmp_path_factory.mktemp("checkpoint_models")
-    problem.make_model("qwen2", folder / "qwen2")
+    for model in ("qwen2", problem.MIXTURE):
+        problem.make_model(model, folder / model)
     result = run_torchrun(HERE / "checkpoint" / "models_worker.py", 2, str(folder), timeout=300)
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-6000:]
     found = [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
@@ -54,6 +55,16 @@ def test_training_goes_on_alike(cases: dict[str, dict[str, Any]], name: str) -> 
     steps, tolerance = (2, 1e-5) if "float32" in name else (1, 2e-2)
     for layout in ("pp2", "dp2", "cp2"):
         assert case["norms"][layout][:steps] == pytest.approx(case["norms"]["tp2"][:steps], rel=tolerance), layout
+
+
+@pytest.mark.parametrize(("name", "tolerance"), [("mixture_policy", 1e-5), ("mixture_critic", 2e-2)])
+def test_a_mixture_goes_on_at_other_layouts(cases: dict[str, dict[str, Any]], name: str, tolerance: float) -> None:
+    """Experts and their moments are the same bits, however they are shared; training goes on alike."""
+    case = cases[name]
+    assert case["exact"]
+    assert case["different"] == {"tp2": [], "pp2": [], "dp2": []}
+    for layout in ("tp2", "pp2", "dp2"):
+        assert case["norms"][layout][:1] == pytest.approx(case["norms"]["ep2"][:1], rel=tolerance), layout
 
 
 def test_megatron_s_own_loader_reads_them(cases: dict[str, dict[str, Any]]) -> None:

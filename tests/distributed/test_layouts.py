@@ -1,4 +1,4 @@
-"""Any layout, the same step: TP (with and without sequence parallelism), PP (interleaved too), CP and DP against float64 and one process.
+"""Any layout, the same step: TP (with and without sequence parallelism), PP (interleaved too), CP, DP and EP against float64 and one rank.
 
 Right answers come from plain transformers in float64 (``layouts/problem.py``); weights after two AdamW updates are compared with a
 single process. One launch per world size runs all its layouts (``layouts/worker.py`` lists them).
@@ -33,7 +33,7 @@ def run(world: int, workdir: Path) -> dict[str, dict[str, float]]:
 @pytest.fixture(scope="module")
 def workdir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("layouts")
-    for model in (*problem.MODELS, problem.MLP_HEAD, problem.HISTOGRAM_HEAD, *problem.UNKNOWN_MODELS):
+    for model in (*problem.MODELS, *problem.MIXTURES, problem.MLP_HEAD, problem.HISTOGRAM_HEAD, *problem.UNKNOWN_MODELS):
         problem.make_model(model, folder / model)
     (folder / "world1.json").write_text(json.dumps(run(1, folder)))
     return folder
@@ -67,9 +67,9 @@ def check(results: dict[str, dict[str, float]], expected_cases: int, bfloat16: i
 
 
 def test_one_process_equals_float64(workdir: Path) -> None:
-    check(json.loads((workdir / "world1.json").read_text()), 24, bfloat16=1, longest=1)
+    check(json.loads((workdir / "world1.json").read_text()), 27, bfloat16=1, longest=1)
 
 
-@pytest.mark.parametrize(("world", "cases", "bfloat16", "longest"), [(2, 47, 4, 3), (4, 28, 1, 0), (8, 4, 0, 0)])
+@pytest.mark.parametrize(("world", "cases", "bfloat16", "longest"), [(2, 56, 4, 3), (4, 35, 1, 0), (8, 5, 0, 0)])
 def test_layouts_equal_one_process(workdir: Path, world: int, cases: int, bfloat16: int, longest: int) -> None:
     check(run(world, workdir), cases, bfloat16, longest)

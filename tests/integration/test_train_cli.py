@@ -49,6 +49,30 @@ def test_vllm_run_exports_a_model_that_answers_alike_in_transformers(folder: Pat
     _assert_greedy_answers(run)
 
 
+@pytest.mark.slow
+def test_a_mixture_trains_stops_and_goes_on_at_another_layout(tmp_path: Path) -> None:
+    """Policy and critic over expert parallelism, with vLLM; resumed with tensor parallelism; what is exported answers alike."""
+    pytest.importorskip("vllm", reason="vLLM is not installed")
+    folder = write_setup(tmp_path, model="qwen3_moe")
+    run = folder / "mixture"
+    settings = ["rollout.engine=vllm", "rollout.tensor_parallel_size=1", "rollout.verify_weights=true"]
+    settings += ["run.samples_per_step=7", "eval.temperature=0", "eval.samples_per_prompt=1", "eval.top_p=null"]
+    settings += ["critic.value_pretraining.steps=1", "checkpoint.at_end=true", "parallel.expert_model_parallel_size=2", f"run.dir={run}"]
+    first = train(folder, *settings, "run.steps=1")
+    assert first.returncode == 0, first.stdout[-4000:] + first.stderr[-4000:]
+    other = ["parallel.tensor_model_parallel_size=2", "parallel.expert_tensor_parallel_size=1", "run.steps=2", "--resume"]
+    again = train(folder, *settings, *other)
+    assert again.returncode == 0, again.stdout[-4000:] + again.stderr[-4000:]
+    rows = [row for row in read_metrics(run) if row["stage"] == "rl" and row["step"] > 0]
+    assert [row["step"] for row in rows] == [1, 2]
+    for row in rows:
+        assert row["policy/approx_kl_first"] <= 1e-6
+        assert row["mismatch/logprob_abs_mean"] <= 1e-5
+        assert row["warnings"] == 0
+    assert not _same_weights(folder / "model", run / "export" / "hf")
+    _assert_greedy_answers(run)
+
+
 def test_vllm_plays_turns_with_an_environment(folder: Path) -> None:
     """One replica of two ranks, which must go on alike: turn by turn, with log-probs that the trainer reproduces."""
     pytest.importorskip("vllm", reason="vLLM is not installed")

@@ -382,10 +382,11 @@ def test_what_the_models_config_may_leave_out(tmp_path: Path) -> None:
     assert (architecture.rope_theta, architecture.rope_scaling) == (500.0, {"rope_type": "llama3", **scaling})
 
 
-def test_moe_model_is_refused_with_the_reason(tmp_path: Path) -> None:
-    write_model(tmp_path / "model", model_type="qwen3_moe", num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32)
+def test_mixtures_with_dense_layers_are_refused_with_the_reason(tmp_path: Path) -> None:
+    mixture: dict[str, object] = {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    write_model(tmp_path / "model", **mixture, mlp_only_layers=[0])
     (fault,) = faults_of(tmp_path)
-    assert "mixture-of-experts model (qwen3_moe, 8 experts)" in fault
+    assert "mixtures of experts with some dense layers (mlp_only_layers, decoder_sparse_step) are not supported" in fault
 
 
 def test_config_from_dict(tmp_path: Path) -> None:

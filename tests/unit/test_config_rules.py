@@ -10,6 +10,7 @@ from vapo_mcore.config.loading import _REASONS, all_keys
 from vapo_mcore.config.rules import RULES
 
 TP2 = ["parallel.world_size=2", "parallel.tensor_model_parallel_size=2"]
+MIXTURE: dict[str, object] = {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 UNTIL = "critic.value_pretraining.until="
 
 # (name of the rule, settings, changes of the model, key of the fault, what its message contains)
@@ -36,13 +37,54 @@ BROKEN = [
         "parallel.virtual_pipeline_model_parallel_size",
         "pipeline_model_parallel_size = 1; use null",
     ),
-    ("expert_parallel_is_for_moe", ["parallel.expert_model_parallel_size=2"], {}, "parallel.expert_model_parallel_size", "use 1"),
     (
-        "model_is_dense",
-        [],
-        {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
-        "model.path",
-        "mixture-of-experts",
+        "expert_degrees_fill_the_world",
+        ["parallel.world_size=2", "parallel.expert_model_parallel_size=4"],
+        MIXTURE,
+        "parallel.expert_model_parallel_size",
+        "2 processes cannot be split into copies of the experts over expert-tensor 1 x expert 4 x pipeline 1 = 4 processes",
+    ),
+    (
+        "experts_split_over_their_ranks",
+        ["parallel.world_size=2", "parallel.expert_model_parallel_size=2"],
+        {},
+        "parallel.expert_model_parallel_size",
+        "expert_model_parallel_size = 2 split the experts of a mixture, but the models are dense; remove",
+    ),
+    (
+        "experts_split_over_their_ranks",
+        ["parallel.world_size=3", "parallel.expert_model_parallel_size=3"],
+        MIXTURE,
+        "parallel.expert_model_parallel_size",
+        "3 ranks do not divide the model's 8 experts; use 1, 2, 4, 8",
+    ),
+    (
+        "experts_split_over_their_ranks",
+        [*TP2, "rollout.tensor_parallel_size=1"],
+        MIXTURE | {"moe_intermediate_size": 33},
+        "parallel.expert_model_parallel_size",
+        "expert-tensor 2 does not divide the size 33 of an expert",
+    ),
+    (
+        "experts_split_over_their_ranks",
+        [*TP2, "parallel.expert_tensor_parallel_size=1"],
+        MIXTURE,
+        "parallel.expert_model_parallel_size",
+        "Megatron would not add up the experts' gradients of tensor-parallel ranks",
+    ),
+    (
+        "mixtures_with_tensor_parallelism_are_sequence_parallel",
+        [*TP2, "parallel.sequence_parallel=false"],
+        MIXTURE,
+        "parallel.sequence_parallel",
+        "tensor_model_parallel_size = 2; use true (the default)",
+    ),
+    (
+        "rollout_tensor_parallel_splits_experts",
+        [*TP2, "parallel.expert_tensor_parallel_size=1", "parallel.expert_model_parallel_size=2"],
+        MIXTURE | {"moe_intermediate_size": 33},
+        "rollout.tensor_parallel_size",
+        "2 ranks of a replica do not divide the size 33 of an expert (moe_intermediate_size); use 1, 3, 11, 33",
     ),
     (
         "heads_split_over_tensor_parallel",
@@ -449,6 +491,8 @@ def test_models_of_a_checkpoint_of_a_run(tmp_path: Path) -> None:
 
 
 def test_what_the_rules_allow(tmp_path: Path) -> None:
+    dense = tmp_path / "dense"
+    write_model(dense)
     load(tmp_path, "parallel.world_size=4", "parallel.tensor_model_parallel_size=4")  # 2 kv heads on 4 ranks: replicated
     load(tmp_path, "parallel.world_size=4", "parallel.pipeline_model_parallel_size=2", "parallel.virtual_pipeline_model_parallel_size=2")
     load(tmp_path, "batch.mini_batch_size=128")
@@ -463,6 +507,12 @@ def test_what_the_rules_allow(tmp_path: Path) -> None:
     load(tmp_path, "algorithm.advantage.estimator=rloo", "algorithm.kl={place: loss, coef: 0.1}")
     load(tmp_path, "algorithm.advantage={estimator: grpo_process, process: {normalise: batch, outcome: false}}")
     load(tmp_path, "eval.temperature=0")
+    write_model(tmp_path / "model", **MIXTURE)
+    load(tmp_path, "parallel.world_size=4", "parallel.expert_model_parallel_size=4")
+    load(tmp_path, "parallel.world_size=2", "parallel.tensor_model_parallel_size=2", "parallel.expert_model_parallel_size=1")
+    both = ["parallel.world_size=2", "parallel.tensor_model_parallel_size=2", "parallel.expert_model_parallel_size=2"]
+    load(tmp_path, *both, "parallel.expert_tensor_parallel_size=1")  # each rank of the tensor-parallel group holds half of the experts
+    load(tmp_path, "parallel.world_size=2", "parallel.expert_model_parallel_size=2", "critic.init=reward_model", f"critic.path={dense}")
 
 
 def test_a_rule_is_not_applied_to_a_faulty_key(tmp_path: Path) -> None:

@@ -3,7 +3,8 @@
 ``weights`` loads at any layout and can be converted to Hugging Face (its subfolder ``hf`` holds config and tokenizer). ``optimizer``
 (main parameters and both moments) has one of Megatron's two formats:
 
-- ``dp_reshardable``: each rank writes its shard without gathering. Loads at the same TP, PP and virtual PP; DP and CP may differ.
+- ``dp_reshardable``: each rank writes its shard without gathering. Loads at the same TP, PP, virtual PP, EP and expert TP; DP and CP may
+  differ.
 - ``fully_reshardable``: gathered over data parallelism on save, by parameter. Loads at any layout.
 
 An optimizer without any update is not saved, because its state follows from the weights.
@@ -107,14 +108,19 @@ def weights_state(chunks: Sequence[Any]) -> dict[str, Any]:
 
 def optimizer_state(model: MegatronModel, form: OptimizerFormat, *, is_loading: bool) -> dict[str, Any]:
     """Return Megatron's sharded state of main parameters and moments, by optimizer; empty on a rank without trained parameters."""
+    from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
+
     assert model.optimizer is not None
+    experts = {id(buffer) for chunk in model.wrapped for buffer in chunk.expert_parallel_buffers}
     metadata = {"distrib_optim_sharding_type": form, "chained_optim_avoid_prefix": True}
     weights = weights_state(model.chunks) if form == "fully_reshardable" else {}
     state: dict[str, Any] = {}
     for number, optimizer in enumerate(_inner(model)):
         if form == "dp_reshardable":
-            state[f"optimizer{number}"] = optimizer.sharded_param_state_dp_reshardable({}, is_loading, metadata)
-            _clear_padding(state[f"optimizer{number}"])
+            state[f"optimizer{number}"] = shards = optimizer.sharded_param_state_dp_reshardable({}, is_loading, metadata)
+            _clear_padding(shards)
+            if any(id(buffer) in experts for buffer in optimizer.buffers):  # Megatron's keys do not tell experts' groups from the others
+                add_prefix_for_sharding(shards, "experts.")
         else:
             state[f"optimizer{number}"] = optimizer.sharded_param_state_fully_reshardable(weights, is_loading, metadata)
     return state

@@ -18,7 +18,13 @@ from vapo_mcore.megatron.parallel import ParallelContext
 from vapo_mcore.megatron.roles import Models, refresh_critic
 
 Say = Callable[[str], None]
-_SAME_FOR_SHARDS = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size")
+_SAME_FOR_SHARDS = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+)
 
 
 @dataclass(frozen=True)
@@ -113,7 +119,7 @@ def _require_loadable(checkpoint: Checkpoint, parallel: ParallelContext) -> None
     different = [
         f"{name} {manifest.layout[name]} -> {getattr(parallel, name) or 1}"
         for name in _SAME_FOR_SHARDS
-        if manifest.layout[name] != (getattr(parallel, name) or 1)
+        if name in manifest.layout and manifest.layout[name] != (getattr(parallel, name) or 1)  # older ones have no experts
     ]
     if not different:
         return

@@ -37,6 +37,8 @@ LAYOUT = (
     "virtual_pipeline_model_parallel_size",
     "context_parallel_size",
     "data_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
 )
 
 

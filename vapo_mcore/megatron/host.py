@@ -37,6 +37,7 @@ class HostPlatform:
     def replacements(self) -> list[tuple[Any, str, Any]]:
         """Return (owner, attribute, value) for everything replaced inside the scope."""
         import megatron.core.tensor_parallel.random as megatron_random
+        from megatron.core.transformer.moe import token_dispatcher
 
         def nothing(*_args: object, **_kwargs: object) -> None:
             return None
@@ -49,6 +50,10 @@ class HostPlatform:
                 return _TENSOR_TYPE(tensor, *args, **kwargs)
             name = _TENSOR_TYPE(tensor)
             return name if "cuda" in name else name.replace("torch.", "torch.cuda.", 1)
+
+        def on_host(tensor: Any, as_numpy: bool = False, **_kwargs: object) -> Any:
+            """``maybe_move_tensor_to_cpu``, which returns a tensor on the CPU as it is: the exchange of tokens needs numbers."""
+            return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
         def get_state(*_args: object, **_kwargs: object) -> torch.Tensor:
             return torch.get_rng_state()
@@ -75,9 +80,38 @@ class HostPlatform:
             (torch.Tensor, "pin_memory", same),
             (torch.nn.Module, "cuda", same),
             (torch.Tensor, "type", cuda_type_name),
+            (torch.distributed, "all_gather", _all_gather),
+            (torch.distributed, "reduce_scatter", _reduce_scatter),
+            (token_dispatcher, "maybe_move_tensor_to_cpu", on_host),
             (megatron_random, "_get_cuda_rng_state", get_state),
             (megatron_random, "_set_cuda_rng_state", set_state),
         ]
+
+
+_EQUAL_GATHER, _EQUAL_SCATTER = torch.distributed.all_gather, torch.distributed.reduce_scatter
+
+
+def _all_gather(tensors: list[torch.Tensor], tensor: torch.Tensor, group: Any = None, async_op: bool = False) -> Any:
+    """``all_gather`` that accepts different sizes, as NCCL does and gloo does not: every rank sends its tensor to each of the others."""
+    sizes = [len(part) for part in tensors]
+    if len(set(sizes)) == 1:
+        return _EQUAL_GATHER(tensors, tensor, group=group, async_op=async_op)
+    received = tensor.new_empty((sum(sizes), *tensor.shape[1:]))
+    torch.distributed.all_to_all_single(received, torch.cat([tensor] * len(sizes)), sizes, [len(tensor)] * len(sizes), group)
+    for part, values in zip(tensors, received.split(sizes), strict=True):
+        part.copy_(values)
+    return None
+
+
+def _reduce_scatter(output: torch.Tensor, parts: list[torch.Tensor], *, group: Any = None) -> Any:
+    """``reduce_scatter`` (sum) that accepts different sizes: every rank sends each of the others its part, and adds up what it receives."""
+    sizes = [len(part) for part in parts]
+    if len(set(sizes)) == 1:
+        return _EQUAL_SCATTER(output, parts, group=group)
+    received = output.new_empty((len(sizes), *output.shape))
+    torch.distributed.all_to_all_single(received.flatten(0, 1), torch.cat(parts), [len(output)] * len(sizes), sizes, group)
+    torch.sum(received, 0, out=output)
+    return None
 
 
 class _HostStream:

@@ -50,15 +50,16 @@ def choose_attention(requested: str, context_parallel_size: int, dtype: str) -> 
     return requested  # type: ignore[return-value]
 
 
-def recompute_settings(recompute: str, attention: Attention) -> dict[str, Any]:
+def recompute_settings(recompute: str, attention: Attention, *, experts: bool = False) -> dict[str, Any]:
     """Return Megatron's recomputation settings for ``model.recompute``.
 
     ``selective`` recomputes the MLP, and with ``sdpa`` also attention, whose kernels may save the scores [heads, length, length]. Flash
-    attention (``te``, ``varlen``) saves inputs, output and one number per row, and recomputes the scores in its backward.
+    attention (``te``, ``varlen``) saves inputs, output and one number per row, and recomputes the scores in its backward. ``experts``: the
+    MLP is a mixture, which is recomputed with its router and both exchanges of tokens.
     """
     if recompute == "selective":
-        modules = ["core_attn", "mlp"] if attention == "sdpa" else ["mlp"]
-        return {"recompute_granularity": "selective", "recompute_modules": modules}
+        modules = ["core_attn"] if attention == "sdpa" else []
+        return {"recompute_granularity": "selective", "recompute_modules": [*modules, "moe" if experts else "mlp"]}
     if recompute == "full":
         return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     return {}
@@ -178,22 +179,22 @@ def transformer_config(architecture: ModelArchitecture, model: ModelConfig, para
         apply_rope_fusion=attention == "te" and not architecture.rotary_interleaved,
         persist_layer_norm=attention == "te",
         deallocate_pipeline_outputs=True,
-        **recompute_settings(model.recompute, attention),
-        **_expert_settings(architecture),
+        **recompute_settings(model.recompute, attention, experts=architecture.is_moe),
+        **_expert_settings(architecture, parallel),
     )
 
 
-def _expert_settings(architecture: ModelArchitecture) -> dict[str, Any]:
+def _expert_settings(architecture: ModelArchitecture, parallel: ParallelContext) -> dict[str, Any]:
     """Return the settings of a mixture of experts, routed as in Qwen3-MoE.
 
-    The softmax is computed in float32, before the top-k or, equivalent to normalising afterwards, over the chosen experts.
+    The softmax is computed in float32, before the top-k or, equivalent to normalising afterwards, over the chosen experts. Each token
+    reaches all its experts: no capacity limits how many tokens an expert takes.
     """
-    from megatron.core import parallel_state as ps
-
     if not architecture.is_moe:
         return {}
     return {
-        "expert_model_parallel_size": ps.get_expert_model_parallel_world_size(),
+        "expert_model_parallel_size": parallel.expert_model_parallel_size,
+        "expert_tensor_parallel_size": parallel.expert_tensor_parallel_size,
         "num_moe_experts": architecture.num_experts,
         "moe_ffn_hidden_size": architecture.moe_ffn_hidden_size,
         "moe_router_topk": architecture.num_experts_per_token,
@@ -292,6 +293,9 @@ def build_chunks(
         chunks = [_build_chunk(role, architecture, config, attention, parallel, stage) for stage in numbers]
         if role == "critic" and chunks[-1].post_process:
             chunks[-1].output_layer = _value_head(architecture, parallel, head_dropout)
+        if architecture.is_moe:
+            for chunk in chunks:
+                chunk.to(torch.cuda.current_device())  # Megatron builds routers on the host, and would move them in the first pass
         return chunks
 
 
@@ -307,11 +311,6 @@ def _value_head(architecture: ModelArchitecture, parallel: ParallelContext, drop
 
 
 def _refuse_unsupported(architecture: ModelArchitecture) -> None:
-    if architecture.is_moe:
-        raise ConfigError(
-            f"{architecture.family} is a mixture of experts: training is not supported until expert-parallel layouts are verified to give "
-            "the same step as one process; use a dense model"
-        )
     if architecture.attention_output_bias:
         raise ConfigError("training models with a bias on the attention output (attention_bias of the llama family) is not supported yet")
 

@@ -24,7 +24,8 @@ class ParallelContext:
     """Parallel degrees, this process's ranks, and the process groups; policy and critic share one layout.
 
     Ranks are in Megatron's default order tp-cp-dp-pp: TP neighbours are contiguous. "Model parallel" are the TP x CP x PP ranks of one
-    data-parallel index, which hold the same sequences.
+    data-parallel index, which hold the same sequences. Experts have groups of their own over the same ranks, in the order
+    expert tensor - expert model - expert data - pipeline: the ranks of an expert-model group hold different sequences or parts of them.
     """
 
     world_size: int
@@ -44,6 +45,12 @@ class ParallelContext:
     data_parallel_rank: int
     data_parallel_group: dist.ProcessGroup
     data_context_parallel_group: dist.ProcessGroup
+    expert_model_parallel_size: int
+    expert_model_parallel_rank: int
+    expert_model_parallel_group: dist.ProcessGroup
+    expert_tensor_parallel_size: int
+    expert_tensor_parallel_rank: int
+    expert_tensor_parallel_group: dist.ProcessGroup
     sequence_parallel: bool
     equal_microbatches: bool
 
@@ -126,6 +133,7 @@ def initialize_parallel(config: ParallelConfig) -> ParallelContext:
             virtual_pipeline_model_parallel_size=config.virtual_pipeline_model_parallel_size,
             context_parallel_size=config.context_parallel_size,
             expert_model_parallel_size=config.expert_model_parallel_size,
+            expert_tensor_parallel_size=config.expert_tensor_parallel_size,
             distributed_timeout_minutes=max(1, int(config.timeout_minutes)),
             create_gloo_process_groups=False,
         )
@@ -150,6 +158,12 @@ def initialize_parallel(config: ParallelConfig) -> ParallelContext:
         data_parallel_rank=ps.get_data_parallel_rank(),
         data_parallel_group=ps.get_data_parallel_group(),
         data_context_parallel_group=ps.get_data_parallel_group(with_context_parallel=True),
+        expert_model_parallel_size=ps.get_expert_model_parallel_world_size(),
+        expert_model_parallel_rank=ps.get_expert_model_parallel_rank(),
+        expert_model_parallel_group=ps.get_expert_model_parallel_group(),
+        expert_tensor_parallel_size=ps.get_expert_tensor_parallel_world_size(),
+        expert_tensor_parallel_rank=ps.get_expert_tensor_parallel_rank(),
+        expert_tensor_parallel_group=ps.get_expert_tensor_parallel_group(),
         sequence_parallel=sequence_parallel and tp > 1,
         equal_microbatches=config.equal_microbatches,
     )

@@ -119,16 +119,12 @@ class _Loader:
 
 
 def _check_rules(config: Config, policy: ModelArchitecture, critic: ModelArchitecture | None, file: str) -> None:
-    """Check the rules that need the architecture, which loading skips without the model folder.
-
-    A mixture of experts can be planned although it cannot be trained; its layout is checked as a dense model of its active size.
-    """
+    """Check the rules that need the architecture, which loading skips without the model folder."""
     from vapo_mcore.config.rules import Subject as RuleSubject
     from vapo_mcore.config.rules import broken_rules
-    from vapo_mcore.planning.state import as_dense
 
-    other = None if critic is None or config.critic.path is None else as_dense(critic)
-    faults = list(broken_rules(RuleSubject(config, as_dense(policy), other, lambda name: True), set()))
+    other = None if critic is None or config.critic.path is None else critic
+    faults = list(broken_rules(RuleSubject(config, policy, other, lambda name: True), set()))
     if faults:
         lines = "\n".join(f"  {fault.where}: {fault.message}" for fault in faults)
         raise ConfigError(f"configuration {file}: {len(faults)} fault{'s' * (len(faults) > 1)}\n{lines}")
@@ -156,9 +152,8 @@ def _warnings(subject: Subject, cluster: Cluster) -> Iterator[str]:
     p = subject.config.parallel
     if subject.is_moe:
         yield (
-            f"{subject.policy.family} is a mixture of experts: `train` rejects it until expert-parallel layouts are verified to give the "
-            "same step as one process. Planned with all experts sharded over tensor parallelism; activations are those of a dense model of "
-            "the active size, without routing buffers"
+            f"{subject.policy.family} is a mixture of experts: state sizes are exact, but activations and times are those of a dense model "
+            "of the active size: without the buffers and exchanges of routing, and for tokens spread evenly over the experts"
         )
     if p.tensor_model_parallel_size * p.context_parallel_size > cluster.processes_per_node:
         yield (

@@ -32,7 +32,7 @@ from vapo_mcore.megatron.model import build_chunks, trunk_parameters
 from vapo_mcore.megatron.offload import release_gather_buffers
 from vapo_mcore.megatron.parallel import ParallelContext, initialize_parallel
 from vapo_mcore.planning.live_bytes import LiveBytes
-from vapo_mcore.planning.state import FlatBuffer, Role, StateBytes, cpu_offload, states_by_data_rank, trains_head_only
+from vapo_mcore.planning.state import FlatBuffer, Role, ShardGroups, StateBytes, cpu_offload, states_by_data_rank, trains_head_only
 
 if TYPE_CHECKING:
     from vapo_mcore.config.schema import Config, ParallelConfig
@@ -195,6 +195,8 @@ class ActivationProbe:
                     "pipeline_model_parallel_size": stages,
                     "virtual_pipeline_model_parallel_size": None,
                     "data_parallel_size": 1,
+                    "expert_model_parallel_size": 1,  # a mixture is measured as a dense model
+                    "expert_tensor_parallel_size": None,
                 }
             )
             stage = 0 if first else stages - 1 if last else 1
@@ -206,17 +208,17 @@ class ActivationProbe:
 
 def buffer_state(wrapped: Sequence[Any], parallel: ParallelContext, *, cpu_offload: bool) -> list[StateBytes]:
     """Compute the state bytes from the DDP buffers and frozen parameters, by rank of the group that shards the optimizer."""
-    ranks = parallel.data_parallel_size * parallel.context_parallel_size
     frozen = sum(parameter.nbytes for chunk in wrapped for parameter in chunk.parameters() if not parameter.requires_grad)
     params, grads = frozen, 0
     flat = []
     for chunk in wrapped:
-        for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+        experts = len(chunk.buffers)
+        for number, buffer in enumerate((*chunk.buffers, *chunk.expert_parallel_buffers)):
             params += buffer.param_data.untyped_storage().nbytes()
             grads += buffer.grad_data.untyped_storage().nbytes()
             ranges = tuple((start, end) for start, end, _ in buffer.param_index_map.values())
-            flat.append(FlatBuffer(buffer.param_dtype.itemsize, ranges, tuple(buffer.bucket_indices)))
-    return states_by_data_rank(params, grads, flat, ranks, cpu_offload=cpu_offload, frozen=frozen)
+            flat.append(FlatBuffer(buffer.param_dtype.itemsize, ranges, tuple(buffer.bucket_indices), number >= experts))
+    return states_by_data_rank(params, grads, flat, ShardGroups.of(parallel), cpu_offload=cpu_offload, frozen=frozen)
 
 
 class _ChunkRun:

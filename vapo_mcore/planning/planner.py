@@ -121,7 +121,7 @@ class Planner:
         ranks, by_stage, parameters, building = [], [], [], []
         fullest: dict[Role, RankModel] = {}
         for stage in range(config.parallel.pipeline_model_parallel_size):
-            states = dict(self._states(subject, stage, device, build=build and not subject.is_moe))
+            states = dict(self._states(subject, stage, device, build=build))
             models = {role: self._model(subject, role, by_rank, work, stage, device) for role, (by_rank, _) in states.items()}
             fullest = {role: max((model, fullest.get(role, model)), key=lambda m: m.state.params) for role, model in models.items()}
             ranks.append(rank_memory(config, models, vllm, work, device, stage))

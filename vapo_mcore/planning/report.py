@@ -40,6 +40,7 @@ def to_json(plan: Plan, notes: Sequence[str], changes: Sequence[Change], layouts
             "virtual_pipeline": p.virtual_pipeline_model_parallel_size,
             "context": p.context_parallel_size,
             "data": p.data_parallel_size,
+            "expert": p.expert_model_parallel_size,
             "rollout_tensor": config.rollout_tensor_parallel_size,
             "recompute": config.model.recompute,
         },
@@ -90,7 +91,7 @@ def print_plan(console: Console, plan: Plan, notes: Sequence[str]) -> None:
     console.print(
         f"{cluster.nodes} node{'s' * (cluster.nodes > 1)} x {cluster.processes_per_node} {cluster.device.name}: tensor "
         f"{p.tensor_model_parallel_size} x pipeline {p.pipeline_model_parallel_size}{virtual} x context {p.context_parallel_size} x data "
-        f"{p.data_parallel_size}; rollout tensor {config.rollout_tensor_parallel_size}; recompute {config.model.recompute}"
+        f"{p.data_parallel_size}{p.experts_text}; rollout tensor {config.rollout_tensor_parallel_size}; recompute {config.model.recompute}"
     )
     console.print(
         f"per step: {work.responses:,} responses of {work.response_length:,} tokens (assumed mean; maximum "

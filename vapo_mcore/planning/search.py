@@ -34,10 +34,10 @@ def cheapest_layouts(plan: Plan, planner: Planner, reload: Reload, count: int = 
 
 
 def _is_possible(plan: Plan, tp: int, pp: int) -> bool:
-    """Return whether the layers can be split, and weights and gradients of one model, sharded only by TP and PP, fit."""
-    policy = plan.subject.policy
+    """Return whether the layers can be split, and weights and gradients of one model, sharded only by TP, PP and EP, fit."""
+    policy, ep = plan.subject.policy, plan.subject.config.parallel.expert_model_parallel_size
     bytes_each = ITEM_BYTES[plan.subject.config.model.dtype] + GRADIENT_BYTES
-    return policy.num_layers % pp == 0 and num_parameters(policy) * bytes_each / (tp * pp) < plan.capacity
+    return policy.num_layers % pp == 0 and num_parameters(policy) * bytes_each / (tp * pp * ep) < plan.capacity
 
 
 def _least_recomputation(planner: Planner, reload: Reload, cluster: Cluster, processes: int, tp: int, pp: int, cp: int) -> Change | None:

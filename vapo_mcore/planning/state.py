@@ -12,7 +12,7 @@ import heapq
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from vapo_mcore.config.architecture import ModelArchitecture, new_critic, padded_vocab_size
 
@@ -37,6 +37,11 @@ class Parameter:
     item_bytes: int
     shared_embedding: bool = False
 
+    @property
+    def is_expert(self) -> bool:
+        """Whether it belongs to an expert of a mixture."""
+        return ".experts." in self.name
+
 
 @dataclass(frozen=True)
 class StateBytes:
@@ -58,11 +63,15 @@ class StateBytes:
 
 @dataclass(frozen=True)
 class FlatBuffer:
-    """A flat buffer of parameters of one dtype: the range of each parameter, and the buckets (start, end), including padding."""
+    """A flat buffer of parameters of one dtype: the range of each parameter, and the buckets (start, end), including padding.
+
+    ``experts``: it holds experts, which have buffers apart, sharded over expert-data parallelism.
+    """
 
     item_bytes: int
     ranges: tuple[tuple[int, int], ...]
     buckets: tuple[tuple[int, int], ...]
+    experts: bool = False
 
     @property
     def numel(self) -> int:
@@ -89,8 +98,60 @@ class FlatBuffer:
         return shards
 
 
-def layer_parameters(arch: ModelArchitecture, tp: int, item_bytes: int) -> list[Parameter]:
-    """Return the parameters of one transformer layer on one tensor-parallel rank, in Megatron's order."""
+class Degrees(Protocol):
+    """The degrees of a layout, of a configuration or of the running processes."""
+
+    @property
+    def tensor_model_parallel_size(self) -> int: ...
+    @property
+    def context_parallel_size(self) -> int: ...
+    @property
+    def data_parallel_size(self) -> int: ...
+    @property
+    def expert_model_parallel_size(self) -> int: ...
+    @property
+    def expert_tensor_parallel_size(self) -> int | None: ...
+
+
+@dataclass(frozen=True)
+class ShardGroups:
+    """Which shard of a buffer's optimizer state the ranks of a data x context parallel group hold.
+
+    ``data``: their number; ``tp``: ranks of the tensor-parallel group; ``copy``: ranks that hold one copy of the experts of a stage;
+    ``experts_apart``: whether there is expert parallelism.
+    """
+
+    data: int
+    tp: int
+    copy: int
+    experts_apart: bool
+
+    @classmethod
+    def of(cls, parallel: Degrees) -> ShardGroups:
+        expert_tp = parallel.expert_tensor_parallel_size or parallel.tensor_model_parallel_size
+        data = parallel.data_parallel_size * parallel.context_parallel_size
+        ranks = parallel.expert_model_parallel_size
+        return cls(data, parallel.tensor_model_parallel_size, expert_tp * ranks, ranks > 1)
+
+    def size(self, *, experts: bool) -> int:
+        """Return the number of ranks that share the optimizer state of a buffer."""
+        return max(1, self.data * self.tp // self.copy) if experts else self.data
+
+    def numels(self, buffer: FlatBuffer) -> list[int]:
+        """Return the parameter elements of each rank's shards of the buffer; the largest of its tensor-parallel ranks."""
+        shards = buffer.shard_numels(self.size(experts=buffer.experts))
+        if not buffer.experts:
+            return shards
+        return [max(shards[(rank * self.tp + neighbour) // self.copy] for neighbour in range(self.tp)) for rank in range(self.data)]
+
+
+def layer_parameters(
+    arch: ModelArchitecture, tp: int, item_bytes: int, *, expert_ranks: int = 1, expert_tp: int | None = None
+) -> list[Parameter]:
+    """Return the parameters of one transformer layer on one tensor-parallel rank, in Megatron's order.
+
+    ``expert_ranks``: expert-parallel ranks that share the experts; ``expert_tp``: ranks that share each of them (None: ``tp``).
+    """
     hidden, head = arch.hidden_size, arch.head_dim
     q, kv = arch.num_attention_heads * head, arch.num_key_value_heads * head
     sizes: list[tuple[str, int]] = [("input_layernorm.weight", hidden), ("self_attention.linear_proj.weight", hidden * q // tp)]
@@ -105,8 +166,8 @@ def layer_parameters(arch: ModelArchitecture, tp: int, item_bytes: int) -> list[
     if arch.is_moe:
         assert arch.num_experts is not None and arch.moe_ffn_hidden_size is not None
         sizes.append(("mlp.router.weight", arch.num_experts * hidden))
-        ffn = arch.moe_ffn_hidden_size // tp
-        for expert in range(arch.num_experts):
+        ffn = arch.moe_ffn_hidden_size // (expert_tp or tp)
+        for expert in range(arch.num_experts // expert_ranks):
             prefix = f"mlp.experts.local_experts.{expert}"
             sizes += [(f"{prefix}.linear_fc1.weight", 2 * ffn * hidden), (f"{prefix}.linear_fc2.weight", ffn * hidden)]
     else:
@@ -126,7 +187,9 @@ def chunk_parameters(
     parameters = []
     if first:
         parameters.append(Parameter("embedding.word_embeddings.weight", table, item, shared_embedding=tied and not last))
-    layer = layer_parameters(arch, tp, item)
+    layer = layer_parameters(
+        arch, tp, item, expert_ranks=parallel.expert_model_parallel_size, expert_tp=parallel.expert_tensor_parallel_size
+    )
     for number in range(arch.num_layers // stages):
         parameters += [Parameter(f"decoder.layers.{number}.{p.name}", p.numel, item) for p in layer]
     if last:
@@ -143,6 +206,17 @@ def _value_head(arch: ModelArchitecture) -> list[tuple[str, int]]:
     hidden = arch.hidden_size
     last = [("weight", arch.value_outputs * hidden), ("bias", arch.value_outputs)]
     return [*last, ("dense.weight", hidden * hidden), ("dense.bias", hidden)] if arch.mlp_value_head else last
+
+
+def chunk_buffers(parameters: Sequence[Parameter], groups: ShardGroups, bucket_size: int | None) -> list[FlatBuffer]:
+    """Return Megatron's buffers of a chunk's parameters.
+
+    With expert parallelism experts have buffers apart, which come last and are sharded over expert-data parallelism.
+    """
+    dense = [parameter for parameter in parameters if not (groups.experts_apart and parameter.is_expert)]
+    experts = [parameter for parameter in parameters if groups.experts_apart and parameter.is_expert]
+    buffers = flat_buffers(dense, groups.size(experts=False), bucket_size)
+    return buffers + [replace(buffer, experts=True) for buffer in flat_buffers(experts, groups.size(experts=True), bucket_size)]
 
 
 def flat_buffers(parameters: Sequence[Parameter], ranks: int, bucket_size: int | None) -> list[FlatBuffer]:
@@ -241,17 +315,17 @@ def model_state(
     ``overlap``: gradient reduction overlaps the backward pass (on GPUs), which splits the first stage's buffer into buckets.
     ``cpu_offload``: the optimizer is on the CPU. ``head_only``: the trunk is frozen.
     """
-    ranks = parallel.data_parallel_size * parallel.context_parallel_size
+    groups = ShardGroups.of(parallel)
     buffers: list[FlatBuffer] = []
     frozen = 0
     for number, parameters in enumerate(stage_chunks(arch, role, dtype, parallel, stage)):
         bucketed = overlap and stage == 0 and number == 0
         trained = _trained(parameters, head_only)
         frozen += _num_bytes(parameters) - _num_bytes(trained)
-        buffers += flat_buffers(trained, ranks, _bucket_size(ranks) if bucketed else None)
+        buffers += chunk_buffers(trained, groups, _bucket_size(groups.data) if bucketed else None)
     params = frozen + sum(buffer.numel * buffer.item_bytes for buffer in buffers)
     grads = sum(buffer.numel * GRADIENT_BYTES for buffer in buffers)
-    return states_by_data_rank(params, grads, buffers, ranks, cpu_offload=cpu_offload, frozen=frozen)
+    return states_by_data_rank(params, grads, buffers, groups, cpu_offload=cpu_offload, frozen=frozen)
 
 
 def configured_state(config: Config, arch: ModelArchitecture, role: Role, *, stage: int, overlap: bool) -> list[StateBytes]:
@@ -269,13 +343,13 @@ def configured_state(config: Config, arch: ModelArchitecture, role: Role, *, sta
 
 
 def states_by_data_rank(
-    params: int, grads: int, buffers: Iterable[FlatBuffer], ranks: int, *, cpu_offload: bool, frozen: int = 0
+    params: int, grads: int, buffers: Iterable[FlatBuffer], groups: ShardGroups, *, cpu_offload: bool, frozen: int = 0
 ) -> list[StateBytes]:
-    """Combine the bytes of parameters and gradients, equal on all ``ranks``, with each rank's optimizer bytes."""
-    held = [0] * ranks
+    """Combine the bytes of parameters and gradients, equal on all ranks of the group, with each rank's optimizer bytes."""
+    held = [0] * groups.data
     for buffer in buffers:
         each = buffer.optimizer_bytes(cpu_offload=cpu_offload)
-        held = [before + each * shard for before, shard in zip(held, buffer.shard_numels(ranks), strict=True)]
+        held = [before + each * shard for before, shard in zip(held, groups.numels(buffer), strict=True)]
     return [StateBytes(params, grads, 0, mine, frozen) if cpu_offload else StateBytes(params, grads, mine, frozen=frozen) for mine in held]
 
 
@@ -287,16 +361,19 @@ def snapshot_bytes(
     ``checkpoint.strategies.SnapshotSave`` keeps the copy between saves. The weights are distributed over the ranks by tensor, largest
     first; each rank also copies its shard of main parameters and both moments in float32, including padding (``head_only``: the head's).
     """
-    ranks = parallel.data_parallel_size * parallel.context_parallel_size
-    weights = [0] * ranks
-    optimizer = 0
+    groups = ShardGroups.of(parallel)
+    weights = [0] * groups.data
+    optimizer = experts = 0
     for number, parameters in enumerate(stage_chunks(arch, role, dtype, parallel, stage)):
-        for size in sorted((parameter.numel * parameter.item_bytes for parameter in parameters), reverse=True):
+        shared = [parameter for parameter in parameters if not (groups.experts_apart and parameter.is_expert)]
+        for size in sorted((parameter.numel * parameter.item_bytes for parameter in shared), reverse=True):
             heapq.heapreplace(weights, weights[0] + size)
+        experts += _num_bytes(parameters) - _num_bytes(shared)
         bucketed = overlap and stage == 0 and number == 0
-        for buffer in flat_buffers(_trained(parameters, head_only), ranks, _bucket_size(ranks) if bucketed else None):
-            optimizer += 12 * buffer.numel // ranks
-    return [share + optimizer for share in weights]
+        for buffer in chunk_buffers(_trained(parameters, head_only), groups, _bucket_size(groups.data) if bucketed else None):
+            optimizer += 12 * buffer.numel // groups.size(experts=buffer.experts)
+    # many tensors of one size, spread evenly over their expert-data-parallel ranks
+    return [share + experts // groups.size(experts=True) + optimizer for share in weights]
 
 
 def reduction_copy_bytes(
@@ -306,9 +383,9 @@ def reduction_copy_bytes(
 
     A group of one rank copies too.
     """
-    ranks = parallel.data_parallel_size * parallel.context_parallel_size
+    groups = ShardGroups.of(parallel)
     chunks = (_trained(chunk, head_only) for chunk in stage_chunks(arch, role, dtype, parallel, stage))
-    buckets = [bucket for chunk in chunks for buffer in flat_buffers(chunk, ranks, None) for bucket in buffer.buckets]
+    buckets = [bucket for chunk in chunks for buffer in chunk_buffers(chunk, groups, None) for bucket in buffer.buckets]
     return max((end - start for start, end in buckets), default=0) * GRADIENT_BYTES
 
 
@@ -328,7 +405,7 @@ def mlp_parameters(arch: ModelArchitecture) -> int:
 
 def num_active_parameters(arch: ModelArchitecture) -> int:
     """Count the active parameters in matrix products: all layers (with experts, the chosen ones) and the head."""
-    layers = sum(parameter.numel for parameter in layer_parameters(arch, 1, 1) if ".experts." not in parameter.name)
+    layers = sum(parameter.numel for parameter in layer_parameters(arch, 1, 1) if not parameter.is_expert)
     if arch.is_moe:
         assert arch.num_experts_per_token is not None and arch.moe_ffn_hidden_size is not None
         layers += arch.num_experts_per_token * 3 * arch.moe_ffn_hidden_size * arch.hidden_size

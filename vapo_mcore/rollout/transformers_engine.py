@@ -15,7 +15,7 @@ from torch import Tensor
 
 from vapo_mcore import heartbeat
 from vapo_mcore.rollout.base import EngineBuild, Generation, GenerationRequest, Replica, SamplingConfig
-from vapo_mcore.rollout.hf_folder import require_supported, stop_token_ids
+from vapo_mcore.rollout.hf_folder import file_tensors, require_supported, stop_token_ids
 from vapo_mcore.rollout.stateful import StatefulEngine
 from vapo_mcore.rollout.stopping import StopTexts
 from vapo_mcore.rollout.token_sampling import draw, uniform_numbers
@@ -57,7 +57,10 @@ class TransformersEngine(StatefulEngine):
         self.device, self.dtype = device, dtype
         self.model = _uninitialised_model(folder, dtype).to(device)
         self._parameters = dict(self.model.named_parameters())
-        shapes = {name: tuple(parameter.shape) for name, parameter in self._parameters.items()}
+        self._shapes = {name: tuple(parameter.shape) for name, parameter in self._parameters.items()}
+        self._views: dict[str, Tensor] = {}
+        self._view_parameters()
+        shapes = {name: tuple(view.shape) for name, view in self._views.items()}
         super().__init__(
             replica, shapes, vocab_size=architecture.vocab_size, max_model_len=max_model_len, unknown_token_ids=unknown_token_ids
         )
@@ -84,20 +87,28 @@ class TransformersEngine(StatefulEngine):
     def _sleep(self) -> None:
         for parameter in self._parameters.values():
             parameter.data = parameter.data.new_empty(0)
+        self._views = {}
 
     def _wake_weights(self) -> None:
         for name, parameter in self._parameters.items():
-            parameter.data = torch.empty(self.parameter_shapes[name], dtype=self.dtype, device=self.device)
+            parameter.data = torch.empty(self._shapes[name], dtype=self.dtype, device=self.device)
+        self._view_parameters()
+
+    def _view_parameters(self) -> None:
+        """Set the tensors that a weight sync fills, by their names in the file."""
+        self._views = {
+            name: part for whole, parameter in self._parameters.items() for name, part in file_tensors(whole, parameter.data).items()
+        }
 
     def _wake_kv_cache(self) -> None:
         """Do nothing: the cache exists only during generation."""
 
     def _load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         for name, tensor in weights:
-            self._parameters[name].data.copy_(tensor)
+            self._views[name].copy_(tensor)
 
     def _holds(self, name: str, tensor: Tensor) -> bool:
-        return torch.equal(self._parameters[name].data, tensor.to(self._parameters[name]))
+        return torch.equal(self._views[name], tensor.to(self._views[name]))
 
     @torch.inference_mode()
     def _generate(self, requests: Sequence[GenerationRequest], sampling: SamplingConfig) -> list[Generation]:

@@ -43,7 +43,14 @@ from vapo_mcore.rollout.base import EngineBuild, Generation, GenerationRequest, 
 from vapo_mcore.rollout.hf_folder import parameter_shapes, require_supported, stop_token_ids
 from vapo_mcore.rollout.stateful import StatefulEngine
 from vapo_mcore.rollout.stopping import StopTexts
-from vapo_mcore.rollout.vllm_parameters import exclude_tokens, holds
+from vapo_mcore.rollout.vllm_parameters import (
+    exclude_tokens,
+    expert_tensors,
+    holds,
+    is_expert_tensor,
+    pack_experts,
+    require_unpadded_experts,
+)
 from vapo_mcore.rollout.weight_stream import listed
 
 RUN_KEY = "vapo_mcore_run"  # key in vLLM's additional_config with the name of this run, read by RunScopedCPUWorker
@@ -84,6 +91,8 @@ class VllmEngine(StatefulEngine):
         ``unknown_token_ids``: see StatefulEngine."""
         _require_installed()
         architecture = require_supported(folder, max_model_len)
+        if not _HAS_CUDA:
+            require_unpadded_experts(folder, architecture, replica.size)
         self._stop_ids = list(stop_token_ids(folder) if stop_ids is None else stop_ids)
         self._stop_texts = stop_texts
         shapes = parameter_shapes(folder)
@@ -168,12 +177,16 @@ class VllmEngine(StatefulEngine):
     def _load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights)})
         self._llm.apply_model(_prepare_tied_heads)
+        if not _HAS_CUDA:
+            self._llm.apply_model(pack_experts)
         unloaded = self._llm.apply_model(_parameters_without_storage)[0]
         if unloaded:
             raise RolloutError(f"vLLM left parameters without values after a weight sync: {listed(unloaded)}")
 
     def _holds(self, name: str, tensor: Tensor) -> bool | None:
-        return bool(self._llm.apply_model(lambda model: holds(model, name, tensor))[0]) if _HAS_CUDA else None
+        if not _HAS_CUDA or is_expert_tensor(name):  # kernels for experts may keep their weights in an order of their own
+            return None
+        return bool(self._llm.apply_model(lambda model: holds(model, name, tensor))[0])
 
     def _generate(self, requests: Sequence[GenerationRequest], sampling: SamplingConfig) -> list[Generation]:
         prompts = [{"prompt_token_ids": list(request.prompt_token_ids)} for request in requests]
@@ -379,9 +392,14 @@ def _let_modules_be_scanned() -> None:
 
 def _require_parameters_of(llm: Any, shapes: dict[str, tuple[int, ...]]) -> None:
     """Raise RolloutError unless vLLM's parameters, unpacked (``qkv_proj`` -> ``q_proj``, ...), have the HF names that a sync fills."""
-    names, packed = llm.apply_model(lambda model: ([name for name, _ in model.named_parameters()], dict(model.packed_modules_mapping)))[0]
+    sizes, packed = llm.apply_model(
+        lambda model: ({name: len(parameter) for name, parameter in model.named_parameters()}, dict(model.packed_modules_mapping))
+    )[0]
     unpacked: set[str] = set()
-    for name in names:
+    for name, size in sizes.items():
+        if (names := expert_tensors(name, size)) is not None:
+            unpacked |= names
+            continue
         module, _, leaf = name.rpartition(".")
         parent, _, module = module.rpartition(".")
         unpacked |= {".".join(filter(None, (parent, part, leaf))) for part in packed.get(module, [module])}

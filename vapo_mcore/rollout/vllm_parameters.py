@@ -1,4 +1,4 @@
-"""Access to vLLM's model: compare its parameters with full HF tensors, and exclude token ids from sampling.
+"""Access to vLLM's model: compare its parameters with full HF tensors, pack experts, and exclude token ids from sampling.
 
 vLLM fuses q, k, v and gate, up into one parameter each (``packed_modules_mapping``) and shards them over its tensor parallelism
 differently from Megatron: whole blocks of q, k and v one after the other, with key-value heads repeated if there are fewer than ranks.
@@ -6,11 +6,16 @@ differently from Megatron: whole blocks of q, k and v one after the other, with 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from vapo_mcore.config.architecture import ModelArchitecture
+from vapo_mcore.errors import ConfigError
 
 
 def holds(model: nn.Module, name: str, full: Tensor) -> bool:
@@ -22,6 +27,46 @@ def holds(model: nn.Module, name: str, full: Tensor) -> bool:
     parameter = getattr(module, leaf).detach()
     expected, actual = _blocks(module, leaf, part, full, parameter)
     return expected.shape == actual.shape and torch.equal(expected.to(actual), actual)
+
+
+_EXPERTS = re.compile(r"(.*\.mlp\.experts)\.(?:.*\.)?(w13|w2)_weight")
+_CPU_EXPERT_MULTIPLE = 32
+_EXPERT = re.compile(r".*\.mlp\.experts\.\d+\..*")
+
+
+def expert_tensors(name: str, experts: int) -> set[str] | None:
+    """Return the HF names of vLLM's stacked weights of ``experts`` experts (gate and up, or down); None for other parameters."""
+    match = _EXPERTS.fullmatch(name)
+    if match is None:
+        return None
+    kinds = ("gate_proj", "up_proj") if match[2] == "w13" else ("down_proj",)
+    return {f"{match[1]}.{number}.{kind}.weight" for number in range(experts) for kind in kinds}
+
+
+def is_expert_tensor(name: str) -> bool:
+    """Return whether a HF tensor belongs to an expert."""
+    return _EXPERT.fullmatch(name) is not None
+
+
+def pack_experts(model: nn.Module) -> None:
+    """Pack the experts' weights for vLLM's CPU kernel after a reload, which vLLM itself does only when it builds the engine (0.32)."""
+    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+
+    for module in model.modules():
+        if isinstance(module, RoutedExperts):
+            method: Any = module.quant_method
+            method.moe_kernel.fused_experts.process_weights_after_loading(module)
+
+
+def require_unpadded_experts(folder: str | Path, architecture: ModelArchitecture, ranks: int) -> None:
+    """Raise ConfigError for experts that vLLM's CPU kernel pads: their weights cannot be loaded again."""
+    size = architecture.moe_ffn_hidden_size
+    if size is None or (size // ranks % _CPU_EXPERT_MULTIPLE == 0 and architecture.hidden_size % _CPU_EXPERT_MULTIPLE == 0):
+        return
+    raise ConfigError(
+        f"vLLM's CPU kernel for experts needs hidden_size and moe_intermediate_size / {ranks} ranks in multiples of "
+        f"{_CPU_EXPERT_MULTIPLE}, but {folder} has {architecture.hidden_size} and {size}; use rollout.engine: transformers"
+    )
 
 
 def _place(model: nn.Module, name: str) -> tuple[Any, str, int]:

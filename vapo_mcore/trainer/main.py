@@ -355,6 +355,6 @@ def _headline(config: Config) -> str:
     degrees = f"tensor {p.tensor_model_parallel_size} x pipeline {p.pipeline_model_parallel_size} x context {p.context_parallel_size}"
     return (
         f"vapo-mcore: {config.model.path} ({config.model.dtype}), {estimator}, rollout by {config.rollout.engine}; "
-        f"{p.world_size} process{'' if p.world_size == 1 else 'es'} = {degrees} x data {p.data_parallel_size}; "
+        f"{p.world_size} process{'' if p.world_size == 1 else 'es'} = {degrees} x data {p.data_parallel_size}{p.experts_text}; "
         f"{b.prompts_per_step} prompts x {b.responses_per_prompt} responses a step; run directory {config.run.dir}"
     )

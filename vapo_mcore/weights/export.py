@@ -2,7 +2,8 @@
 
 For each bucket the shards are first broadcast over the pipeline (one broadcast per owning stage, 1/TP of the bytes) and then gathered
 over tensor parallelism, so that a bucket takes a few large transfers regardless of its number of tensors. A tensor group larger than a
-bucket, such as the embedding of a large model, is exported the same way in blocks of rows.
+bucket, such as the embedding of a large model, is exported the same way in blocks of rows. Of a mixture, the stage that owns a layer first
+broadcasts each expert from the expert-parallel rank that holds it, one broadcast per rank; experts and the rest are in separate buckets.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from vapo_mcore.config.architecture import ModelArchitecture
 from vapo_mcore.errors import CheckpointError
 from vapo_mcore.weights.checksums import tensor_checksum
 from vapo_mcore.weights.families import HEAD_PREFIX
-from vapo_mcore.weights.loader import ParallelLayout
+from vapo_mcore.weights.loader import ParallelLayout, expert_offset, held_by_stage
 from vapo_mcore.weights.plan import MappedTensor, Role, global_parameters, match_parameters, plan_mapping, require_complete
 from vapo_mcore.weights.writer import (
     CHECKSUMS_NAME,
@@ -39,13 +40,17 @@ DEFAULT_BUCKET_BYTES = 256 << 20
 
 @dataclass(frozen=True)
 class _Item:
-    """A plan entry with its manifest data: the pipeline rank that holds it, its dtype, and its shape on a TP rank."""
+    """A plan entry with its manifest data: the pipeline rank that holds it, its dtype, and its shape on a TP rank.
+
+    ``expert_owner``: the expert-parallel rank that holds an expert (None: not an expert, or no expert parallelism).
+    """
 
     index: int
     entry: MappedTensor
     owner: int
     dtype: torch.dtype
     shard_shape: tuple[int, ...]
+    expert_owner: int | None = None
 
     @property
     def shard_numel(self) -> int:
@@ -55,7 +60,8 @@ class _Item:
 class Exporter:
     """Exports the weights of one model repeatedly; the ranks exchange the manifest once, on construction.
 
-    Collective over tensor and pipeline parallelism: all these ranks must construct it and iterate :meth:`buckets` together.
+    Collective over tensor and pipeline parallelism, and of a mixture over expert parallelism: all these ranks must construct it and
+    iterate :meth:`buckets` together.
     ``chunks`` are this rank's unwrapped GPTModel chunks; each export reads the current parameters.
     """
 
@@ -70,18 +76,17 @@ class Exporter:
     ) -> None:
         self.architecture, self.parallel, self.role = architecture, parallel, role
         self.plan = plan_mapping(architecture, role)
-        if any(entry.is_expert for entry in self.plan):
-            raise CheckpointError("exporting a mixture of experts from a running job is not supported; use the offline conversion")
         self._parameters = {
             index: parameter
-            for index, parameter in match_parameters(self.plan, global_parameters(chunks)).items()
+            for index, parameter in match_parameters(
+                self.plan, global_parameters(chunks, expert_offset=expert_offset(architecture, parallel))
+            ).items()
             if not self.plan[index].tied_copy
         }
         self._items = self._exchange_manifest()
-        tp = parallel.tensor_model_parallel_size
         # Peak memory: a bucket's shards, their gathered copies, the merged tensors, and one group being split.
-        self._limit = bucket_bytes / (3 + 1 / tp)
-        self._buckets = list(_group(self._items, self._limit, tp))
+        self._limit = bucket_bytes / (3 + 1 / parallel.tensor_model_parallel_size)
+        self._buckets = list(self._group())
 
     @property
     def names(self) -> list[str]:
@@ -109,17 +114,23 @@ class Exporter:
 
     def _degree(self, item: _Item) -> int:
         """Return the number of ranks that a parameter is sharded over."""
-        return self.parallel.tensor_model_parallel_size if item.entry.functions.sharded else 1
+        if not item.entry.functions.sharded:
+            return 1
+        return self.parallel.expert_tensor_parallel_size if item.entry.is_expert else self.parallel.tensor_model_parallel_size
+
+    def _tensor_group(self, item: _Item) -> dist.ProcessGroup:
+        """Return the ranks that a parameter is sharded over, as a group."""
+        return self.parallel.expert_tensor_parallel_group if item.entry.is_expert else self.parallel.tensor_model_parallel_group
 
     def _needs_pieces(self, item: _Item) -> bool:
         degree = self._degree(item)
-        is_communicated = degree > 1 or self.parallel.pipeline_model_parallel_size > 1
+        is_communicated = degree > 1 or self.parallel.pipeline_model_parallel_size > 1 or item.expert_owner is not None
         return is_communicated and item.shard_numel * item.dtype.itemsize * degree > self._limit
 
     @torch.no_grad()
     def _export_in_pieces(self, item: _Item) -> list[tuple[str, Tensor]]:
         """Export the HF tensors of one parameter, one range of rows at a time."""
-        device = next(iter(self._parameters.values())).device
+        device = self._device
         tensors = [torch.empty(shape, dtype=item.dtype, device=device) for shape in item.entry.hf_shapes]
         rows, degree = item.shard_shape[0], self._degree(item)
         sources = None if item.entry.functions.cuts_columns else self._row_sources(item, degree, device)
@@ -128,7 +139,7 @@ class Exporter:
         step = max(1, int((self._limit - index_bytes / 3) // row_bytes))
         for start in range(0, rows, step):
             stop = min(start + step, rows)
-            blocks = self._gather_piece(self._piece(item, start, stop), degree)
+            blocks = self._gather_piece(item, self._piece(item, start, stop), degree)
             if sources is None:
                 (only,) = tensors
                 only[start:stop] = item.entry.functions.unshard(list(blocks), self.architecture)
@@ -147,35 +158,34 @@ class Exporter:
     def _piece(self, item: _Item, start: int, stop: int) -> Tensor:
         """Broadcast a range of rows of this TP rank's shard to all pipeline stages."""
         rank, size = self.parallel.pipeline_model_parallel_rank, self.parallel.pipeline_model_parallel_size
-        if item.owner == rank:
+        if item.index in self._parameters:
             piece = self._shard(item).view(item.shard_shape)[start:stop]
         else:
-            device = next(iter(self._parameters.values())).device
-            piece = torch.empty((stop - start, *item.shard_shape[1:]), dtype=item.dtype, device=device)
+            piece = torch.empty((stop - start, *item.shard_shape[1:]), dtype=item.dtype, device=self._device)
+        if item.owner == rank and item.expert_owner is not None:
+            group = self.parallel.expert_model_parallel_group
+            dist.broadcast(piece.view(-1).view(torch.uint8), group=group, group_src=item.expert_owner)
         if size > 1:
             dist.broadcast(piece.view(-1).view(torch.uint8), group=self.parallel.pipeline_model_parallel_group, group_src=item.owner)
         return piece
 
-    def _gather_piece(self, piece: Tensor, degree: int) -> Tensor:
+    def _gather_piece(self, item: _Item, piece: Tensor, degree: int) -> Tensor:
         """Gather the rows of all TP ranks, [TP, rows, ...]."""
         if degree == 1:
             return piece[None]
         gathered = piece.new_empty((degree, *piece.shape))
-        dist.all_gather_into_tensor(
-            gathered.view(-1).view(torch.uint8), piece.view(-1).view(torch.uint8), group=self.parallel.tensor_model_parallel_group
-        )
+        dist.all_gather_into_tensor(gathered.view(-1).view(torch.uint8), piece.view(-1).view(torch.uint8), group=self._tensor_group(item))
         return gathered
 
     @torch.no_grad()
     def _export(self, items: Sequence[_Item]) -> list[tuple[str, Tensor]]:
         heartbeat.alive()
-        tp = self.parallel.tensor_model_parallel_size
         shards = self._on_all_stages(items)
-        gathered = self._gather_shards([shard for item, shard in zip(items, shards, strict=True) if item.entry.functions.sharded])
+        gathered = self._gather_shards(items, shards)
         named: list[tuple[str, Tensor]] = []
         for item, shard in zip(items, shards, strict=True):
             kind = item.entry.functions
-            blocks = next(gathered) if kind.sharded and tp > 1 else shard[None]  # [TP, flat shard], one row if replicated
+            blocks = next(gathered) if self._degree(item) > 1 else shard[None]  # [TP, flat shard], one row if replicated
             if kind.row_blocks and blocks.is_contiguous():  # a bucket of one tensor: rank order is row order, nothing to copy
                 full = blocks.view(-1, *item.shard_shape[1:])
             else:
@@ -187,21 +197,43 @@ class Exporter:
         """Return this TP rank's flat shard of every item: the parameters without pipeline parallelism, else received copies."""
         rank, size = self.parallel.pipeline_model_parallel_rank, self.parallel.pipeline_model_parallel_size
         if size == 1:
-            return [self._shard(item) for item in items]
+            return self._on_stage(items)
         shards: list[Tensor] = [torch.empty(0)] * len(items)
         by_owner = sorted(range(len(items)), key=lambda position: items[position].owner)
-        device = next(iter(self._parameters.values())).device
         for owner, group in groupby(by_owner, key=lambda position: items[position].owner):
             positions = list(group)
             sizes = [items[position].shard_numel for position in positions]
             if owner == rank:
-                flat = torch.cat([self._shard(items[position]) for position in positions])
+                flat = torch.cat(self._on_stage([items[position] for position in positions]))
             else:
-                flat = torch.empty(sum(sizes), dtype=items[0].dtype, device=device)
+                flat = torch.empty(sum(sizes), dtype=items[0].dtype, device=self._device)
             dist.broadcast(flat.view(torch.uint8), group=self.parallel.pipeline_model_parallel_group, group_src=owner)
             for position, shard in zip(positions, flat.split(sizes), strict=True):
                 shards[position] = shard
         return shards
+
+    def _on_stage(self, items: Sequence[_Item]) -> list[Tensor]:
+        """Return the flat shard of every item of this rank's stage: the parameters, and copies of other expert-parallel ranks' experts."""
+        if items[0].expert_owner is None:  # a bucket is all experts or none
+            return [self._shard(item) for item in items]
+        parallel, shards = self.parallel, [torch.empty(0)] * len(items)
+        for owner in range(parallel.expert_model_parallel_size):
+            positions = [position for position, item in enumerate(items) if item.expert_owner == owner]
+            if not positions:
+                continue
+            sizes = [items[position].shard_numel for position in positions]
+            if owner == parallel.expert_model_parallel_rank:
+                flat = torch.cat([self._shard(items[position]) for position in positions])
+            else:
+                flat = torch.empty(sum(sizes), dtype=items[0].dtype, device=self._device)
+            dist.broadcast(flat.view(torch.uint8), group=parallel.expert_model_parallel_group, group_src=owner)
+            for position, shard in zip(positions, flat.split(sizes), strict=True):
+                shards[position] = shard
+        return shards
+
+    @property
+    def _device(self) -> torch.device:
+        return next(iter(self._parameters.values())).device
 
     def _shard(self, item: _Item) -> Tensor:
         parameter = self._parameters[item.index].detach()
@@ -210,49 +242,51 @@ class Exporter:
         )
         return parameter.reshape(-1)
 
-    def _gather_shards(self, shards: Sequence[Tensor]) -> Iterator[Tensor]:
-        """Yield for each flat shard the blocks of all TP ranks, [TP, flat shard], using one collective for all shards."""
-        tp = self.parallel.tensor_model_parallel_size
-        if tp == 1 or not shards:
+    def _gather_shards(self, items: Sequence[_Item], shards: Sequence[Tensor]) -> Iterator[Tensor]:
+        """Yield for each sharded item the blocks of all TP ranks, [TP, flat shard], using one collective for all items."""
+        split = [position for position, item in enumerate(items) if self._degree(item) > 1]
+        if not split:
             return
-        local = torch.cat(list(shards))
-        gathered = local.new_empty((tp, local.numel()))
-        dist.all_gather_into_tensor(
-            gathered.view(-1).view(torch.uint8), local.view(torch.uint8), group=self.parallel.tensor_model_parallel_group
-        )
-        sizes = [shard.numel() for shard in shards]
+        local = torch.cat([shards[position] for position in split])
+        gathered = local.new_empty((self._degree(items[split[0]]), local.numel()))
+        group = self._tensor_group(items[split[0]])
+        dist.all_gather_into_tensor(gathered.view(-1).view(torch.uint8), local.view(torch.uint8), group=group)
+        sizes = [shards[position].numel() for position in split]
         del local
         yield from gathered.split(sizes, dim=1)
 
     def _exchange_manifest(self) -> list[_Item]:
-        held = {index: parameter.dtype for index, parameter in self._parameters.items()}
-        stages: list[dict[int, torch.dtype]] = [held]
-        if self.parallel.pipeline_model_parallel_size > 1:
-            stages = [{} for _ in range(self.parallel.pipeline_model_parallel_size)]
-            dist.all_gather_object(stages, held, group=self.parallel.pipeline_model_parallel_group)
-        owners = {index: (stage, dtype) for stage, tensors in enumerate(stages) for index, dtype in tensors.items()}
+        held = [(index, parameter.dtype) for index, parameter in self._parameters.items()]
+        stages = held_by_stage(held, self.architecture, self.parallel)
+        owners = {index: (stage, dtype) for stage, tensors in enumerate(stages) for index, dtype in tensors}
         require_complete(self.plan, owners)
-        tp = self.parallel.tensor_model_parallel_size
-        return [
-            _Item(index, entry, *owners[index], entry.shard_shape(tp, self.architecture))
-            for index, entry in enumerate(self.plan)
-            if not entry.tied_copy
-        ]
+        tp, experts = self.parallel.tensor_model_parallel_size, self.architecture.num_experts
+        result = []
+        for index, entry in enumerate(self.plan):
+            if entry.tied_copy:
+                continue
+            degree, expert_owner = tp, None
+            if entry.expert is not None:
+                assert experts is not None
+                degree, ranks = self.parallel.expert_tensor_parallel_size, self.parallel.expert_model_parallel_size
+                expert_owner = entry.expert // (experts // ranks) if ranks > 1 else None
+            result.append(_Item(index, entry, *owners[index], entry.shard_shape(degree, self.architecture), expert_owner))
+        return result
 
-
-def _group(items: Sequence[_Item], limit: float, tp: int) -> Iterator[list[_Item]]:
-    """Group consecutive items of one dtype into buckets of at most ``limit`` gathered bytes, at least one item each."""
-    bucket: list[_Item] = []
-    size = 0
-    for item in items:
-        item_bytes = item.shard_numel * item.dtype.itemsize * (tp if item.entry.functions.sharded else 1)
-        if bucket and (size + item_bytes > limit or item.dtype != bucket[0].dtype):
+    def _group(self) -> Iterator[list[_Item]]:
+        """Group consecutive items of one dtype, experts apart, into buckets within the limit of gathered bytes, at least one item each."""
+        bucket: list[_Item] = []
+        size = 0
+        for item in self._items:
+            item_bytes = item.shard_numel * item.dtype.itemsize * self._degree(item)
+            kind, previous = (item.dtype, item.entry.is_expert), bucket[0] if bucket else item
+            if bucket and (size + item_bytes > self._limit or kind != (previous.dtype, previous.entry.is_expert)):
+                yield bucket
+                bucket, size = [], 0
+            bucket.append(item)
+            size += item_bytes
+        if bucket:
             yield bucket
-            bucket, size = [], 0
-        bucket.append(item)
-        size += item_bytes
-    if bucket:
-        yield bucket
 
 
 def export_tensors(
@@ -291,7 +325,7 @@ def save_hf(
             failure[0] = error
             for _ in buckets:  # finish the collective that the other ranks are in before broadcasting the error
                 pass
-    elif parallel.data_parallel_rank == 0 and parallel.context_parallel_rank == 0:
+    elif exporter.architecture.is_moe or (parallel.data_parallel_rank == 0 and parallel.context_parallel_rank == 0):
         for _ in exporter.buckets():
             pass
     dist.broadcast_object_list(failure, src=0)

@@ -52,6 +52,18 @@ class ParallelLayout(Protocol):
     def context_parallel_rank(self) -> int: ...
     @property
     def data_parallel_rank(self) -> int: ...
+    @property
+    def expert_model_parallel_size(self) -> int: ...
+    @property
+    def expert_model_parallel_rank(self) -> int: ...
+    @property
+    def expert_model_parallel_group(self) -> Any: ...
+    @property
+    def expert_tensor_parallel_size(self) -> int: ...
+    @property
+    def expert_tensor_parallel_rank(self) -> int: ...
+    @property
+    def expert_tensor_parallel_group(self) -> Any: ...
 
 
 @dataclass
@@ -81,8 +93,9 @@ def load_hf_into(
     """Fill every parameter of this rank's (unwrapped) GPTModel chunks from a Hugging Face safetensors folder.
 
     Each rank reads its part of each tensor and casts it to the parameter's dtype. Names and shapes of the whole model are compared with
-    the folder before any tensor is read, and the pipeline ranks together verify that no layer is missing, so all ranks of a pipeline
-    must call this. A critic loads the trunk. With ``head_init`` None its scalar head is loaded from the folder's ``score.*`` (a missing
+    the folder before any tensor is read, and the pipeline ranks (of a mixture also the expert-parallel ranks) together verify that nothing
+    is missing, so all of them must call this. A critic loads the trunk. With ``head_init`` None its scalar head is loaded from the folder's
+    ``score.*`` (a missing
     ``score.bias`` is zero); otherwise its last layer is zero or small random numbers, equal on every rank (``seed``). Raises
     CheckpointError naming every missing, unexpected or wrongly shaped tensor, or the first one with NaN or inf.
     """
@@ -92,8 +105,8 @@ def load_hf_into(
         bijection = check_bijection(
             plan, source.shapes, arch=architecture, role=role, where=str(folder), new_head=role == "critic" and head_init is not None
         )
-        parameters = match_parameters(plan, global_parameters(chunks))
-        _require_complete_pipeline(plan, parameters, parallel)
+        parameters = match_parameters(plan, global_parameters(chunks, expert_offset=expert_offset(architecture, parallel)))
+        require_complete(plan, [index for stage in held_by_stage(list(parameters), architecture, parallel) for index in stage])
         report = LoadReport(dropped=bijection.dropped)
         for index, parameter in parameters.items():
             entry = plan[index]
@@ -118,13 +131,24 @@ def check_folder(folder: str | Path, architecture: ModelArchitecture, *, role: R
         check_bijection(plan_mapping(architecture, role), source.shapes, arch=architecture, role=role, where=str(folder), new_head=new_head)
 
 
-def _require_complete_pipeline(plan: Sequence[MappedTensor], held: dict[int, Tensor], parallel: ParallelLayout) -> None:
-    size = parallel.pipeline_model_parallel_size
-    stages: list[list[int]] = [list(held)]
-    if size > 1:
-        stages = [[] for _ in range(size)]
-        dist.all_gather_object(stages, list(held), group=parallel.pipeline_model_parallel_group)
-    require_complete(plan, [index for stage in stages for index in stage])
+def expert_offset(architecture: ModelArchitecture, parallel: ParallelLayout) -> int:
+    """Return the global index of this rank's first expert in each layer, 0 for a dense model."""
+    if architecture.num_experts is None:
+        return 0
+    return parallel.expert_model_parallel_rank * (architecture.num_experts // parallel.expert_model_parallel_size)
+
+
+def held_by_stage(held: list[Any], architecture: ModelArchitecture, parallel: ParallelLayout) -> list[list[Any]]:
+    """Gather what the pipeline stages hold, stage by stage; of a mixture, what all expert-parallel ranks of a stage hold."""
+    if architecture.is_moe and parallel.expert_model_parallel_size > 1:
+        parts: list[list[Any]] = [[] for _ in range(parallel.expert_model_parallel_size)]
+        dist.all_gather_object(parts, held, group=parallel.expert_model_parallel_group)
+        held = list(dict.fromkeys(entry for part in parts for entry in part))
+    if parallel.pipeline_model_parallel_size == 1:
+        return [held]
+    stages: list[list[Any]] = [[] for _ in range(parallel.pipeline_model_parallel_size)]
+    dist.all_gather_object(stages, held, group=parallel.pipeline_model_parallel_group)
+    return stages
 
 
 @torch.no_grad()
@@ -133,6 +157,8 @@ def _fill(
 ) -> None:
     handles = [source.tensor(name) for name in entry.hf_names]
     tp, rank = parallel.tensor_model_parallel_size, parallel.tensor_model_parallel_rank
+    if entry.is_expert:
+        tp, rank = parallel.expert_tensor_parallel_size, parallel.expert_tensor_parallel_rank
     value = entry.functions.load(handles, tp, rank, architecture)
     _require_finite(value, entry, source)
     _copy(parameter, value, entry)

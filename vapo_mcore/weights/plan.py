@@ -26,7 +26,8 @@ _MAX_NAMED = 12
 class MappedTensor:
     """One Megatron parameter (with global layer and expert indices) and the HF tensors it consists of.
 
-    ``mcore_names``: canonical name first, then the names in other layer specs. ``hf_shapes`` are unsharded shapes.
+    ``mcore_names``: canonical name first, then the names in other layer specs. ``hf_shapes`` are unsharded shapes. ``expert``: global
+    index of the expert it belongs to, None outside the experts.
     """
 
     mcore_names: tuple[str, ...]
@@ -34,7 +35,11 @@ class MappedTensor:
     hf_shapes: tuple[tuple[int, ...], ...]
     kind: str
     tied_copy: bool = False
-    is_expert: bool = False
+    expert: int | None = None
+
+    @property
+    def is_expert(self) -> bool:
+        return self.expert is not None
 
     @property
     def mcore_name(self) -> str:
@@ -71,7 +76,7 @@ def _concrete(rule: Rule, arch: ModelArchitecture, layer: int = 0, expert: int =
         hf_shapes=tuple(tuple(DIMENSIONS[dim](arch) for dim in dims) for _, dims in rule.hf),
         kind=rule.kind,
         tied_copy=rule.tied_copy,
-        is_expert=rule.per_expert,
+        expert=expert if rule.per_expert else None,
     )
 
 

@@ -39,11 +39,11 @@ UPDATES = 3
 
 
 def context(**degrees: int) -> ParallelContext:
-    layout: dict[str, Any] = {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, "context_parallel_size": 1} | degrees
-    layout.setdefault("virtual_pipeline_model_parallel_size", None)
+    names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size", "expert_model_parallel_size")
+    layout: dict[str, Any] = dict.fromkeys(names, 1)
+    layout |= dict.fromkeys(("virtual_pipeline_model_parallel_size", "expert_tensor_parallel_size")) | degrees
     layout |= {
         "world_size": dist.get_world_size(),
-        "expert_model_parallel_size": 1,
         "sequence_parallel": None,
         "equal_microbatches": False,
         "timeout_minutes": 5,
@@ -51,18 +51,18 @@ def context(**degrees: int) -> ParallelContext:
     return initialize_parallel(SimpleNamespace(**layout))  # type: ignore[arg-type]
 
 
-def build(role: str, dtype: str, parallel: ParallelContext, *, head_only: bool = False) -> MegatronModel:
-    folder = FOLDER / "qwen2"
+def build(role: str, dtype: str, parallel: ParallelContext, *, head_only: bool = False, model: str = "qwen2") -> MegatronModel:
+    folder = FOLDER / model
     architecture = read_architecture(folder)
 
     def load(chunks: list[Any]) -> None:
         load_hf_into(chunks, folder, architecture, parallel, role=role, head_init="small" if role == "critic" else None)  # type: ignore[arg-type]
 
-    model: Any = SimpleNamespace(dtype=dtype, attention="auto", recompute="none")
+    settings: Any = SimpleNamespace(dtype=dtype, attention="auto", recompute="none")
     return MegatronModel(
         role,  # type: ignore[arg-type]
         architecture,
-        model,
+        settings,
         parallel,
         load_weights=load,
         optimizer=layouts.OPTIMIZER,
@@ -102,7 +102,7 @@ def save(model: MegatronModel, name: str, form: str, saver: ModelSaver) -> None:
             parameter.copy_(value)
 
 
-def loaded(role: str, dtype: str, parallel: ParallelContext, name: str, form: str, **options: bool) -> MegatronModel:
+def loaded(role: str, dtype: str, parallel: ParallelContext, name: str, form: str, **options: Any) -> MegatronModel:
     model = build(role, dtype, parallel, **options)
     load_weights(model, FOLDER / name / "weights")
     load_optimizer(model, FOLDER / name / "optimizer", form, UPDATES)  # type: ignore[arg-type]
@@ -152,6 +152,30 @@ def resharding(role: str, dtype: str) -> dict[str, Any]:
         norms[layout] = train(other, parallel, 2)
         previous = f"{name}_{layout}"
     return {"exact": exact, "different": faults, "norms": norms, "copies": copies}
+
+
+def mixture(role: str, dtype: str) -> dict[str, Any]:
+    """Experts over two ranks -> the same -> TP 2 with half of the experts each -> PP 2 -> all experts on both ranks."""
+    name, options = f"mixture_{role}_{dtype}", {"model": layouts.problem.MIXTURE}
+    ep2 = context(expert_model_parallel_size=2)
+    model = build(role, dtype, ep2, model=layouts.problem.MIXTURE)
+    train(model, ep2, UPDATES)
+    save(model, f"{name}_ep2", "fully_reshardable", ModelSaver(ep2))
+    save(model, f"{name}_same", "dp_reshardable", ModelSaver(ep2))
+    again = loaded(role, dtype, ep2, f"{name}_same", "dp_reshardable", **options)
+    norms = {"ep2": train(model, ep2, 2)}
+    exact = train(again, ep2, 2) == norms["ep2"]
+    faults, previous = {}, f"{name}_ep2"
+    half = {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}
+    for layout, degrees in (("tp2", half), ("pp2", {"pipeline_model_parallel_size": 2}), ("dp2", {})):
+        parallel = context(**degrees)
+        other = loaded(role, dtype, parallel, previous, "fully_reshardable", **options)
+        save(other, f"{name}_{layout}", "fully_reshardable", ModelSaver(parallel))
+        if dist.get_rank() == 0:
+            faults[layout] = different(previous, f"{name}_{layout}", "weights") + different(previous, f"{name}_{layout}", "optimizer")
+        norms[layout] = train(other, parallel, 2)
+        previous = f"{name}_{layout}"
+    return {"exact": exact, "different": faults, "norms": norms}
 
 
 def copied(saver: ModelSaver, role: Any, dtype: str, parallel: Any) -> list[tuple[int, int]]:
@@ -214,6 +238,8 @@ CASES: dict[str, Any] = {
     "critic_float32": lambda: resharding("critic", "float32"),
     "policy_bfloat16": lambda: resharding("policy", "bfloat16"),
     "critic_bfloat16": lambda: resharding("critic", "bfloat16"),
+    "mixture_policy": lambda: mixture("policy", "float32"),
+    "mixture_critic": lambda: mixture("critic", "bfloat16"),
     "read_by_megatron": read_by_megatron,
     "head_only_pipeline": head_only_pipeline,
     "refused": refused,

@@ -23,6 +23,9 @@ SEQUENCE_CLIP_LOW, SEQUENCE_CLIP_HIGH = 0.03, 0.05
 MAX_LENGTH = 20
 VOCAB = 70
 MODELS = ("qwen2", "qwen2_tied", "qwen3", "llama_tied", "one_kv_head")
+MIXTURE = "qwen3_moe"
+"""A mixture of four experts a layer, two of which a token takes; ``qwen3_moe_raw``: their weights are not normalised."""
+MIXTURES = (MIXTURE, "qwen3_moe_raw")
 MLP_HEAD = "qwen2_tied_mlp"
 """A model whose critic has a head of two layers."""
 HISTOGRAM_HEAD = "qwen2_tied_histogram"
@@ -58,6 +61,11 @@ def make_model(name: str, folder: Path) -> None:
     if name.startswith("qwen2"):
         head = {"value_bins": BINS} if name == HISTOGRAM_HEAD else {}
         model = Qwen2ForCausalLM(Qwen2Config(**common, value_head="mlp" if name == MLP_HEAD else "linear", **head))
+    elif name in MIXTURES:
+        from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+        experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": name == MIXTURE}
+        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**common, **experts, head_dim=16))
     elif name == "qwen3":
         model = Qwen3ForCausalLM(Qwen3Config(**common, head_dim=24))
     elif name == "one_kv_head":
@@ -136,6 +144,22 @@ def sequence_advantages(batch: dict[str, list[Tensor]]) -> list[Tensor]:
     return [advantages[-1:].expand_as(advantages).contiguous() for advantages in batch["advantages"]]
 
 
+def _by_expert(gradients: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Split the gradients of stacked experts into those of the tensors in the file."""
+    result: dict[str, Tensor] = {}
+    for name, gradient in gradients.items():
+        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            result[name] = gradient
+            continue
+        prefix, kind = name.rsplit(".", 1)
+        for expert, part in enumerate(gradient):
+            if kind == "down_proj":
+                result[f"{prefix}.{expert}.down_proj.weight"] = part
+            else:
+                result[f"{prefix}.{expert}.gate_proj.weight"], result[f"{prefix}.{expert}.up_proj.weight"] = part.chunk(2)
+    return result
+
+
 class Oracle:
     """Right answers of one model: forward quantities, then losses with their gradients, all in float64."""
 
@@ -143,7 +167,8 @@ class Oracle:
         os.environ["HF_HUB_OFFLINE"] = "1"
         from transformers import AutoModelForCausalLM
 
-        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager")
+        experts = {"experts_implementation": "eager"} if folder.name in MIXTURES else {}  # the grouped one takes no float64
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager", **experts)
         self.batch = batch
         columns = torch.tensor(unknown_ids(Path(folder).name), dtype=torch.int64)
         self.model.get_output_embeddings().register_forward_hook(lambda module, inputs, logits: logits.index_fill(-1, columns, -1e300))
@@ -241,7 +266,7 @@ class Oracle:
         for parameter in (*self.head, *self.dense):
             parameter.grad = None
         loss.backward()
-        result = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
+        result = _by_expert({name: p.grad for name, p in self.model.named_parameters() if p.grad is not None})
         if critic:
             names = ("score.out.weight", "score.out.bias", "score.dense.weight", "score.dense.bias")
             if not self.dense:

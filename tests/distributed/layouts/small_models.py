@@ -19,7 +19,8 @@ from vapo_mcore.weights.loader import load_hf_into
 def context(**degrees: Any) -> ParallelContext:
     """The world of all processes with these degrees ("tensor_model_parallel_size=2"), 1 where none is given."""
     names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size", "expert_model_parallel_size")
-    layout: dict[str, Any] = dict.fromkeys(names, 1) | {"virtual_pipeline_model_parallel_size": None, "sequence_parallel": None}
+    layout: dict[str, Any] = dict.fromkeys(names, 1)
+    layout |= dict.fromkeys(("virtual_pipeline_model_parallel_size", "expert_tensor_parallel_size", "sequence_parallel"))
     return initialize_parallel(
         SimpleNamespace(world_size=dist.get_world_size(), equal_microbatches=False, timeout_minutes=5, **layout | degrees)
     )  # type: ignore[arg-type]

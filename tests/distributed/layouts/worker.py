@@ -57,6 +57,8 @@ class Case:
     recompute: str = "none"
     dtype: str = "float32"
     equal: bool = False  # micro-batches padded to one size
+    ep: int = 1
+    etp: int | None = None
     parts_of_dp: int = 1  # one process takes the micro-batches of so many data-parallel ranks
 
     @property
@@ -65,6 +67,8 @@ class Case:
         parts = [f"tp{self.tp}", f"pp{self.pp}", f"cp{self.cp}", f"dp{world // (self.tp * self.pp * self.cp)}"]
         parts += [f"vpp{self.vpp}"] if self.vpp else []
         parts += ["equal"] if self.equal else []
+        parts += [f"ep{self.ep}"] if self.ep > 1 else []
+        parts += [f"etp{self.etp}"] if self.etp else []
         parts += ["no_sp"] if self.sequence_parallel is False else []
         parts += [self.recompute] if self.recompute != "none" else []
         parts += [self.dtype] if self.dtype != "float32" else []
@@ -94,6 +98,8 @@ def cases(world: int) -> list[Case]:
             Case(problem.MLP_HEAD),
             Case(problem.HISTOGRAM_HEAD),
             *(Case(model) for model in problem.UNKNOWN_MODELS),
+            Case(problem.MIXTURE, recompute="full"),
+            *(Case(model) for model in problem.MIXTURES),
         ]
         return [Case(model, aggregation=kind) for model in every for kind in ("token", "sequence", "fixed_length")] + extra
     if world == 2:
@@ -112,6 +118,10 @@ def cases(world: int) -> list[Case]:
             *(Case(problem.HISTOGRAM_HEAD, **degrees) for degrees in ({"tp": 2}, {"pp": 2})),
             Case(problem.UNKNOWN_MODELS[0], tp=2),
             Case(problem.UNKNOWN_MODELS[1], pp=2),
+            *(Case(problem.MIXTURE, **degrees) for degrees in ({"tp": 2}, {"pp": 2}, {})),
+            *(Case(problem.MIXTURE, ep=2, **degrees) for degrees in ({}, {"cp": 2}, {"tp": 2, "etp": 1}, {"recompute": "selective"})),
+            Case(problem.MIXTURES[1], ep=2),
+            Case("qwen2", ep=2),  # a dense critic beside a mixture
         ]
         return result
     if world == 4:
@@ -133,6 +143,9 @@ def cases(world: int) -> list[Case]:
             Case("qwen2", pp=4),
             Case("qwen2", tp=2, cp=2, aggregation="sequence"),
             Case(problem.UNKNOWN_MODELS[0], tp=4),
+            *(Case(problem.MIXTURE, ep=2, **degrees) for degrees in ({"tp": 2}, {"pp": 2}, {"cp": 2}, {}, {"pp": 2, "vpp": 2})),
+            Case(problem.MIXTURE, ep=4),
+            Case(problem.MIXTURE, tp=2, ep=4, etp=1),
             Case(problem.UNKNOWN_MODELS[1], tp=2, pp=2),
         ]
     return [
@@ -140,6 +153,7 @@ def cases(world: int) -> list[Case]:
         Case("qwen2_tied", tp=2, pp=2, cp=2),
         Case("qwen3", tp=2, pp=2, vpp=2),
         Case("one_kv_head", tp=2, cp=2, aggregation="sequence"),
+        Case(problem.MIXTURE, tp=2, pp=2, ep=2),
     ]
 
 
@@ -277,7 +291,7 @@ class GradientExporter(Exporter):
 def gradients(model: MegatronModel) -> dict[str, Tensor]:
     """HF name -> whole gradient: shards of the distributed optimizer, of TP and of PP put together."""
     for chunk in model.wrapped:
-        for buffer in chunk.buffers:
+        for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
             group = buffer.data_parallel_group
             for bucket in buffer.buckets if group.size() > 1 else ():
                 shard = bucket.grad_data.chunk(group.size())[group.rank()].clone()
@@ -350,7 +364,8 @@ def check(case: Case, reference: Reference, workdir: Path) -> dict[str, float]:
         "pipeline_model_parallel_size": case.pp,
         "virtual_pipeline_model_parallel_size": case.vpp,
         "context_parallel_size": case.cp,
-        "expert_model_parallel_size": 1,
+        "expert_model_parallel_size": case.ep,
+        "expert_tensor_parallel_size": case.etp,
         "sequence_parallel": case.sequence_parallel,
         "equal_microbatches": case.equal,
         "timeout_minutes": 5,
@@ -460,6 +475,7 @@ def check_longest(workdir: Path, degrees: dict[str, int]) -> dict[str, float]:
     settings = {
         "virtual_pipeline_model_parallel_size": None,
         "expert_model_parallel_size": 1,
+        "expert_tensor_parallel_size": None,
         "sequence_parallel": None,
         "equal_microbatches": False,
         "timeout_minutes": 5,

@@ -267,6 +267,7 @@ def main() -> None:
     for layout, tp in (("dp2", 1), ("tp2", 2)):
         degrees: dict[str, Any] = {"world_size": 2, "tensor_model_parallel_size": tp, "pipeline_model_parallel_size": 1}
         degrees |= {"virtual_pipeline_model_parallel_size": None, "context_parallel_size": 1, "expert_model_parallel_size": 1}
+        degrees |= {"expert_tensor_parallel_size": None}
         parallel = initialize_parallel(SimpleNamespace(**degrees, sequence_parallel=None, equal_microbatches=False, timeout_minutes=5))  # type: ignore[arg-type]
         _, batches = layouts.microbatches(layouts.Case("qwen2"), parallel, layouts.token_tensors("qwen2", "token", old))
         facts: dict[str, Any] = {}

@@ -114,6 +114,7 @@ def main() -> None:
     folder = Path(sys.argv[1]) / "qwen2"
     layout: dict[str, Any] = {"world_size": dist.get_world_size(), "tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1}
     layout |= {"virtual_pipeline_model_parallel_size": None, "context_parallel_size": 1, "expert_model_parallel_size": 1}
+    layout |= {"expert_tensor_parallel_size": None}
     parallel = initialize_parallel(SimpleNamespace(**layout, sequence_parallel=None, equal_microbatches=False, timeout_minutes=5))  # type: ignore[arg-type]
     for dtype in ("float32", "bfloat16"):
         plain, plain_facts = run(folder, dtype, parallel, offload=False)

@@ -24,6 +24,7 @@ LAYOUT = {
     "virtual_pipeline_model_parallel_size": None,
     "context_parallel_size": 1,
     "expert_model_parallel_size": 1,
+    "expert_tensor_parallel_size": None,
     "sequence_parallel": None,
     "equal_microbatches": False,
     "timeout_minutes": 5,

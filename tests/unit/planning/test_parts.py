@@ -272,6 +272,22 @@ def test_a_frozen_trunk_by_hand() -> None:
     assert (whole.frozen, whole.params) == (0, pytest.approx(planned[1].params, rel=1e-3))
 
 
+@pytest.mark.parametrize(
+    ("world", "tp", "pp", "ep", "expert_tp"), [(8, 1, 1, 4, None), (8, 2, 1, 2, None), (4, 2, 1, 4, 1), (4, 2, 2, 1, None)]
+)
+def test_state_of_a_mixture_is_that_of_megatrons_buffers(world: int, tp: int, pp: int, ep: int, expert_tp: int | None) -> None:
+    arch = replace(find_architecture("qwen3-30b-a3b"), num_layers=2, num_experts=8, vocab_size=1000)
+    degrees = f"tensor_model_parallel_size: {tp}, pipeline_model_parallel_size: {pp}, expert_model_parallel_size: {ep}"
+    expert_degree = "" if expert_tp is None else f", expert_tensor_parallel_size: {expert_tp}"
+    config = _config(f"parallel={{world_size: {world}, {degrees}{expert_degree}}}")
+    for stage in range(config.parallel.pipeline_model_parallel_size):
+        with pipeline_rank(config.parallel, stage) as parallel:
+            roles: tuple[Role, ...] = ("policy", "critic")
+            for role in roles:
+                built = build_state(config, role, arch, parallel, on_gpu=True).by_data_rank
+                assert list(built) == configured_state(config, arch, role, stage=stage, overlap=True)
+
+
 def test_time_follows_the_work() -> None:
     arch, device = find_architecture("qwen2.5-32b"), DEVICES["h100"]
 

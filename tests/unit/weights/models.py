@@ -105,6 +105,12 @@ def layout(tp: int = 1, rank: int = 0) -> Any:
         pipeline_model_parallel_group=None,
         context_parallel_rank=0,
         data_parallel_rank=0,
+        expert_model_parallel_size=1,
+        expert_model_parallel_rank=0,
+        expert_model_parallel_group=None,
+        expert_tensor_parallel_size=tp,
+        expert_tensor_parallel_rank=rank,
+        expert_tensor_parallel_group=None,
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from vapo_mcore.config.architecture import ModelArchitecture
 from vapo_mcore.config.rules.base import Subject, rule
 from vapo_mcore.config.schema import ParallelConfig
@@ -53,23 +55,58 @@ def virtual_pipeline_needs_pipeline(s: Subject) -> str | None:
     return None
 
 
-@rule("parallel.expert_model_parallel_size")
-def expert_parallel_is_for_moe(s: Subject) -> str | None:
-    degree = s.config.parallel.expert_model_parallel_size
-    if degree != 1:
-        return f"{degree} needs a mixture-of-experts model, which training does not support yet; use 1"
-    return None
+@rule("parallel.expert_model_parallel_size", "parallel.expert_tensor_parallel_size", "parallel.world_size")
+def expert_degrees_fill_the_world(s: Subject) -> str | None:
+    p = s.config.parallel
+    ep, etp = p.expert_model_parallel_size, p.expert_tensor_parallel_size or p.tensor_model_parallel_size
+    product = etp * ep * p.pipeline_model_parallel_size
+    default = ep == 1 and p.expert_tensor_parallel_size is None  # the degrees of the other parameters, with a rule of their own
+    if default or p.world_size % product == 0:
+        return None
+    return (
+        f"{p.world_size} processes cannot be split into copies of the experts over expert-tensor {etp} x expert {ep} x pipeline "
+        f"{p.pipeline_model_parallel_size} = {product} processes; use a multiple of {product}, or smaller degrees"
+    )
 
 
-@rule("model.path")
-def model_is_dense(s: Subject) -> str | None:
-    assert s.architecture is not None
-    if s.architecture.is_moe:
+@rule("parallel.expert_model_parallel_size", "parallel.expert_tensor_parallel_size", "model.path", "critic.path")
+def experts_split_over_their_ranks(s: Subject) -> str | None:
+    p = s.config.parallel
+    degrees = [f"expert_model_parallel_size = {p.expert_model_parallel_size}"] if p.expert_model_parallel_size > 1 else []
+    degrees += [f"expert_tensor_parallel_size = {p.expert_tensor_parallel_size}"] if p.expert_tensor_parallel_size is not None else []
+    mixtures = [model for model in (s.architecture, s.critic_architecture) if model is not None and model.is_moe]
+    if not mixtures:
+        return f"{' and '.join(degrees)} split the experts of a mixture, but the models are dense; remove" if degrees else None
+    if p.expert_model_parallel_size == 1 and p.expert_tensor_parallel_size not in (None, p.tensor_model_parallel_size):
         return (
-            f"{s.config.model.path!r} is a mixture-of-experts model ({s.architecture.family}, {s.architecture.num_experts} experts); "
-            "training does not support these until a test shows equal steps in every expert-parallel layout; use a dense model"
+            f"1 with expert_tensor_parallel_size = {p.expert_tensor_parallel_size} and tensor_model_parallel_size = "
+            f"{p.tensor_model_parallel_size}: Megatron would not add up the experts' gradients of tensor-parallel ranks; use an "
+            "expert_model_parallel_size above 1, or expert_tensor_parallel_size: null"
         )
-    return None
+    problems = [problem for model in mixtures for problem in _experts_problems(model, p)]
+    return "; ".join(dict.fromkeys(problems)) or None
+
+
+def _experts_problems(model: ModelArchitecture, parallel: ParallelConfig) -> Iterator[str]:
+    assert model.num_experts is not None and model.moe_ffn_hidden_size is not None
+    ep = parallel.expert_model_parallel_size
+    etp = parallel.expert_tensor_parallel_size or parallel.tensor_model_parallel_size
+    if model.num_experts % ep:
+        yield f"{ep} ranks do not divide the model's {model.num_experts} experts; use {_divisors(model.num_experts)}"
+    if model.moe_ffn_hidden_size % etp:
+        yield f"expert-tensor {etp} does not divide the size {model.moe_ffn_hidden_size} of an expert (moe_intermediate_size)"
+
+
+@rule("parallel.sequence_parallel", "parallel.tensor_model_parallel_size", "model.path", "critic.path")
+def mixtures_with_tensor_parallelism_are_sequence_parallel(s: Subject) -> str | None:
+    p = s.config.parallel
+    mixture = any(model is not None and model.is_moe for model in (s.architecture, s.critic_architecture))
+    if p.sequence_parallel or p.tensor_model_parallel_size == 1 or not mixture:
+        return None
+    return (
+        "false gives every tensor-parallel rank all tokens, which Megatron's exchange of a mixture's tokens rejects in training with "
+        f"tensor_model_parallel_size = {p.tensor_model_parallel_size}; use true (the default)"
+    )
 
 
 @rule("model.path")
@@ -104,8 +141,6 @@ def loaded_critic_fits_layout_and_tokens(s: Subject) -> str | None:
     policy, critic, parallel = s.architecture, s.critic_architecture, s.config.parallel
     if policy is None or critic is None:
         return None
-    if critic.is_moe:
-        return f"{s.config.critic.path!r} is a mixture-of-experts model; use a dense one"
     if critic.vocab_size != policy.vocab_size:
         sizes = f"the critic's vocabulary has {critic.vocab_size} entries, the policy's {policy.vocab_size}"
         return f"{sizes}; both read the same tokens, so use a critic with the policy's tokenizer"
@@ -127,7 +162,9 @@ def _heads_problem(model: ModelArchitecture, tp: int) -> str | None:
 
 
 def _ffn_problem(model: ModelArchitecture, tp: int) -> str | None:
-    return f"{tp} does not divide the model's feed-forward size {model.ffn_hidden_size}" if model.ffn_hidden_size % tp else None
+    if model.is_moe or model.ffn_hidden_size % tp == 0:  # a mixture has experts instead, which other degrees split
+        return None
+    return f"{tp} does not divide the model's feed-forward size {model.ffn_hidden_size}"
 
 
 def _layers_problem(model: ModelArchitecture, parallel: ParallelConfig) -> str | None:
@@ -166,6 +203,15 @@ def rollout_tensor_parallel_splits_heads(s: Subject) -> str | None:
     assert s.architecture is not None
     tp = s.config.rollout.tensor_parallel_size
     return None if tp is None else _heads_problem(s.architecture, tp)  # null: the trainer's degree, checked above
+
+
+@rule("rollout.tensor_parallel_size", "parallel.tensor_model_parallel_size", "model.path")
+def rollout_tensor_parallel_splits_experts(s: Subject) -> str | None:
+    assert s.architecture is not None
+    tp, size = s.config.rollout_tensor_parallel_size, s.architecture.moe_ffn_hidden_size
+    if size is None or size % tp == 0:
+        return None
+    return f"{tp} ranks of a replica do not divide the size {size} of an expert (moe_intermediate_size); use {_divisors(size)}"
 
 
 def _divisors(number: int) -> str:

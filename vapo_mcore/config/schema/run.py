@@ -64,7 +64,10 @@ class ParallelConfig(Section):
     pipeline_model_parallel_size: PositiveInt = 1  # stages that the layers are split into
     virtual_pipeline_model_parallel_size: PositiveInt | None = None  # model chunks per pipeline rank
     context_parallel_size: PositiveInt = 1  # ranks that share each sequence
-    expert_model_parallel_size: PositiveInt = 1  # 1: mixtures of experts cannot be trained yet
+    # Ranks that share the experts of each layer of a mixture (EP): ranks of context and data parallelism, which hold copies of everything
+    # else; with a smaller expert_tensor_parallel_size also ranks of tensor parallelism.
+    expert_model_parallel_size: PositiveInt = 1
+    expert_tensor_parallel_size: PositiveInt | None = None  # ranks that share each expert; null: tensor_model_parallel_size
     # world_size / (tensor x pipeline x context).
     data_parallel_size: PositiveInt = Field(default_factory=lambda data: _derived_data_parallel_size(data))
     # Activations between the layers split over TP; by default with TP.
@@ -73,6 +76,11 @@ class ParallelConfig(Section):
     equal_microbatches: bool = False
     # Of the process groups; above the longest skew between ranks in generation.
     timeout_minutes: Annotated[float, Field(gt=0, le=100_000)] = 30.0
+
+    @property
+    def experts_text(self) -> str:
+        """Describe how experts are shared, for lines that name the other degrees; empty without expert parallelism."""
+        return f", experts over {self.expert_model_parallel_size} ranks" if self.expert_model_parallel_size > 1 else ""
 
     @property
     def sequence_multiple(self) -> int:
