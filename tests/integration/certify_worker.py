@@ -161,6 +161,8 @@ CASES: Mapping[str, Case] = {
     "template": Case(("folder",), ("data.chat_template={folder}/off_by_one.jinja",)),
     "stop_ids": Case(("folder",), defect=lambda _: without_end_of_turn()),
     "critic_head": Case(("critic",), defect=lambda folder: loaded(head_of_the_policy(folder))),
+    "categorical_critic": Case(("critic",), ("critic.categorical.low=-1.5", "critic.categorical.high=1.5", "critic.categorical.bins=31")),
+    "mlp_critic": Case(("critic",), ("critic.head=mlp",)),
     "grader": Case(("graders",), ("data.train.0.verifier=tests.integration.certify_checks:everything_right",)),
     "no_critic": Case(("critic", f"{OWN_CHECKS}:raising", f"{OWN_CHECKS}:empty"), ("algorithm.advantage.estimator=dr_grpo",)),
 }

@@ -55,7 +55,7 @@ DEFECTS = {
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = write_certify_setup(tmp_path_factory.mktemp("certify"))
     output = ""
-    for case in ("clean", *DEFECTS, "no_critic"):
+    for case in ("clean", *DEFECTS, "categorical_critic", "mlp_critic", "no_critic"):
         done = run_ranks("tests/integration/certify_worker.py", 2, str(folder), case, timeout=180)
         assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
         output += done.stdout
@@ -86,6 +86,17 @@ def test_a_planted_defect_is_found_and_named(folder: Path, case: str) -> None:
     assert entry["verdict"] == "fails"
     assert re.search(says, entry["measured"]), entry["measured"]
     assert remedy in entry["remedy"]
+
+
+@pytest.mark.parametrize(("case", "transformers"), [("categorical_critic", "holds"), ("mlp_critic", "not applicable")])
+def test_critics_with_a_categorical_and_a_two_layer_head_hold(folder: Path, case: str, transformers: str) -> None:
+    """transformers computes the expectation of a categorical head; it has no token classifier with a head of two layers."""
+    found = checks(folder, case)["critic"]
+    verdicts = {entry["what"]: entry["verdict"] for entry in found["measurements"]}
+    theirs = {verdict for what, verdict in verdicts.items() if "transformers" in what}
+    assert theirs == {transformers}
+    assert {verdict for what, verdict in verdicts.items() if "transformers" not in what} == {"holds"}
+    assert len(verdicts) == 6
 
 
 def test_against_names_what_differs_first(folder: Path) -> None:
