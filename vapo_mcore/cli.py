@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 from vapo_mcore import __version__
@@ -241,15 +243,22 @@ def _train(options: argparse.Namespace, arguments: list[str]) -> int:
                 print(_plan(config), flush=True)
             return 0
         if config.parallel.world_size > 1:
+            print(f"starting {config.parallel.world_size} processes", flush=True)
             return local.launch("vapo_mcore.cli", arguments, config.parallel.world_size)
         local.become_single_process()
 
-    with importing():
+    with importing(), _waiting_on_rank_0("loading the libraries"):
         from vapo_mcore.checkpoint.resume import ResumeOptions
         from vapo_mcore.trainer.main import run_training
 
     resume = ResumeOptions(options.resume_from, options.allow_config_change, options.restart_data) if options.resume else None
     return run_training(config, clean=options.clean, resume=resume)
+
+
+def _waiting_on_rank_0(activity: str) -> AbstractContextManager[None]:
+    from vapo_mcore.records.console import waiting
+
+    return waiting(activity, functools.partial(print, flush=True)) if os.environ["RANK"] == "0" else nullcontext()
 
 
 def _is_finished(config: Config) -> bool:

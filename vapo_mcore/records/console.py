@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from rich.console import Console as RichConsole
@@ -36,8 +36,26 @@ _RL_FIELDS = (
     ("tokens/per_second", "tok/s", "{:.0f}"),
 )
 
-WAITING_SECONDS = 15.0
+WAITING_SECONDS = 10.0
 """Interval of progress lines during the start of a run."""
+
+
+@contextmanager
+def waiting(activity: str, say: Callable[[str], None]) -> Iterator[None]:
+    """Call ``say`` with ``activity`` and its elapsed time every ``WAITING_SECONDS`` until the block ends."""
+    ended, begin = threading.Event(), time.monotonic()
+
+    def repeat() -> None:
+        while not ended.wait(WAITING_SECONDS):
+            say(f"{activity}: {time.monotonic() - begin:.0f} s")
+
+    thread = threading.Thread(target=repeat, name="waiting", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 def format_step(row: Mapping[str, Any], total: int) -> str:
@@ -69,22 +87,8 @@ class Console:
     @contextmanager
     def waiting(self, activity: str) -> Iterator[None]:
         """Print ``activity`` and its elapsed time every ``WAITING_SECONDS`` until the block ends."""
-        if self._rich is None:
+        with waiting(activity, self.print) if self.enabled else nullcontext():
             yield
-            return
-        ended, begin = threading.Event(), time.monotonic()
-
-        def repeat() -> None:
-            while not ended.wait(WAITING_SECONDS):
-                self.print(f"{activity}: {time.monotonic() - begin:.0f} s")
-
-        thread = threading.Thread(target=repeat, name="waiting", daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            ended.set()
-            thread.join()
 
     def start_progress(self, description: str, total: int) -> None:
         """Show a progress bar for ``total`` steps if stdout is a terminal."""
