@@ -95,8 +95,8 @@ def critic_stuck(rows: Rows, rule: CriticStuckRule, context: Context) -> str | N
     made = values_of(rows, "critic/updates")
     if evidence is None or not made:
         return evidence
-    total = int(sum(made))
-    so_far = f"{evidence}; the critic has made {total} updates in {len(made)} steps"
+    total = int(made[-1])
+    so_far = f"{evidence}; the critic has made {total} updates until {_steps(rows, 1)}, value pretraining included"
     if total < PUBLISHED_UPDATES:
         advice = f"critic.updates_per_rollout: {math.ceil(PUBLISHED_UPDATES / len(made))} makes as many"
         return f"{so_far}, and published value pretraining makes about {PUBLISHED_UPDATES}: {advice}"
