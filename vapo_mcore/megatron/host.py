@@ -13,7 +13,7 @@ import importlib
 import logging
 import sys
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -39,8 +39,9 @@ class HostPlatform:
         import megatron.core.tensor_parallel.random as megatron_random
         from megatron.core.transformer.moe import token_dispatcher
 
-        def nothing(*_args: object, **_kwargs: object) -> None:
-            return None
+        def nothing() -> Callable[..., None]:
+            """Return a new function for each use: torch.compile refuses one object under two names of torch."""
+            return lambda *_args, **_kwargs: None
 
         def same(module_or_tensor: Any, *_args: object, **_kwargs: object) -> Any:
             return module_or_tensor
@@ -64,9 +65,9 @@ class HostPlatform:
         cuda = torch.cuda
         return [
             (cuda, "current_device", lambda: self.device),
-            (cuda, "synchronize", nothing),
-            (cuda, "set_device", nothing),
-            (cuda, "empty_cache", nothing),
+            (cuda, "synchronize", nothing()),
+            (cuda, "set_device", nothing()),
+            (cuda, "empty_cache", nothing()),
             (cuda, "is_current_stream_capturing", lambda: False),
             (cuda, "Stream", _HostStream),
             (cuda, "current_stream", lambda *_: _HostStream()),
