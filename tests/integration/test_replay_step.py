@@ -167,7 +167,7 @@ def test_the_critic_sees_what_the_text_decides_and_no_more(folder: Path) -> None
 
 def test_the_saved_critic_is_the_best_one_and_transformers_gives_its_explained_variance(folder: Path) -> None:
     config = training_config(folder, "other", "parallel.world_size=2")
-    _, held_out = read_responses(config, PretrainOptions((str(folder / "scored.jsonl"),)))
+    _, held_out = read_responses(config, PretrainOptions((str(folder / "scored.jsonl"),)), print)
     assert held_out.prompts == 10 and len(held_out) == 20
     model = AutoModelForTokenClassification.from_pretrained(folder / "dp2" / "critic_pretrained" / "hf", dtype=torch.float64)
     batch, errors, returns = held_out.batch, [], []
@@ -197,7 +197,7 @@ def test_layouts_agree(folder: Path) -> None:
 def test_the_dumps_of_a_run_give_the_tokens_and_rewards_of_its_steps(folder: Path) -> None:
     """Two steps of 16 responses to 4 prompts were dumped, by two ranks."""
     config = training_config(folder, "other")
-    training, held_out = read_responses(config, PretrainOptions((str(folder / "run"),), fraction=0.3))
+    training, held_out = read_responses(config, PretrainOptions((str(folder / "run"),), fraction=0.3), print)
     recorded = {row["step"]: row for row in read_metrics(folder / "run") if row["stage"] == "rl"}
     rows = [*zip(*_scores(training), strict=True), *zip(*_scores(held_out), strict=True)]
     assert len(rows) == 32

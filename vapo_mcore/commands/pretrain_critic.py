@@ -7,6 +7,7 @@ measured on held-out prompts; the weights of the best pass are kept.
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, cast
@@ -57,7 +58,7 @@ def pretrain(config: Config, parallel: ParallelContext, options: PretrainOptions
     config = settings_of_passes(config, options)
     seed_everything(config.seed)
     with fail_together():
-        training, held_out = read_responses(config, options)
+        training, held_out = read_responses(config, options, console.print)
     console.print(
         f"pretraining the critic on {len(training)} responses to {training.prompts} prompts, at most {options.passes} passes; held out: "
         f"{len(held_out)} responses to {held_out.prompts} other prompts"
@@ -82,8 +83,11 @@ def settings_of_passes(config: Config, options: PretrainOptions) -> Config:
     return config.model_copy(update={"critic": critic, "run": run})
 
 
-def read_responses(config: Config, options: PretrainOptions) -> tuple[ScoredResponses, ScoredResponses]:
-    """Return (training, held-out) responses. Raises DataError for faulty files, overlapping prompts, and scores that are all equal."""
+def read_responses(config: Config, options: PretrainOptions, say: Callable[[str], None]) -> tuple[ScoredResponses, ScoredResponses]:
+    """Return (training, held-out) responses and ``say`` what could not be checked.
+
+    Raises DataError for faulty files, overlapping prompts, and scores that are all equal.
+    """
     reader = ScoredReader(config, read_architecture(config.model.path).vocab_size)
     training = reader.read(options.data)
     if options.held_out:
@@ -91,6 +95,8 @@ def read_responses(config: Config, options: PretrainOptions) -> tuple[ScoredResp
         require_disjoint(training, held_out)
     else:
         training, held_out = split(training, options.fraction, config.seed)
+    for note in reader.notes:
+        say(f"warning: {note}")
     share = f"held-out prompts of --data (--held-out-fraction {options.fraction:g})"
     for data, what in ((training, "--data"), (held_out, "--held-out" if options.held_out else share)):
         require_spread(data, what, trainable_rows(config, data.batch.rows))

@@ -66,7 +66,7 @@ class ScoredResponses:
 
 
 class ScoredReader:
-    """Reads files with the tokenizer and the limits of a configuration."""
+    """Reads files with the tokenizer and the limits of a configuration. ``notes``: what could not be checked, for the user."""
 
     def __init__(self, config: Config, vocab_size: int) -> None:
         self.config = config
@@ -74,6 +74,7 @@ class ScoredReader:
         self.vocab_size = vocab_size
         self.known = torch.ones(vocab_size, dtype=torch.bool)
         self.known[list(unknown_token_ids(self.tokenizer, vocab_size))] = False
+        self.notes: list[str] = []
         self.low, self.high = (0.0, 1.0) if config.reward.scale is None else config.reward.scale.source
 
     def read(self, paths: Sequence[str]) -> ScoredResponses:
@@ -125,12 +126,15 @@ class ScoredReader:
 
     def _require_tokenizer(self, run: Path) -> None:
         """Raise DataError if the run of a dump had another vocabulary. Its model folder may be gone; token ids are checked in any case."""
+        folder = _model_path(run)
         try:
-            folder = _model_path(run)
             theirs = None if folder is None else load_tokenizer(folder)
         except VapoError:
             theirs = None
-        if theirs is not None and theirs.get_vocab() != self.tokenizer.get_vocab():
+        if theirs is None:
+            where = "config.yaml has no readable model.path" if folder is None else f"no tokenizer in {folder}"
+            self.notes.append(f"{run}: {where}: not checked that its dumps were made with the tokenizer of model.path; only their ids were")
+        elif theirs.get_vocab() != self.tokenizer.get_vocab():
             raise DataError(
                 f"its run used another tokenizer, that of {folder}, than model.path = {self.config.model.path!r}: the same ids mean other "
                 "text"

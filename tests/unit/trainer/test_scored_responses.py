@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -132,6 +134,15 @@ def test_a_dump_gives_the_same_tokens_as_its_text(setup: Path, tmp_path: Path) -
         assert both.batch.rows.score.tolist() == [1.0, 0.0, 1.0, 0.0] and both.batch.row_ids.tolist() == [0, 1, 2, 3]
 
 
+def test_a_tokenizer_that_is_gone_is_a_note(setup: Path, tmp_path: Path) -> None:
+    run = dumped(setup, tmp_path / "run", ROW)
+    for settings, reason in (("model: {path: gone}\n", "no tokenizer in gone"), ("[]\n", "config.yaml has no readable model.path")):
+        (run / "config.yaml").write_text(settings)
+        read = reader(setup)
+        assert len(read.read([str(run)])) == 1
+        assert len(read.notes) == 1 and reason in read.notes[0] and "not checked" in read.notes[0]
+
+
 def test_a_dump_of_another_tokenizer_or_with_other_scores_is_refused(setup: Path, tmp_path: Path) -> None:
     run = dumped(setup, tmp_path / "run", ROW)
     with pytest.raises(DataError, match=r"step_000003, row 1, field 'score': 1 is not in \[2, 3\]"):
@@ -200,7 +211,6 @@ OPTIONS = {
     "both": (("--held-out-fraction", "0.2", "--held-out", "{data}"), "use only one of them"),
     "missing": (("--held-out", "nothing.jsonl"), "--held-out nothing.jsonl: does not exist"),
     "critic": (("algorithm.advantage.estimator=grpo",), "estimator = 'grpo' builds no critic; use a recipe with 'gae'"),
-    "rows": (("parallel.world_size=1",), "1 fault in the data.*field 'score': 2 is not in"),
 }
 
 
@@ -212,4 +222,15 @@ def test_the_command_refuses_before_a_model_loads(setup: Path, tmp_path: Path, c
     assert cli.main(["pretrain-critic", str(setup / "base.yaml"), *given]) == 2
     error = capsys.readouterr().err
     assert re.search(message, error, re.DOTALL) and "Traceback" not in error
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_command_refuses_faulty_rows(setup: Path, tmp_path: Path) -> None:
+    """In a process of its own: reading needs the process group, which the command leaves behind."""
+    data = write(tmp_path / "data.jsonl", {**ROW, "score": 2})
+    given = ["--data", data, "--output", str(tmp_path / "out"), "parallel.world_size=1"]
+    command = [sys.executable, "-m", "vapo_mcore", "pretrain-critic", str(setup / "base.yaml"), *given]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert re.search(r"1 fault in the data.*field 'score': 2 is not in", done.stderr, re.DOTALL)
     assert not (tmp_path / "out").exists()
