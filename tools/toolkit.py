@@ -7,13 +7,12 @@ import shutil
 import signal
 import sys
 import tempfile
-import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from vapo_mcore.errors import VapoError
+from vapo_mcore.records.console import waiting
 
 
 def run(main: Callable[[], None]) -> None:
@@ -54,22 +53,15 @@ def folder_written_atomically(output: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def saying(activity: str, every: float = 10.0) -> Iterator[None]:
-    """Print ``activity`` at once, and again with its elapsed time every ``every`` seconds until the block ends."""
-    ended, begin = threading.Event(), time.monotonic()
-    print(activity, flush=True)
+def saying(activity: str) -> Iterator[None]:
+    """Print ``activity`` at once, and again with its elapsed time every 10 s until the block ends."""
 
-    def repeat() -> None:
-        while not ended.wait(every):
-            print(f"  {activity}: {time.monotonic() - begin:.0f} s", flush=True)
+    def say(text: str) -> None:
+        print(text, flush=True)
 
-    thread = threading.Thread(target=repeat, name="saying", daemon=True)
-    thread.start()
-    try:
+    say(activity)
+    with waiting(f"  {activity}", say):
         yield
-    finally:
-        ended.set()
-        thread.join()
 
 
 def _umask() -> int:
