@@ -44,9 +44,9 @@ def fenced_blocks(page: Path) -> Iterator[tuple[str, list[str]]]:
 
 
 def command_blocks(page: Path) -> list[list[str]]:
-    """Lines of the blocks that are no code of another language, joined at backslashes."""
+    """Lines of the blocks that are no code of another language, joined at backslashes; of recorded sessions the commands."""
     return [
-        "\n".join(lines).replace("\\\n", " ").splitlines()
+        "\n".join(line for line in lines if language != "console" or line.startswith("$ ")).replace("\\\n", " ").splitlines()
         for language, lines in fenced_blocks(page)
         if language in ("", "sh", "bash", "shell", "console")
     ]

@@ -18,9 +18,12 @@ from typing import Any
 
 import pytest
 
+from tests.docs.sessions import first_difference, recorded_sessions
 from tests.docs.table import COMMANDS, Command
 from tests.slurm.fake_cluster import FakeCluster
 from tests.torchrun import ROOT, run_bounded
+
+SESSIONS = recorded_sessions(ROOT / "docs" / "first_run.md")
 
 
 def _name(command: Command) -> str:
@@ -56,6 +59,8 @@ def _check(command: Command, script: str, tree: Path, request: pytest.FixtureReq
     if cluster is not None:
         _jobs_end_well(cluster, output, command, tree)
     assert [pattern for pattern in command.says if not re.search(pattern, output)] == [], output
+    if command.written in SESSIONS:
+        assert first_difference(SESSIONS[command.written], output) is None, output
     for pattern in command.leaves:
         assert any(path.stat().st_mtime >= started - 2 for path in tree.glob(pattern)), f"{pattern} was not written\n{output}"
     if command.look is not None and script == command.script:
