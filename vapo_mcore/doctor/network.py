@@ -85,7 +85,7 @@ def clocks() -> Finding:
 
 
 def shared_folder(folder: Path) -> Finding:
-    """Rank 0 writes a file where the run will be, which all ranks read and answer with a file of their own, which rank 0 reads."""
+    """Rank 0 writes a file where the run will be; every rank reads it and writes a reply; rank 0 reads the replies."""
     world, rank = dist.get_world_size(), dist.get_rank()
     existing = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.is_dir())
     [token, base] = broadcast([uuid.uuid4().hex, str(existing)])
