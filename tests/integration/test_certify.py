@@ -1,4 +1,4 @@
-"""``vapo-mcore certify`` finds each planted defect and names it, and passes a sound setup. Each case has a launch of its own."""
+"""``vapo-mcore certify`` finds each planted defect and names it, and passes a sound setup. Each defect has a launch of its own."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from tests.certify_setup import write_certify_setup
 from tests.forks import run_ranks
 
-pytestmark = pytest.mark.slow
+slow = pytest.mark.slow
 
 DEFECTS = {
     # case of certify_worker.py: (check, measurement, what it says, in the remedy)
@@ -39,6 +39,12 @@ DEFECTS = {
         r"tensors differ, the first is (policy|critic) optimizer ",
         "copies on the host",
     ),
+    "not_restored": (
+        "resume",
+        "weights and optimizer state of a checkpoint",
+        r"tensors differ \(optimizer state only\), the first is (policy|critic) optimizer \S+exp_avg",
+        "moments are not loaded",
+    ),
     "template": ("folder", "generation prompt", r"off by whitespace: from character \d+ on the prompt has ''", "generation prompt"),
     "stop_ids": ("folder", "end of a turn", r"ends an answer with '<\|im_end\|>' \(4\), which is not among the stop ids", "add 4 to"),
     "critic_head": ("critic", "value head", r"is row 17 of the policy's output layer", "critic.head_init"),
@@ -51,15 +57,26 @@ DEFECTS = {
 }
 
 
+LAUNCHES = (
+    ("clean",),
+    *((case,) for case in DEFECTS),
+    ("categorical_critic", "mlp_critic"),
+    ("no_critic", "no_engine", "no_data"),
+    ("rates",),
+    ("one_rank",),
+)
+
+
+def launch(folder: Path, *cases: str) -> str:
+    done = run_ranks("tests/integration/certify_worker.py", 1 if cases == ("one_rank",) else 2, str(folder), *cases, timeout=240)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    return done.stdout
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = write_certify_setup(tmp_path_factory.mktemp("certify"))
-    output = ""
-    for case in ("clean", *DEFECTS, "categorical_critic", "mlp_critic", "no_critic"):
-        done = run_ranks("tests/integration/certify_worker.py", 2, str(folder), case, timeout=180)
-        assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-        output += done.stdout
-    (folder / "output.txt").write_text(output)
+    (folder / "output.txt").write_text("".join(launch(folder, *cases) for cases in LAUNCHES))
     return folder
 
 
@@ -67,6 +84,19 @@ def checks(folder: Path, case: str) -> dict[str, Any]:
     return json.loads((folder / case / "certificate.json").read_text())["checks"]
 
 
+def test_cheap_checks_hold_and_find_a_defect(tmp_path: Path) -> None:
+    """The part that is not slow: a sound setup, an engine that one rank asks for alone, and a critic with a row of the policy's head."""
+    folder = write_certify_setup(tmp_path)
+    launch(folder, "fast", "critic_head")
+    found = checks(folder, "fast")
+    assert {name: check["measurements"] for name, check in found.items() if check["verdict"] != "holds"} == {}
+    alone = found.pop("tests.integration.certify_checks:alone")["measurements"][0]["measured"]
+    assert "rank 0 asks for bench.engine, which all ranks build together, but ranks [1] have not" in alone
+    assert list(found) == ["folder", "trainer", "critic", "graders"]
+    found_and_named(folder, "critic_head")
+
+
+@slow
 def test_a_sound_setup_holds(folder: Path) -> None:
     found = checks(folder, "clean")
     bad = {name: check["measurements"] for name, check in found.items() if check["verdict"] != "holds"}
@@ -77,8 +107,13 @@ def test_a_sound_setup_holds(folder: Path) -> None:
     assert not (folder / "clean" / ".scratch").exists()
 
 
+@slow
 @pytest.mark.parametrize("case", DEFECTS)
 def test_a_planted_defect_is_found_and_named(folder: Path, case: str) -> None:
+    found_and_named(folder, case)
+
+
+def found_and_named(folder: Path, case: str) -> None:
     check, what, says, remedy = DEFECTS[case]
     found = checks(folder, case)[check]
     assert found["verdict"] == "fails"
@@ -88,6 +123,7 @@ def test_a_planted_defect_is_found_and_named(folder: Path, case: str) -> None:
     assert remedy in entry["remedy"]
 
 
+@slow
 @pytest.mark.parametrize(("case", "transformers"), [("categorical_critic", "holds"), ("mlp_critic", "not applicable")])
 def test_critics_with_a_categorical_and_a_two_layer_head_hold(folder: Path, case: str, transformers: str) -> None:
     """transformers computes the expectation of a categorical head; it has no token classifier with a head of two layers."""
@@ -99,6 +135,7 @@ def test_critics_with_a_categorical_and_a_two_layer_head_hold(folder: Path, case
     assert len(verdicts) == 6
 
 
+@slow
 def test_against_names_what_differs_first(folder: Path) -> None:
     """Weights spoiled in the trainer: the layer, then the positions; the sound certificate knows where they were."""
     output = (folder / "output.txt").read_text()
@@ -108,6 +145,7 @@ def test_against_names_what_differs_first(folder: Path) -> None:
     assert "verdict: trainer: holds -> fails" in compared
 
 
+@slow
 def test_what_does_not_apply_is_not_passed(folder: Path) -> None:
     found = checks(folder, "no_critic")
     assert found["critic"]["verdict"] == "not applicable"

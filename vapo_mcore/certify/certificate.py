@@ -77,7 +77,7 @@ def read(path: str | Path) -> Certificate:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"certificate {str(path)!r} cannot be read: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"certificate {str(path)!r} is not JSON: {error}") from error
     if not isinstance(content, dict) or "format" not in content:
         raise ConfigError(f"{str(path)!r} is no certificate of `vapo-mcore certify`: it has no format")
