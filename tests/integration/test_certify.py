@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import re
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.certify_setup import write_certify_setup
-from tests.forks import run_ranks
+from tests.forks import ROOT, run_command, run_ranks
+from vapo_mcore.certify.names import BUILT_IN
+from vapo_mcore.planning.devices import choose_device
 
 slow = pytest.mark.slow
 
@@ -96,6 +99,16 @@ def test_cheap_checks_hold_and_find_a_defect(tmp_path: Path) -> None:
     found_and_named(folder, "critic_head")
 
 
+def test_the_page_lists_the_planted_defects() -> None:
+    """The rows of the table in docs/certify.md are the cases of DEFECTS, in their order, with messages that their patterns find."""
+    table = (ROOT / "docs/certify.md").read_text().split("## Planted defects")[1].split("\n## ")[0]
+    rows = [[cell.strip() for cell in line.replace(r"\|", "!").split("|")[1:-1]] for line in table.splitlines() if line.startswith("|")][2:]
+    shown = [(check.strip("`"), what.replace("!", "|"), message.strip("`").replace("!", "|")) for _, check, what, message in rows]
+    assert [entry[:2] for entry in shown] == [entry[:2] for entry in DEFECTS.values()]
+    for (_, what, message), (_, _, says, _) in zip(shown, DEFECTS.values(), strict=True):
+        assert re.search(says, message), what
+
+
 @slow
 def test_a_sound_setup_holds(folder: Path) -> None:
     found = checks(folder, "clean")
@@ -154,3 +167,65 @@ def test_what_does_not_apply_is_not_passed(folder: Path) -> None:
     assert own["raising"]["verdict"] == own["empty"]["verdict"] == "fails"
     assert "ValueError: no such thing" in own["raising"]["measurements"][0]["measured"]
     assert "a check returns a Measurement or a list" in own["empty"]["measurements"][0]["measured"]
+
+
+@slow
+def test_what_cannot_be_measured_says_why(folder: Path) -> None:
+    """An engine that cannot be built, data without a row: the checks that need them fail with the reason, the others measure."""
+    found = checks(folder, "no_engine")
+    assert found["engine"]["verdict"] == "fails"
+    assert found["engine"]["measurements"][0]["measured"] == "could not be measured: rollout.engine: no such engine here"
+    stop = measurement(found, "folder", "stop ids of the engine")
+    assert (stop["verdict"], stop["measured"]) == (
+        "not applicable",
+        "because the rollout engine cannot be built: rollout.engine: no such engine here",
+    )
+    assert measurement(found, "rates", "rollout engine")["verdict"] == "fails"
+    assert measurement(found, "rates", "log-probs")["verdict"] == "information"
+    found = checks(folder, "no_data")
+    assert {name: check["verdict"] for name, check in found.items()} == dict.fromkeys(found, "fails")
+    said = {entry["measured"] for check in found.values() for entry in check["measurements"] if entry["verdict"] == "fails"}
+    assert len(said) == 2 and all("empty.jsonl" in text for text in said)
+
+
+def measurement(found: dict[str, Any], check: str, what: str) -> dict[str, Any]:
+    return next(entry for entry in found[check]["measurements"] if entry["what"] == what)
+
+
+@slow
+def test_one_rank_leaves_out_what_takes_two(folder: Path) -> None:
+    found = checks(folder, "one_rank")
+    assert found["invariance"]["verdict"] == "holds" and found["rates"]["verdict"] == "information"
+    for check, what in (("invariance", "another layout"), ("rates", "all-reduce (gloo)")):
+        entry = measurement(found, check, what)
+        assert (entry["verdict"], entry["measured"]) == ("not applicable", "because there is one rank")
+
+
+@slow
+def test_rates_stand_beside_plan_and_are_options_for_it(folder: Path) -> None:
+    found = checks(folder, "rates")["rates"]
+    assert found["verdict"] == "information"
+    values = {entry["what"]: entry["value"] for entry in found["measurements"]}
+    assert all(values.pop(name) > 0 for name in list(values) if name != "options for vapo-mcore plan")
+    options = measurement({"rates": found}, "rates", "options for vapo-mcore plan")["measured"].split()
+    rates = [text for flag, text in pairwise(options) if flag == "--rate"]
+    names = {text.partition("=")[0] for text in rates}
+    assert names == {"node_rate", "host_rate", "forward_efficiency", "train_efficiency", "decode_overhead", "memory_efficiency"}
+    assert choose_device("cpu", rates).node_rate == pytest.approx(found["details"]["options"]["node_rate"], rel=1e-3)
+    assert options[:2] == ["--device", "cpu"]
+
+
+@slow
+def test_it_runs_to_its_end_on_fake_cuda_devices(tmp_path: Path) -> None:
+    """All checks, from the command line, with offloading; the fake device records kernels and copies that real ones would get wrong."""
+    folder = write_certify_setup(tmp_path)
+    settings = ("parallel.world_size=1", "model.offload=true", f"run.dir={folder / 'fake'}")
+    done = run_command("certify", str(folder / "base.yaml"), *settings, timeout=600, fake_cuda=True)
+    assert done.returncode in (0, 1), done.stdout[-4000:] + done.stderr[-6000:]
+    found = checks(folder, "fake_certificate")
+    assert list(found) == list(BUILT_IN)
+    verdicts = {name: check["verdict"] for name, check in found.items()}
+    assert verdicts.pop("machine") in ("holds", "warning")  # packages of a machine without CUDA
+    assert verdicts.pop("rates") == "information"
+    assert set(verdicts.values()) == {"holds"}
+    assert "plan does not know this device" in measurement(found, "rates", "log-probs")["measured"]

@@ -190,8 +190,10 @@ class Bench:
 
     def forget_models(self) -> None:
         """Let go of models that a check has trained; the next one that asks for them gets new ones. No collective."""
-        for name in ("models", "sync"):
-            self.__dict__.pop(name, None)
+        self.__dict__.pop("sync", None)
+        models: Models | None = self.__dict__.pop("models", None)
+        if models is not None:
+            models.residency.pool.clear()
         gc.collect()
 
     @cached_property

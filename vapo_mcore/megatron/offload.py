@@ -83,11 +83,19 @@ class HostPool:
     def release(self, owner: str) -> None:
         """Give back the buffers of one model (its keys begin with its name); its parts must be on the device."""
         for key in [key for key in self._buffers if key[0] == owner]:
-            buffer = self._buffers.pop(key)
-            if HAS_CUDA and buffer.numel() > 0:
-                code = int(torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr()))  # type: ignore[attr-defined]
-                if code != 0:
-                    raise RuntimeError(f"cannot unlock the host buffer {key}: CUDA error {code} ({clear_cuda_error(code)})")
+            self._unlock(key, self._buffers.pop(key))
+
+    def clear(self) -> None:
+        """Give back all buffers of models that are not used again. Freed without it, their memory would stay page-locked."""
+        while self._buffers:
+            self._unlock(*self._buffers.popitem())
+
+    @staticmethod
+    def _unlock(key: tuple[Any, ...], buffer: Tensor) -> None:
+        if HAS_CUDA and buffer.numel() > 0:
+            code = int(torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr()))  # type: ignore[attr-defined]
+            if code != 0:
+                raise RuntimeError(f"cannot unlock the host buffer {key}: CUDA error {code} ({clear_cuda_error(code)})")
 
 
 def _allocate(numel: int, dtype: torch.dtype) -> Tensor:

@@ -45,6 +45,7 @@ def run(bench: Bench) -> list[Measurement]:
         checkpointer.wait()
     finally:
         checkpointer.close()
+        checkpointer.release()
     second = StepDump("rl", 2, 2, sampled, counts)
     runner.dump = second
     first_row = runner.replay().row
