@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 
 from tests.certify_setup import write_certify_setup
 from tests.forks import ROOT, run_command, run_ranks
+from tests.torchrun import run_bounded
 from vapo_mcore.certify.names import BUILT_IN
 from vapo_mcore.planning.devices import choose_device
 
@@ -229,3 +231,23 @@ def test_it_runs_to_its_end_on_fake_cuda_devices(tmp_path: Path) -> None:
     assert verdicts.pop("rates") == "information"
     assert set(verdicts.values()) == {"holds"}
     assert "plan does not know this device" in measurement(found, "rates", "log-probs")["measured"]
+
+
+@slow
+def test_vllm_holds_what_the_trainer_has(tmp_path: Path) -> None:
+    """Two replicas of the real vLLM, from the command line. On CPUs its parameters cannot be read: distributions compare them."""
+    pytest.importorskip("vllm", reason="vLLM is not installed")
+    folder = write_certify_setup(tmp_path)
+    settings = ("rollout.engine=vllm", "rollout.vllm.kv_cache_gib=0.0625", f"run.dir={folder / 'vllm'}")
+    command = [sys.executable, "-m", "vapo_mcore.cli", "certify", str(folder / "base.yaml"), *settings, "--checks", "folder,engine,rates"]
+    done = run_bounded(command, timeout=500)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-6000:]
+    found = checks(folder, "vllm_certificate")
+    assert {name: check["verdict"] for name, check in found.items()} == {"folder": "holds", "engine": "holds", "rates": "information"}
+    for which in ("the recipe's weights", "perturbed weights"):
+        assert (
+            "equal checksums; the engine's own parameters are not readable"
+            in measurement(found, "engine", f"weight sync, {which}")["measured"]
+        )
+        assert measurement(found, "engine", f"KL of full distributions, {which}")["verdict"] == "holds"
+    assert measurement(found, "rates", "generation")["value"] > 0
