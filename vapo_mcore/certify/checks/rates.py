@@ -256,7 +256,7 @@ def _decode(rates: _Rates) -> Measurement:
     config, engine = bench.config, bench.engine
     share = max(1, config.batch.responses_per_step // engine.num_replicas)
     count = min(MOST_RESPONSES, config.rollout.vllm.max_num_seqs, share)
-    length = max(2, min(config.data.max_prompt_length // 2, config.max_sequence_length - config.rollout.max_response_length))
+    length = max(1, config.data.max_prompt_length // 2)
     prompts = bench.drawn([length] * count)
     how = SamplingConfig(config.rollout.temperature, 1.0, -1, min(MOST_SAMPLED, config.rollout.max_response_length))
     times, told = [], []
