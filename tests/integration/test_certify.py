@@ -23,7 +23,12 @@ DEFECTS = {
     # case of certify_worker.py: (check, measurement, what it says, in the remedy)
     "swapped_rows": ("trainer", "hidden states by layer, float32", r"after layer 1, the first that differs", "order of rows in q and k"),
     "rope": ("trainer", "hidden states by layer, float32", r"after layer 0, the first that differs", "halves of the rotary embedding"),
-    "stale_layer": ("engine", "weight sync, perturbed weights", r"holds other values than it was given, in model\.layers\.1\.", "loader"),
+    "stale_layer": (
+        "engine",
+        "weight sync, perturbed weights",
+        r"rollout engine\'s weights differ from those it received, in model\.layers\.1\.",
+        "loader",
+    ),
     "stale_unreadable": ("engine", "KL of full distributions, perturbed weights", r"\d", "the engine does not hold the trainer's weights"),
     "temperature": (
         "engine",
