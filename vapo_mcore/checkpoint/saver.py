@@ -173,6 +173,10 @@ class Checkpointer:
         """Wait for the writer thread and shut it down; not a collective."""
         self._writer.shutdown(wait=True)
 
+    def release(self) -> None:
+        """Give back the host memory of snapshots, once closed: for a process that goes on."""
+        self._saver.pool.clear()
+
     # ------------------------------------------------------------------------------------------------------------ internal
 
     def _models(self) -> dict[str, MegatronModel]:

@@ -278,7 +278,7 @@ def untrained_minibatches(rows: Rows, rule: CountRule, context: Context) -> str 
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule. ``section``: its thresholds, of its own name in ``diagnosis:``; ``pretraining``: it holds in value pretraining as well."""
+    """A rule. ``section``: its thresholds, the key ``name`` of ``diagnosis:``; ``pretraining``: it also applies in value pretraining."""
 
     name: str
     section: Callable[[DiagnosisConfig], Any]

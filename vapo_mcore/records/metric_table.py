@@ -422,10 +422,10 @@ def render_markdown() -> str:
     lines = [
         "# Metrics",
         "",
-        "`<run.dir>/metrics.jsonl` has one JSON object a step; TensorBoard shows the same numbers, but for lists. A metric that",
+        "`<run.dir>/metrics.jsonl` has one JSON object a step; TensorBoard shows the same numbers, except lists. A metric that",
         "the mode does not have (a critic's, without a critic) is absent; one that is undefined in a step is `null`; a number that is not",
         'finite is `null` and named in `metrics/nonfinite`. "Response tokens" are those that carry a loss, over all data-parallel ranks,',
-        'unless said otherwise. "Updates" are those that were made: a skipped one is in no mean. This page is written by',
+        'unless said otherwise. "Updates" are the ones applied: means leave out skipped updates. This page is written by',
         "`python -m vapo_mcore.records.metric_table`.",
         "",
         "| metric | over | reduction | meaning |",
