@@ -154,7 +154,7 @@ class RolloutBatch:
     Args:
         rows: ``n`` rows (this rank's, not the replicated table).
         cu_seqlens: int64 ``[n + 1]``, offsets of the sequences; must match the lengths of the rows. Kept on the host.
-        tensors: name to ``[total, ...]`` token-aligned tensor (entry t belongs to token t); all on one device.
+        tensors: name to ``[total, ...]`` token-aligned tensor (entry t belongs to token t).
         row_ids: int64 ``[n]``, indices of the rows in the replicated table; None: 0 .. n - 1 (one process holds all).
 
     Raises:
@@ -238,6 +238,10 @@ class RolloutBatch:
     def __setitem__(self, name: str, tensor: Tensor) -> None:
         self._check_tensor(name, tensor)
         self.tensors[name] = tensor
+
+    def drop(self, name: str) -> None:
+        """Free a tensor, if it is there."""
+        self.tensors.pop(name, None)
 
     def __contains__(self, name: str) -> bool:
         return name in self.tensors

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from vapo_mcore.config.architecture import ModelArchitecture, choice_bytes
 from vapo_mcore.data.microbatch import MicroBatch
+from vapo_mcore.data.thd import ThdLayout
 from vapo_mcore.megatron.parallel import ParallelContext
 
 _DTYPES = {1: torch.uint8, 2: torch.int16}
@@ -46,6 +47,24 @@ class RoutingStatistics:
     changed: float
     balance: float
     z: float
+
+
+def local_choices(choices: Tensor, layout: ThdLayout, experts: int) -> Tensor:
+    """Lay out packed choices [tokens, layers, topk] for this context-parallel rank: [local tokens, layers, topk].
+
+    Pads too must reach ``topk`` different experts; they are spread over all of them.
+    """
+    mask, topk = layout.local_token_mask, choices.shape[2]
+    first = torch.arange(mask.numel(), device=mask.device)[:, None] * topk
+    spread = ((first + torch.arange(topk, device=mask.device)) % experts).to(choices.dtype)
+    return torch.where(mask[:, None, None], layout.shard(choices, 0), spread[:, None])
+
+
+def expert_load(choices: Tensor, experts: int) -> Tensor:
+    """Count the tokens of each expert in choices [tokens, layers, topk]: int64 [layers, experts]."""
+    layers = choices.shape[1]
+    table = torch.arange(layers, device=choices.device)[:, None] * experts + choices.long()
+    return torch.bincount(table.flatten(), minlength=layers * experts).view(layers, experts)
 
 
 class Routing:
@@ -94,7 +113,9 @@ class Routing:
         choices = None
         if self.choices_name in microbatch.tensors:
             first = sum(len(before) for before in self.chunks[:chunk])
-            choices = self._mine(self._local(microbatch)[:, first : first + len(routers)])
+            packed = microbatch.tensors[self.choices_name]
+            assert packed.shape[1:] == (len(self.routers), self.topk), f"choices {list(packed.shape)} of {len(self.routers)} layers"
+            choices = self._mine(local_choices(packed[:, first : first + len(routers)], microbatch.layout, self.experts))
         for layer, router in enumerate(routers):
             router.task = RouterTask(real, None if choices is None else choices[:, layer])
         yield
@@ -118,18 +139,6 @@ class Routing:
         self._recorded = None
         return result
 
-    def _local(self, microbatch: MicroBatch) -> Tensor:
-        """Return the choices of the tokens of this context-parallel rank, [local tokens, layers of this rank, topk].
-
-        Pads, which must reach as many experts as any token, are spread over the experts.
-        """
-        choices, layout = microbatch.tensors[self.choices_name], microbatch.layout
-        assert choices.shape[1:] == (len(self.routers), self.topk), f"choices {list(choices.shape)} of {len(self.routers)} layers"
-        mask = layout.local_token_mask
-        first = torch.arange(mask.numel(), device=mask.device)[:, None] * self.topk
-        spread = ((first + torch.arange(self.topk, device=mask.device)) % self.experts).to(choices.dtype)
-        return torch.where(mask[:, None, None], layout.shard(choices, 0), spread[:, None])
-
     def _mine(self, local: Tensor) -> Tensor:
         """Return this tensor-parallel rank's part of [local tokens, ...] under sequence parallelism."""
         if not self.parallel.sequence_parallel:
@@ -151,19 +160,13 @@ class Routing:
         load = torch.zeros(len(self.routers), self.experts, dtype=torch.float64, device=self.parallel.device)
         tokens = torch.tensor(float(sum(m.layout.num_tokens for m in microbatches)), dtype=torch.float64, device=self.parallel.device)
         for microbatch in microbatches if coefs.balance > 0 else ():
-            load += self.load_of(microbatch.tensors[self.choices_name])
+            load += expert_load(microbatch.tensors[self.choices_name], self.experts)
         if self.parallel.data_parallel_size > 1:
             dist.all_reduce(load, group=self.parallel.data_parallel_group)
             dist.all_reduce(tokens, group=self.parallel.data_parallel_group)
         count = max(1.0, float(tokens))
         weights = (load * (self.experts / (self.topk * count**2))).float()
         return [RouterLosses(coefs.balance, coefs.z, weight if coefs.balance > 0 else None, count) for weight in weights]
-
-    def load_of(self, choices: Tensor) -> Tensor:
-        """Return the tokens of each expert in [tokens, layers, topk] choices: int64 [layers, experts]."""
-        layers = choices.shape[1]
-        table = torch.arange(layers, device=choices.device)[:, None] * self.experts + choices.long()
-        return torch.bincount(table.flatten(), minlength=layers * self.experts).view(layers, self.experts)
 
     # -------------------------------------------------------------- statistics
 
