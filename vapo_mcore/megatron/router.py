@@ -46,8 +46,8 @@ class Router(TopKRouter):
     micro-batch that has waited longest: schedules run the backward passes of a model chunk in the order of its forward passes.
     """
 
-    def __init__(self, config: Any, pg_collection: Any = None) -> None:
-        super().__init__(config, pg_collection)
+    def __init__(self, config: Any, *arguments: Any, **named: Any) -> None:
+        super().__init__(config, *arguments, **named)
         self.router_replay = RouterReplay()
         RouterReplay.global_router_replay_instances.remove(self.router_replay)
         self.recomputed = config.recompute_granularity == "full" or (
@@ -83,11 +83,11 @@ class Router(TopKRouter):
         self.router_replay.clear_indices()
         self.router_replay.clear_router_replay_action()
 
-    def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def routing(self, logits: Tensor, *arguments: Any, **named: Any) -> tuple[Tensor, Tensor]:
         """Route logits [local tokens, 1, experts] by the task's choices or the top-k: probabilities and map, [local tokens, experts]."""
         task = self.task
         if task is None:
-            return super().routing(logits, padding_mask)
+            return super().routing(logits, *arguments, **named)
         again = self.recomputed and torch.is_grad_enabled()
         if again:
             task = self.waiting.popleft()
@@ -102,7 +102,7 @@ class Router(TopKRouter):
                 self._count_changed(logits, task)
             self.router_replay.set_target_indices(task.choices.long())
             self.router_replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
-        probs, routing_map = super().routing(self._with_losses(logits, task.real), padding_mask)
+        probs, routing_map = super().routing(self._with_losses(logits, task.real), *arguments, **named)
         if counts:
             self.load += (routing_map & task.real[:, None]).sum(0)
             self.tokens += task.real.sum()

@@ -71,7 +71,7 @@ def test_another_plan_of_micro_batches_packs_the_same_choices() -> None:
     """Stored by one plan, with an empty micro-batch, and read by another: every row keeps its own."""
     lengths = [3, 1, 4, 2]
     by_row = [choices_of(length, 8) + 8 * row for row, length in enumerate(lengths)]  # the numbers tell the row
-    rows = make_rows(lengths, [1.0] * 4, prompt_length=0)
+    rows = make_rows([length - 1 for length in lengths], [1.0] * 4, prompt_length=1)
     batch = make_batch(rows)
     first = [microbatch(lengths, [2, 0]), microbatch(lengths, []), microbatch(lengths, [3, 1])]
     experience = Experience(rows, rows.graded, batch, batch.cu_seqlens, [MiniBatch(Denominators(10, 4, 0), first)])
