@@ -197,12 +197,14 @@ def choice_bytes_a_token(config: Config, arch: ModelArchitecture) -> int:
 
 
 def choices_host_bytes(config: Config, archs: Sequence[ModelArchitecture], workload: Workload, processes: int) -> float:
-    """Return the host memory of the choices on a node: each rank keeps those of its data-parallel rank's tokens.
+    """Return the most host memory of the choices on a node: each rank keeps those of its data-parallel rank's tokens.
 
-    Those of the critic are freed before the policy's are recorded, except if a KL penalty in the reward needs the policy's first.
+    Those of the critic are freed before the policy's are recorded, except if a KL penalty in the reward needs the policy's first. While
+    a model's are stored, those of its micro-batches are there as well.
     """
-    both = sum if config.algorithm.kl.place == "reward" else max
-    return processes * workload.tokens_per_data_rank * both(choice_bytes_a_token(config, arch) for arch in archs)
+    sizes = [choice_bytes_a_token(config, arch) for arch in archs]
+    kept = sum(sizes) if config.algorithm.kl.place == "reward" else max(sizes)
+    return processes * workload.tokens_per_data_rank * (kept + max(sizes))
 
 
 def _add_choices(memory: StageMemory, config: Config, models: dict[Role, RankModel], workload: Workload, stage: Stage) -> None:

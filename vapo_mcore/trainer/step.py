@@ -337,7 +337,7 @@ class StepRunner:
                 replays = self._replays_routers(policy)
                 found = policy.forward(microbatches, temperature=rollout.temperature, outputs=names, record_choices=replays)
                 if replays:
-                    experience.store(choices_name("policy"), found[choices_name("policy")])
+                    experience.store(choices_name("policy"), found.pop(choices_name("policy")))
                 experience.store("old_logprobs", found["logprobs"])
                 experience.store("entropy", found["entropy"])
                 step.metrics.add_tokens("policy/entropy", experience.batch["entropy"], experience.mask)
@@ -365,7 +365,7 @@ class StepRunner:
             replays = before_update and self._replays_routers(self.models.critic)
             found = self.models.critic.forward(experience.microbatches(), outputs=names, record_choices=replays)
             if replays:
-                experience.store(choices_name("critic"), found[choices_name("critic")])
+                experience.store(choices_name("critic"), found.pop(choices_name("critic")))
             experience.store("values", found["values"])
             if bootstrap:
                 experience.bootstrap_values = experience.store_rows(found["bootstrap_values"])

@@ -305,9 +305,9 @@ def test_memory_of_router_replay_by_hand() -> None:
     tokens = 8192 * (1024 + 4000) / 2
     assert choice_bytes_a_token(config, arch) == 48 // 2 * 8
     assert choice_bytes_a_token(_config(layout), arch) == choice_bytes_a_token(config, find_architecture("qwen2.5-32b")) == 0
-    assert choices_host_bytes(config, [arch, arch], work, 8) == 8 * tokens * 192
+    assert choices_host_bytes(config, [arch, arch], work, 8) == 8 * tokens * 192 * 2
     penalised = _config(layout, "model.router.replay=trainer", "algorithm.kl={place: reward, coef: 0.1}")
-    assert choices_host_bytes(penalised, [arch, arch], work, 8) == 2 * 8 * tokens * 192
+    assert choices_host_bytes(penalised, [arch, arch], work, 8) == 8 * tokens * 192 * 3
     models: dict[Role, RankModel] = {"policy": replace(_model(10**9), choice_bytes_a_token=192)}
     stages = rank_memory(config, models, vllm_memory(config, arch, device), work, device, 0)
     found = {stage: memory.parts["expert choices"] for stage, memory in stages.items() if "expert choices" in memory.parts}
