@@ -141,9 +141,12 @@ class Experience:
         """Return the micro-batch with the named token tensors of ``batch`` added, on the compute device."""
         device = self.cu_seqlens.device
         index = token_index(self.cu_seqlens, microbatch.rows.to(device))
-        on_host = token_index(self.batch.cu_seqlens, microbatch.rows)
-        chosen = {name: self.batch[name].index_select(0, on_host if self.batch[name].device.type == "cpu" else index) for name in names}
-        return microbatch.with_tensors(**{name: tensor.to(device, non_blocking=True) for name, tensor in chosen.items()})
+        chosen = {}
+        for name in names:
+            source = self.batch[name]
+            mine = index if source.device == index.device else token_index(self.batch.cu_seqlens, microbatch.rows)  # on the host
+            chosen[name] = source.index_select(0, mine).to(device, non_blocking=True)
+        return microbatch.with_tensors(**chosen)
 
     def response_ids(self) -> list[str]:
         """Return names of the owned responses for error messages."""
