@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from vapo_mcore.config.rules.base import Subject, rule
+from vapo_mcore.config.schema.diagnosis import BusiestExpertRule
 
 
 def _has_mixture(s: Subject) -> bool:
@@ -14,7 +15,8 @@ def router_settings_need_a_mixture(s: Subject) -> str | None:
     router = s.config.model.router
     values = {"replay": router.replay, "balance_coef": router.balance_coef, "z_coef": router.z_coef}
     given = [f"{name} = {value}" for name, value in values.items() if value not in ("off", 0.0)]
-    given += ["diagnosis.busiest_expert"] if s.given("diagnosis.busiest_expert") else []
+    if s.config.diagnosis.busiest_expert not in (None, BusiestExpertRule()):  # a resolved configuration gives the defaults
+        given.append("diagnosis.busiest_expert")
     if _has_mixture(s) or not given:
         return None
     return f"{' and '.join(given)}: of routers, but the models are dense and have none; remove"
