@@ -16,6 +16,28 @@ UNTIL = "critic.value_pretraining.until="
 # (name of the rule, settings, changes of the model, key of the fault, what its message contains)
 BROKEN = [
     (
+        "router_settings_need_a_mixture",
+        ["model.router={replay: trainer, balance_coef: 0.01, z_coef: 0.001}", "diagnosis.busiest_expert.above=0.5"],
+        {},
+        "model.router",
+        "replay = trainer and balance_coef = 0.01 and z_coef = 0.001 and diagnosis.busiest_expert: of routers, but the models are dense",
+    ),
+    (
+        "router_replay_needs_the_log_prob_pass",
+        ["model.router.replay=trainer", "rollout.old_logprobs=rollout"],
+        MIXTURE,
+        "model.router.replay",
+        "rollout.old_logprobs = 'rollout' omits that pass; use rollout.old_logprobs: recompute, or replay: off",
+    ),
+    (
+        "balance_loss_needs_router_replay",
+        ["model.router.balance_coef=0.01"],
+        MIXTURE,
+        "model.router.balance_coef",
+        "0.01 weighs each expert by its share of the mini-batch's tokens, which must be known before its first micro-batch: only "
+        "model.router.replay = 'trainer'",
+    ),
+    (
         "world_size_is_the_product_of_degrees",
         ["parallel.world_size=6", "parallel.tensor_model_parallel_size=2", "parallel.pipeline_model_parallel_size=2"],
         {},
@@ -509,6 +531,8 @@ def test_what_the_rules_allow(tmp_path: Path) -> None:
     load(tmp_path, "eval.temperature=0")
     write_model(tmp_path / "model", **MIXTURE)
     load(tmp_path, "parallel.world_size=4", "parallel.expert_model_parallel_size=4")
+    load(tmp_path, "model.router={replay: trainer, balance_coef: 0.01, z_coef: 0.001}", "diagnosis.busiest_expert.above=0.5")
+    load(tmp_path, "model.router.z_coef=0.001", "rollout.old_logprobs=rollout", "diagnosis.first_step_kl=null")
     load(tmp_path, "parallel.world_size=2", "parallel.tensor_model_parallel_size=2", "parallel.expert_model_parallel_size=1")
     both = ["parallel.world_size=2", "parallel.tensor_model_parallel_size=2", "parallel.expert_model_parallel_size=2"]
     load(tmp_path, *both, "parallel.expert_tensor_parallel_size=1")  # each rank of the tensor-parallel group holds half of the experts

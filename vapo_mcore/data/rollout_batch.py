@@ -154,7 +154,7 @@ class RolloutBatch:
     Args:
         rows: ``n`` rows (this rank's, not the replicated table).
         cu_seqlens: int64 ``[n + 1]``, offsets of the sequences; must match the lengths of the rows. Kept on the host.
-        tensors: name to ``[total, ...]`` token-aligned tensor (entry t belongs to token t); all on one device.
+        tensors: name to ``[total, ...]`` token-aligned tensor (entry t belongs to token t).
         row_ids: int64 ``[n]``, indices of the rows in the replicated table; None: 0 .. n - 1 (one process holds all).
 
     Raises:
@@ -239,6 +239,10 @@ class RolloutBatch:
         self._check_tensor(name, tensor)
         self.tensors[name] = tensor
 
+    def drop(self, name: str) -> None:
+        """Free a tensor, if it is there."""
+        self.tensors.pop(name, None)
+
     def __contains__(self, name: str) -> bool:
         return name in self.tensors
 
@@ -268,10 +272,11 @@ class RolloutBatch:
         ``parts[k]`` is ``[tokens of rows[k], ...]`` in packed order, as the engine returns it for a micro-batch with rows ``rows[k]``.
         Tokens of rows in no part get ``fill``.
         """
-        index = token_index(self.cu_seqlens, torch.cat([torch.empty(0, dtype=torch.int64), *rows]))
-        values = torch.cat(list(parts)) if parts else torch.empty(0)
-        out = values.new_full((self.num_tokens, *values.shape[1:]), fill)
-        self[name] = out.index_copy_(0, index.to(values.device), values)
+        like = parts[0] if parts else torch.empty(0)
+        out = like.new_full((self.num_tokens, *like.shape[1:]), fill)
+        for part, chosen in zip(parts, rows, strict=True):  # one by one: choices of experts are large
+            out.index_copy_(0, token_index(self.cu_seqlens, chosen).to(out.device), part)
+        self[name] = out
 
     def to(self, device: torch.device | str) -> RolloutBatch:
         """Return the batch with its token tensors on ``device`` (rows and offsets stay on the host)."""

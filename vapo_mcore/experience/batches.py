@@ -76,8 +76,8 @@ class Experience:
     Attributes:
         rows: all responses, replicated; ``reward`` is shaped.
         trainable: bool [n], replicated: graded and, with ``truncation: mask``, not truncated.
-        batch: rows owned by this data-parallel rank, with tensors on the compute device. ``response_mask`` is True at tokens that
-            carry a loss, ``positive_mask`` at tokens of the positive-example loss.
+        batch: rows owned by this data-parallel rank, with tensors on the compute device, choices of experts on the host.
+            ``response_mask`` is True at tokens that carry a loss, ``positive_mask`` at tokens of the positive-example loss.
         cu_seqlens: cumulative sequence lengths of ``batch``, on the compute device.
         minibatches: in training order.
         bootstrap_values: float32 [rows of batch], the critic's output at each last token; only with ``truncation: bootstrap``.
@@ -138,9 +138,15 @@ class Experience:
         return (self.batch.cu_seqlens[owner[mine]] + steps.position[mine]).to(self.cu_seqlens.device), mine
 
     def with_tensors(self, microbatch: MicroBatch, names: Sequence[str]) -> MicroBatch:
-        """Return the micro-batch with the named token tensors of ``batch`` added."""
-        index = token_index(self.cu_seqlens, microbatch.rows.to(self.cu_seqlens.device))
-        return microbatch.with_tensors(**{name: self.batch[name].index_select(0, index) for name in names})
+        """Return the micro-batch with the named token tensors of ``batch`` added, on the compute device."""
+        device = self.cu_seqlens.device
+        index = token_index(self.cu_seqlens, microbatch.rows.to(device))
+        chosen = {}
+        for name in names:
+            source = self.batch[name]
+            mine = index if source.device == index.device else token_index(self.batch.cu_seqlens, microbatch.rows)  # on the host
+            chosen[name] = source.index_select(0, mine).to(device, non_blocking=True)
+        return microbatch.with_tensors(**chosen)
 
     def response_ids(self) -> list[str]:
         """Return names of the owned responses for error messages."""

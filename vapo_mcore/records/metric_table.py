@@ -383,7 +383,60 @@ def metrics_of(loss_terms: Iterable[str], sources: Collection[str] = ()) -> tupl
     return (*METRICS, *(replace(metric, name=metric.name.replace("<name>", name)) for metric, name in named))
 
 
-METRICS: tuple[Metric, ...] = (*_PROGRESS, *_RESPONSES, *_ADVANTAGES, *_POLICY, *_CRITIC, *_IMITATION, *_MISMATCH, *_REJECTED, *_SYSTEM)
+def _routing(role: str, passed: str) -> tuple[Metric, ...]:
+    """Metrics of the routers of one model, if it is a mixture of experts."""
+    pairs = "tokens (prompts too, without pads) and layers of all updates"
+    return (
+        Metric(
+            f"{role}/experts_busiest_max",
+            POOLED,
+            pairs,
+            "Share of a layer's tokens that its busiest expert takes, in the layer where it is largest; topk / experts for an even load.",
+        ),
+        Metric(f"{role}/experts_busiest_mean", POOLED, pairs, "The same in the mean over the layers."),
+        Metric(
+            f"{role}/experts_entropy_min",
+            POOLED,
+            pairs,
+            "Entropy of a layer's load over its experts, as a share of log(experts), in the layer where it is smallest; 1 is an even load.",
+        ),
+        Metric(f"{role}/experts_entropy_mean", POOLED, pairs, "The same in the mean over the layers."),
+        Metric(
+            f"{role}/experts_replayed_frac",
+            POOLED,
+            pairs,
+            f"Share of (token, layer) pairs that the present weights would send to other experts than the {passed} did: what "
+            "`model.router.replay` changes.",
+        ),
+        Metric(
+            f"{role}/balance_loss",
+            POOLED,
+            "updates",
+            "Load-balancing loss of a mini-batch summed over the layers, before its coefficient (1 a layer if the load is even); not part "
+            f"of `{role}/loss`.",
+        ),
+        Metric(
+            f"{role}/router_z_loss",
+            POOLED,
+            "updates",
+            f"z-loss of a mini-batch summed over the layers, before its coefficient; not part of `{role}/loss`.",
+        ),
+    )
+
+
+_ROUTING = (*_routing("policy", "log-prob pass"), *_routing("critic", "value pass"))
+METRICS: tuple[Metric, ...] = (
+    *_PROGRESS,
+    *_RESPONSES,
+    *_ADVANTAGES,
+    *_POLICY,
+    *_CRITIC,
+    *_ROUTING,
+    *_IMITATION,
+    *_MISMATCH,
+    *_REJECTED,
+    *_SYSTEM,
+)
 
 EVALUATION = (
     ("avg@k", "Mean over problems of the mean verdict of their k graded responses."),

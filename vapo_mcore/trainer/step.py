@@ -25,6 +25,7 @@ from vapo_mcore.experience.collecting import SamplingCounts, collect
 from vapo_mcore.experience.sampling import ResponseSampler, Round
 from vapo_mcore.experience.step_dump import StepDump, dump_folder, save_step
 from vapo_mcore.experience.token_records import token_columns
+from vapo_mcore.megatron.engine import MegatronModel, choices_name
 from vapo_mcore.megatron.parallel import ParallelContext
 from vapo_mcore.megatron.roles import Models
 from vapo_mcore.records.metric_table import metrics_of
@@ -183,6 +184,7 @@ class StepRunner:
             self.estimator.correct_importance(experience, step.metrics)
             self._check(step, experience)
             stopped = update_policy(self.config, self.models.policy, experience, step.metrics, self.guards["policy"], self.rollouts)
+            experience.batch.drop(choices_name("policy"))
             self.models.residency.mark_changed("policy")
             self._stop_updates(step, experience, "policy", stopped)
 
@@ -191,6 +193,7 @@ class StepRunner:
         self.models.residency.enter("critic_update")
         with step.timer.phase("critic_update"):
             stopped = update_critic(self.config, self.models.critic, experience, step.metrics, self.guards["critic"])
+            experience.batch.drop(choices_name("critic"))
             self.models.residency.mark_changed("critic")
             self._stop_updates(step, experience, "critic", stopped)
 
@@ -330,7 +333,11 @@ class StepRunner:
         with step.timer.phase("logprobs"):
             microbatches = experience.microbatches()
             if rollout.old_logprobs == "recompute":
-                found = self.models.policy.forward(microbatches, temperature=rollout.temperature, outputs=("logprobs", "entropy"))
+                policy, names = self.models.policy, ("logprobs", "entropy")
+                replays = self._replays_routers(policy)
+                found = policy.forward(microbatches, temperature=rollout.temperature, outputs=names, record_choices=replays)
+                if replays:
+                    experience.store(choices_name("policy"), found.pop(choices_name("policy")))
                 experience.store("old_logprobs", found["logprobs"])
                 experience.store("entropy", found["entropy"])
                 step.metrics.add_tokens("policy/entropy", experience.batch["entropy"], experience.mask)
@@ -344,13 +351,21 @@ class StepRunner:
                 experience.store("ref_logprobs", found["logprobs"])
                 self.estimator.record_reference_kl(experience, step.metrics)
 
-    def _values(self, step: _Step, experience: Experience) -> None:
+    def _replays_routers(self, model: MegatronModel) -> bool:
+        """Whether the model's updates repeat the experts of the pass before them."""
+        return model.routing is not None and self.config.model.router.replay == "trainer"
+
+    def _values(self, step: _Step, experience: Experience, *, before_update: bool = True) -> None:
+        """Compute the critic's values; ``before_update``: its update comes after this pass, and may repeat its choices of experts."""
         assert self.models.critic is not None
         bootstrap = self.config.algorithm.advantage.truncation == "bootstrap"
         self.models.residency.enter("values")
         with step.timer.phase("values"):
             names = ("values", "bootstrap_values") if bootstrap else ("values",)
-            found = self.models.critic.forward(experience.microbatches(), outputs=names)
+            replays = before_update and self._replays_routers(self.models.critic)
+            found = self.models.critic.forward(experience.microbatches(), outputs=names, record_choices=replays)
+            if replays:
+                experience.store(choices_name("critic"), found.pop(choices_name("critic")))
             experience.store("values", found["values"])
             if bootstrap:
                 experience.bootstrap_values = experience.store_rows(found["bootstrap_values"])
@@ -389,7 +404,7 @@ class StepRunner:
             return
         self._update_critic(step, experience)
         if late and not step.updates_stopped:
-            self._values(step, experience)
+            self._values(step, experience, before_update=False)
             with step.timer.phase("advantages"):
                 estimator.advantages(experience, step.metrics)
                 self._check(step, experience)

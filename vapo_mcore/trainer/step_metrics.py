@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +18,7 @@ from vapo_mcore.config.verifiers import UNGRADED
 from vapo_mcore.data.rollout_batch import Rows
 from vapo_mcore.experience.batches import Experience
 from vapo_mcore.experience.collecting import SamplingCounts
+from vapo_mcore.megatron.routing import RouterCoefs, RoutingStatistics
 from vapo_mcore.records.metrics import StepMetrics
 from vapo_mcore.records.timing import PhaseTimer
 
@@ -132,6 +134,26 @@ def record_values(
         metrics.add_tokens(f"critic/returns_{name}", returns, mask)
     for name, profile in value_profiles(values, returns, mask, experience.cu_seqlens, max_length, group, monte_carlo, reward_range).items():
         metrics.put(f"critic/{name}", profile)
+
+
+def record_routing(metrics: StepMetrics, role: str, found: RoutingStatistics, coefs: RouterCoefs, updates: int, *, replayed: bool) -> None:
+    """Record the load of a mixture's experts, and the losses of its routers, in the updates of a step."""
+    if not found.tokens:
+        return
+    layers, experts = found.load.shape
+    busiest = (found.load / found.tokens).amax(1)
+    shares = found.load / found.load.sum(1, keepdim=True)
+    entropy = -torch.xlogy(shares, shares).sum(1) / math.log(experts)
+    metrics.put(f"{role}/experts_busiest_max", float(busiest.max()))
+    metrics.put(f"{role}/experts_busiest_mean", float(busiest.mean()))
+    metrics.put(f"{role}/experts_entropy_min", float(entropy.min()))
+    metrics.put(f"{role}/experts_entropy_mean", float(entropy.mean()))
+    if replayed:
+        metrics.put(f"{role}/experts_replayed_frac", found.changed / (found.tokens * layers))
+    if coefs.balance > 0:
+        metrics.put(f"{role}/balance_loss", found.balance / updates)
+    if coefs.z > 0:
+        metrics.put(f"{role}/router_z_loss", found.z / updates)
 
 
 def record_time_and_memory(metrics: StepMetrics, timer: PhaseTimer) -> None:

@@ -59,6 +59,7 @@ class Case:
     equal: bool = False  # micro-batches padded to one size
     ep: int = 1
     etp: int | None = None
+    replay: bool = False  # routers repeat the choices of a pass with other weights and other micro-batches (``replay.py``)
     parts_of_dp: int = 1  # one process takes the micro-batches of so many data-parallel ranks
 
     @property
@@ -72,6 +73,7 @@ class Case:
         parts += ["no_sp"] if self.sequence_parallel is False else []
         parts += [self.recompute] if self.recompute != "none" else []
         parts += [self.dtype] if self.dtype != "float32" else []
+        parts += ["replay"] if self.replay else []
         return "-".join([self.model, *parts, f"mb{self.microbatches}", self.aggregation])
 
 
@@ -84,6 +86,31 @@ def bfloat16_cases(world: int) -> list[Case]:
         return [Case("qwen2", dtype=BF16, parts_of_dp=2)]
     layouts: dict[int, tuple[dict[str, Any], ...]] = {2: ({}, {"tp": 2}, {"pp": 2}, {"cp": 2}), 4: ({"tp": 2, "pp": 2},)}
     return [Case("qwen2", **degrees, dtype=BF16) for degrees in layouts.get(world, ())]
+
+
+def replay_cases(world: int) -> list[Case]:
+    """Router replay; the first case of one process writes the weights that all others are compared with."""
+    layouts: dict[int, tuple[dict[str, Any], ...]] = {
+        1: ({}, {"microbatches": 1, "recompute": "full"}),
+        2: (
+            {"ep": 2},
+            {"ep": 2, "recompute": "selective"},
+            {"pp": 2, "recompute": "full"},
+            {"pp": 2, "vpp": 2},
+            {"tp": 2, "ep": 2, "etp": 1},
+        ),
+        4: (
+            {"tp": 2, "ep": 2},
+            {"pp": 2, "ep": 2},
+            {"cp": 2, "ep": 2},
+            {"pp": 2, "vpp": 2, "ep": 2, "recompute": "full"},
+            {"tp": 2, "cp": 2, "ep": 2, "etp": 1, "recompute": "selective"},
+            {"pp": 2, "ep": 2, "equal": True},
+        ),
+        8: ({"tp": 2, "pp": 2, "cp": 2, "ep": 2},),
+    }
+    result = [Case(problem.MIXTURE, **degrees, replay=True) for degrees in layouts[world]]
+    return result + ([Case(problem.MIXTURES[1], replay=True)] if world == 1 else [])
 
 
 def cases(world: int) -> list[Case]:
@@ -372,7 +399,12 @@ def check(case: Case, reference: Reference, workdir: Path) -> dict[str, float]:
     }
     parallel = initialize_parallel(SimpleNamespace(**degrees))  # type: ignore[arg-type]
     with counted_shape_exchanges() as exchanges:
-        errors = compare(case, parallel, reference, workdir)
+        if case.replay:
+            import replay
+
+            errors = replay.compare(case, parallel, reference.folder, workdir)
+        else:
+            errors = compare(case, parallel, reference, workdir)
     assert (len(exchanges) > 0) == (case.pp > 1 and case.vpp is None and not case.equal), (case.name, len(exchanges))
     table = torch.tensor(list(errors.values()), dtype=torch.float64)
     dist.all_reduce(table, op=dist.ReduceOp.MAX)
@@ -513,7 +545,7 @@ def main() -> None:
     initialize_distributed(5)
     only = sys.argv[2] if len(sys.argv) > 2 else ""
     world = dist.get_world_size()
-    for case in cases(world) + bfloat16_cases(world):
+    for case in cases(world) + bfloat16_cases(world) + replay_cases(world):
         if only in case.name:
             say(case.name, check(case, Reference(workdir, case.model), workdir))
             release_groups()

@@ -11,6 +11,7 @@ from vapo_mcore.config.rules import (  # noqa: F401  (importing a module registe
     critic,
     diagnosis,
     layout,
+    mixtures,
     sampling,
 )
 from vapo_mcore.config.rules.base import RULES, Rule, Subject, broken_rules, rule

@@ -41,7 +41,16 @@ from vapo_mcore.config.schema.rollout import (
     RolloutConfig,
     VllmConfig,
 )
-from vapo_mcore.config.schema.run import BatchConfig, BestExportConfig, ExportConfig, ModelConfig, ParallelConfig, RunConfig, WandbConfig
+from vapo_mcore.config.schema.run import (
+    BatchConfig,
+    BestExportConfig,
+    ExportConfig,
+    ModelConfig,
+    ParallelConfig,
+    RouterConfig,
+    RunConfig,
+    WandbConfig,
+)
 from vapo_mcore.config.schema.training import (
     CriticConfig,
     CriticOptimizerConfig,
@@ -93,6 +102,7 @@ __all__ = [
     "RewardConfig",
     "RewardScaleConfig",
     "RolloutConfig",
+    "RouterConfig",
     "RunConfig",
     "Section",
     "SelfImitationConfig",
