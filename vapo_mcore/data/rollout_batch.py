@@ -16,7 +16,7 @@ from vapo_mcore.config.verifiers import UNGRADED
 from vapo_mcore.data.ragged import cumulative, segment_positions, token_index
 
 FINISH_REASONS = ("stop", "length", "turns")
-_LIST_COLUMNS = ("prompt_id", "ungraded", "finish_reason", "source", "step_rewards")
+_LIST_COLUMNS = ("prompt_id", "ungraded", "finish_reason", "source", "step_rewards", "segments")
 _DTYPES = {
     "group": torch.int64,
     "sample_index": torch.int64,
@@ -34,6 +34,9 @@ _DTYPES = {
 
 StepRewards = tuple[tuple[int, float], ...]
 """Rewards inside a response: (position of the token in the whole sequence, reward), in order."""
+
+Segments = tuple[tuple[int, int], ...]
+"""Parts of a response sampled in different steps: (tokens, age), in order; age: RL steps since they were sampled, 0 in this step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +61,7 @@ class Rows:
         missed_end: bool, truncated although the response contains an end-of-turn text.
         source: name of the data source.
         step_rewards: rewards of steps and turns; ``reward``, which is placed on the last token, is not included.
+        segments: with ``rollout.horizon`` the response's segments; empty without, where the present policy sampled all tokens.
     """
 
     prompt_id: list[str]
@@ -77,6 +81,7 @@ class Rows:
     missed_end: Tensor
     source: list[str]
     step_rewards: list[StepRewards]
+    segments: list[Segments]
 
     def __post_init__(self) -> None:
         n = len(self.prompt_id)
@@ -94,6 +99,9 @@ class Rows:
         unknown = set(self.finish_reason) - set(FINISH_REASONS)
         if unknown:
             raise ValueError(f"rows: finish reason {min(unknown)!r} is not one of {FINISH_REASONS}")
+        for row, (segments, length) in enumerate(zip(self.segments, self.response_length.tolist(), strict=True)):
+            if segments and sum(tokens for tokens, _ in segments) != length:
+                raise ValueError(f"rows: row {row} has {length} response tokens, but its segments are {segments}")
         if n and (int(self.prompt_length.min()) < 1 or int(self.response_length.min()) < 0 or int(self.tool_length.min()) < 0):
             raise ValueError("rows: a prompt has at least 1 token, and a response at least 0")
 
@@ -119,6 +127,11 @@ class Rows:
     def truncated(self) -> Tensor:
         """bool ``[n]``: whether the response was truncated at the length limit."""
         return torch.tensor([reason == "length" for reason in self.finish_reason], dtype=torch.bool)
+
+    def stale_tokens(self, limit: int) -> Tensor:
+        """int64 ``[n]``: leading response tokens that were sampled more than ``limit`` steps ago."""
+        counts = [sum(tokens for tokens, age in segments if age > limit) for segments in self.segments]
+        return torch.tensor(counts, dtype=torch.int64)
 
     def select(self, index: Tensor | Sequence[int]) -> Rows:
         """Return the rows at ``index``, in that order."""

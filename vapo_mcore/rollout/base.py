@@ -109,6 +109,7 @@ class Trajectory:
         finish_reason: ``stop``, ``length`` (truncated at the limit on sampled tokens) or ``turns`` (turn limit reached).
         turns: the model's turns, at least one.
         observations_cut: number of observations truncated to their limit.
+        segments: (tokens, age) of each part sampled in another step (``rollout.horizon``); empty: sampled in one step.
         error: why the environment gave no reply; the response then has no verdict.
     """
 
@@ -120,6 +121,7 @@ class Trajectory:
     turns: tuple[Turn, ...]
     observations_cut: int = 0
     error: str | None = None
+    segments: tuple[tuple[int, int], ...] = ()
 
     @classmethod
     def of_one_turn(cls, generation: Generation) -> Trajectory:

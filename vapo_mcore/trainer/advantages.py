@@ -56,9 +56,24 @@ def shaped_rewards(config: Config, rows: Rows) -> Tensor:
 
 
 def trainable_rows(config: Config, rows: Rows) -> Tensor:
-    """Return bool [n]: responses whose tokens carry a loss, i.e. graded and, with ``truncation: mask``, not truncated."""
+    """Return bool [n]: responses whose tokens carry a loss.
+
+    They are graded and, with ``truncation: mask``, not truncated; with ``horizon.stale: drop`` no token is too old.
+    """
     masked = config.algorithm.advantage.truncation == "mask"
-    return rows.graded & ~rows.truncated if masked else rows.graded.clone()
+    kept = rows.graded & ~rows.truncated if masked else rows.graded.clone()
+    horizon = config.rollout.horizon
+    if horizon is not None and horizon.max_staleness is not None and horizon.stale == "drop":
+        kept &= rows.stale_tokens(horizon.max_staleness) == 0
+    return kept
+
+
+def skipped_tokens(config: Config, rows: Rows) -> Tensor | None:
+    """Return int64 [n]: leading response tokens too old to carry a loss (``horizon.stale: mask``); None if there is no such limit."""
+    horizon = config.rollout.horizon
+    if horizon is None or horizon.max_staleness is None or horizon.stale == "drop":
+        return None
+    return rows.stale_tokens(horizon.max_staleness)
 
 
 def imitable_rows(config: Config, rows: Rows, *, skip_overlong: bool) -> Tensor:
@@ -89,7 +104,7 @@ class AdvantageEstimator:
         per_response = experience.on_rows(experience.rows.reward)
         rewards = place_terminal_rewards(per_response, experience.mask, experience.cu_seqlens)
         batch = experience.batch
-        steps = experience.steps(experience.trainable)
+        steps = experience.trained_steps()
         if len(steps):
             positions, mine = experience.positions(steps)
             rewards += place_rewards(steps.rewards[mine].to(rewards), positions, experience.mask, experience.cu_seqlens)
@@ -101,7 +116,7 @@ class AdvantageEstimator:
     def lambdas(self, experience: Experience) -> Tensor:
         """Return float64 [n], replicated: lambda of the policy's GAE for each response."""
         settings = self.settings.lambda_policy
-        lengths = experience.trained_lengths
+        lengths = experience.rows.response_length * experience.trainable  # all tokens, also those too stale to train
         if settings.kind == "length_adaptive":
             return length_adaptive_lambda(lengths, settings.alpha)
         if settings.kind == "sigmoid":

@@ -22,6 +22,7 @@ from vapo_mcore.diagnosis.monitor import Monitor
 from vapo_mcore.errors import StepAbandoned, StepBroken, TrainingError, VapoError
 from vapo_mcore.experience.batches import Experience, distribute, plan_minibatches
 from vapo_mcore.experience.collecting import SamplingCounts, collect
+from vapo_mcore.experience.open_responses import OpenResponses
 from vapo_mcore.experience.sampling import ResponseSampler, Round
 from vapo_mcore.experience.step_dump import StepDump, dump_folder, save_step
 from vapo_mcore.experience.token_records import token_columns
@@ -32,12 +33,20 @@ from vapo_mcore.records.metrics import StepMetrics
 from vapo_mcore.records.run_dir import faults_folder
 from vapo_mcore.records.timing import PhaseTimer
 from vapo_mcore.rollout.base import SyncReport
-from vapo_mcore.trainer.advantages import AdvantageEstimator, check_experience, imitable_rows, shaped_rewards, trainable_rows
+from vapo_mcore.trainer.advantages import (
+    AdvantageEstimator,
+    check_experience,
+    imitable_rows,
+    shaped_rewards,
+    skipped_tokens,
+    trainable_rows,
+)
 from vapo_mcore.trainer.bad_batch import BadUpdate, save_bad_batch
 from vapo_mcore.trainer.bad_updates import UpdateGuard
 from vapo_mcore.trainer.critic_probe import CriticProbe
 from vapo_mcore.trainer.self_imitation import SelfImitation
 from vapo_mcore.trainer.step_metrics import (
+    record_horizon,
     record_mismatch,
     record_packing,
     record_rows,
@@ -51,6 +60,9 @@ from vapo_mcore.trainer.weight_sync import WeightSync
 
 Row = dict[str, Any]
 logger = logging.getLogger(__name__)
+
+OPEN_RESPONSES = "open_responses"
+"""Name of the state of fixed-horizon rollouts."""
 
 HALTED = 2
 """Exit code of a run stopped by ``diagnosis.halt_on``."""
@@ -121,8 +133,14 @@ class StepRunner:
         self.before_sync: Callable[[str, int, PhaseTimer], None] | None = None
         """Called in each step with its stage, number and timer, after the last update and while the rollout engine sleeps."""
         self.probe: CriticProbe | None = None
+        self.open_responses: OpenResponses | None = None  # with rollout.horizon
         self.rollouts = 0  # over both stages; seeds the sampling and the mini-batch shuffle
         self.dp_rank_of_rank = all_gather_objects(parallel.data_parallel_rank)
+
+    def keep_open(self, responses: OpenResponses) -> None:
+        """Sample RL steps with a fixed horizon; the open responses become part of the state."""
+        self.open_responses = responses
+        self.state.register(OPEN_RESPONSES, responses)
 
     def rl_step(self, number: int) -> StepOutcome:
         """Run one RL step: sample a rollout, update critic and policy on it, and sync the weights."""
@@ -281,10 +299,14 @@ class StepRunner:
             trainable = trainable_rows(config, rows)
             plan = plan_minibatches(config, self.models.architecture, self.parallel, rows, self.rollouts)
             positive = imitable_rows(config, rows, skip_overlong=config.algorithm.positive_lm.skip_overlong)
-            experience = distribute(sampled, rows, trainable, positive, plan, self.parallel, self.dp_rank_of_rank)
+            experience = distribute(
+                sampled, rows, trainable, positive, plan, self.parallel, self.dp_rank_of_rank, skipped_tokens(config, rows)
+            )
             shown = {row: record for part in all_gather_objects(sampled.shown) for row, record in part.items()}
         step.samples = {row: record | {"reward": float(rows.reward[row])} for row, record in sorted(shown.items())}
-        record_rows(step.metrics, rows, trainable, counts, config.rollout.max_response_length)
+        record_rows(step.metrics, rows, experience.trained_lengths, counts, config.rollout.max_response_length)
+        horizon = config.rollout.horizon
+        record_horizon(step.metrics, experience, counts, None if horizon is None else horizon.max_staleness)
         record_sources(step.metrics, rows, self._sources)
         step.metrics.put("sampling/engine_rebuilds", self.engine_rebuilds - self._rebuilds_recorded)
         self._rebuilds_recorded = self.engine_rebuilds
@@ -296,7 +318,15 @@ class StepRunner:
 
     def _sample(self, step: _Step, *, dynamic: bool) -> tuple[Round, SamplingCounts]:
         """Sample new responses, then put the rollout engine to sleep."""
-        found = collect(self.config, self.sampler, self.next_prompts, seed_step=self.rollouts, timer=step.timer, dynamic=dynamic)
+        found = collect(
+            self.config,
+            self.sampler,
+            self.next_prompts,
+            seed_step=self.rollouts,
+            timer=step.timer,
+            dynamic=dynamic,
+            open_responses=self.open_responses if step.stage == "rl" else None,
+        )
         self.sync.put_to_sleep()
         return found
 
@@ -335,7 +365,8 @@ class StepRunner:
                 experience.store("entropy", found["entropy"])
                 step.metrics.add_tokens("policy/entropy", experience.batch["entropy"], experience.mask)
                 cap = self.config.algorithm.policy_loss.importance_correction.cap
-                record_mismatch(step.metrics, experience, cap, self.parallel.data_parallel_group)
+                horizon = rollout.horizon is not None and step.stage == "rl"
+                record_mismatch(step.metrics, experience, cap, self.parallel.data_parallel_group, horizon=horizon)
             else:
                 experience.batch["old_logprobs"] = experience.batch["rollout_logprobs"]
             if self.models.reference is not None:

@@ -104,6 +104,7 @@ def rows(count: int) -> Rows:
         observations_cut=torch.zeros_like(number),
         missed_end=number < 0,
         step_rewards=[()] * count,
+        segments=[()] * count,
         source=["s"] * count,
     )
 
