@@ -100,15 +100,13 @@ def test_a_horizon_as_long_as_the_responses_changes_nothing(folder: Path, plain:
 
 def test_a_short_horizon_trains_what_has_ended_with_the_two_log_probs(folder: Path, short: Path) -> None:
     steps = [row for row in rows(short) if row["stage"] == "rl"]
-    assert [row["horizon/open"] for row in steps] == [
-        20,
-        *(before["horizon/cut"] + 4 * ((20 - before["horizon/cut"]) // 4) for before in steps[:-1]),
-    ]
+    cuts = [row["horizon/cut"] for row in steps[:-1]]
+    assert [row["horizon/open"] for row in steps] == [20, *(cut + (20 - cut) // 4 * 4 for cut in cuts)]
     assert all(row["horizon/finished"] == row["response/count"] for row in steps)
     assert sum(row["horizon/cut"] for row in steps) > 20
     assert all(1 <= row["response/length_max"] <= 7 * number for number, row in enumerate(steps, 1))
-    assert [row["horizon/segments_max"] for row in steps] == [1, 2, 3, 4]
-    assert max(row["horizon/staleness_max"] for row in steps) == 3
+    assert [row["horizon/segments_max"] for row in steps] == [1, 2, 3, 3]
+    assert max(row["horizon/staleness_max"] for row in steps) == 2
     for row in steps:
         assert row["mismatch/logprob_abs_max"] <= 1e-4  # of tokens of this step's policy
         assert row["policy/approx_kl_first"] <= 1e-6  # the update starts at the proximal policy
@@ -154,10 +152,7 @@ def test_a_stopped_run_with_open_responses_continues_bit_for_bit(folder: Path, s
     assert saved.name == "step_000002"
     manifest = json.loads((saved / "manifest.json").read_text())
     assert "open_responses/replica_00000.safetensors" in manifest["files"]
-    with pytest.raises(
-        ConfigError,
-        match=r"(?s)rollout\.horizon\.tokens: 7 -> 8.*affect what is learned|(?s)affect what is learned.*rollout\.horizon\.tokens: 7 -> 8",
-    ):
+    with pytest.raises(ConfigError, match=r"(?s)affect what is learned.*rollout\.horizon\.tokens: 7 -> 8"):
         run(folder, "stopped", "rollout.horizon={tokens: 8, in_flight: 20}", resume=ResumeOptions())
     with pytest.raises(CheckpointError, match=r"\d+ open responses, which only a run with rollout\.horizon can continue"):
         run(folder, "stopped", resume=ResumeOptions(allow_config_change=True))
@@ -216,9 +211,8 @@ def test_tokens_that_are_too_old_carry_no_loss(folder: Path, short: Path, stale:
 
 
 def test_groups_train_whole(folder: Path) -> None:
-    run_dir = run(
-        folder, "groups", *SHORT, "algorithm.advantage={estimator: grpo}", "algorithm.positive_lm.coef=0", "run.steps=5", "critic=null"
-    )
+    grpo = ("algorithm.advantage.estimator=grpo", "run.steps=5")
+    run_dir = run(folder, "groups", *SHORT, *grpo)
     steps = [row for row in rows(run_dir) if row["stage"] == "rl"]
     assert steps[0]["response/count"] == 0  # nothing is complete yet: a step without an update
     assert steps[0]["policy/updates"] == 0 or "policy/loss" not in steps[0]

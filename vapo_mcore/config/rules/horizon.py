@@ -67,10 +67,10 @@ def horizon_recomputes_logprobs(s: Subject) -> str | None:
     )
 
 
-@rule("rollout.horizon", "algorithm.policy_loss.importance_correction.kind")
+@rule("rollout.horizon", "algorithm.policy_loss.importance_correction.kind", "rollout.old_logprobs")
 def horizon_corrects_older_tokens(s: Subject) -> str | None:
     horizon, kind = s.config.rollout.horizon, s.config.algorithm.policy_loss.importance_correction.kind
-    if horizon is None or kind != "off":
+    if horizon is None or kind != "off" or s.config.rollout.old_logprobs != "recompute":
         return None
     return (
         "needs algorithm.policy_loss.importance_correction.kind other than 'off': tokens of earlier steps were sampled by older policies, "
