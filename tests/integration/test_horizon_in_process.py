@@ -40,6 +40,7 @@ SETTINGS = (
     "eval.at_end=false",
     "rollout.stop_token_ids=[10, 20, 30, 40, 50, 60, 75, 80, 90, 100, 110, 120]",  # about one token in ten ends a response
 )
+SEGMENTS = ("rollout.horizon={tokens: 7, in_flight: 20, train: segments}",)
 SHORT = ("rollout.horizon={tokens: 7, in_flight: 20}",)
 
 
@@ -84,9 +85,9 @@ def of_the_horizon(name: str) -> bool:
     return name.startswith(("horizon/", "mismatch/off_policy_")) or name == "tokens/reprefilled"
 
 
-@pytest.mark.parametrize("tokens", [LONGEST, 99])
-def test_a_horizon_as_long_as_the_responses_changes_nothing(folder: Path, plain: Path, tokens: int) -> None:
-    found = run(folder, f"long_{tokens}", f"rollout.horizon.tokens={tokens}")
+@pytest.mark.parametrize(("train", "tokens"), [("completed", LONGEST), ("segments", LONGEST + 5)])
+def test_a_horizon_as_long_as_the_responses_changes_nothing(folder: Path, plain: Path, train: str, tokens: int) -> None:
+    found = run(folder, f"long_{train}", f"rollout.horizon={{tokens: {tokens}, train: {train}}}")
     with_horizon = rows(found)
     assert [{name: value for name, value in row.items() if not of_the_horizon(name)} for row in with_horizon] == rows(plain)
     assert weights(found) == weights(plain) != {}
@@ -94,8 +95,12 @@ def test_a_horizon_as_long_as_the_responses_changes_nothing(folder: Path, plain:
         assert read_samples(found, f"step_{step:04d}") == read_samples(plain, f"step_{step:04d}") != []
     for row in (row for row in with_horizon if row["stage"] == "rl"):
         assert (row["horizon/open"], row["horizon/finished"], row["horizon/cut"]) == (16, 16, 0)
-        assert (row["horizon/staleness_max"], row["tokens/reprefilled"], row["horizon/segments_max"]) == (0, 0, 1)
-        assert row["mismatch/off_policy_kl"] == row["mismatch/kl"]
+        assert (row["tokens/reprefilled"], row["horizon/segments_max"]) == (0, 1)
+        if train == "completed":
+            assert row["horizon/staleness_max"] == 0
+            assert row["mismatch/off_policy_kl"] == row["mismatch/kl"]
+        else:
+            assert row["horizon/bootstrapped_frac"] == 0
 
 
 def test_a_short_horizon_trains_what_has_ended_with_the_two_log_probs(folder: Path, short: Path) -> None:
@@ -180,15 +185,57 @@ def test_a_step_that_is_abandoned_leaves_the_open_responses_of_the_one_before(fo
     assert [path.name for path in list_checkpoints(folder / "abandoned")] == ["step_000002"]
 
 
-def test_a_dumped_step_is_replayed_exactly(folder: Path, short: Path) -> None:
-    config = training_config(folder, "short", *SETTINGS, *SHORT)
+@pytest.fixture(scope="module")
+def segments(folder: Path) -> Path:
+    return run(folder, "segments", *SEGMENTS)
+
+
+def test_segments_train_in_the_step_that_sampled_them(folder: Path, segments: Path) -> None:
+    steps = [row for row in rows(segments) if row["stage"] == "rl"]
+    assert all(row["tokens/trained"] == row["sampling/tokens"] > 0 for row in steps)
+    assert all(row["horizon/finished"] == row["response/count"] for row in steps)
+    assert all(0 < row["horizon/bootstrapped_frac"] < 1 and row["horizon/cut"] > 0 for row in steps)
+    for row in steps:
+        assert row["mismatch/logprob_abs_max"] <= 1e-4  # the present policy sampled all that it trains on
+        assert row["policy/approx_kl_first"] <= 1e-6
+        assert "mismatch/off_policy_kl" not in row
+    entries = [entry for step in range(1, 5) for entry in read_samples(segments, f"step_{step:04d}")]
+    continued = [entry for entry in entries if entry["response_length"] > 7]
+    assert continued
+    for entry in entries:
+        tokens, before = entry["tokens"], (entry["response_length"] - 1) // 7 * 7
+        assert tokens["return"] == [entry["reward"]] * entry["response_length"]  # the critic's, over all tokens
+        assert None not in tokens["value"] and None not in tokens["rollout_logprob"]
+        assert [value is None for value in tokens["advantage"]] == [number < before for number in range(entry["response_length"])]
+    assert weights(segments) != weights(folder / "short")
+
+
+def test_a_stopped_run_of_segments_continues_bit_for_bit(folder: Path, segments: Path) -> None:
+    original = StepRunner.rl_step
+
+    def stopping(self: StepRunner, number: int) -> StepOutcome:
+        if number == 2:
+            self.stop_requests.request("SIGUSR1", exit_code=EXIT_REQUEUE)
+        return original(self, number)
+
+    with mock.patch.object(StepRunner, "rl_step", stopping), pytest.raises(RunStopped):
+        run(folder, "stopped_segments", *SEGMENTS)
+    run(folder, "stopped_segments", *SEGMENTS, resume=ResumeOptions())
+    assert rows(folder / "stopped_segments") == rows(segments)
+    assert weights(folder / "stopped_segments") == weights(segments)
+
+
+@pytest.mark.parametrize(("name", "settings"), [("short", SHORT), ("segments", SEGMENTS)])
+def test_a_dumped_step_is_replayed_exactly(folder: Path, short: Path, segments: Path, name: str, settings: tuple[str, ...]) -> None:
+    config = training_config(folder, name, *SETTINGS, *settings)
     parallel = initialize_parallel(config.parallel)
     try:
         found = replay(config, parallel, ReplayOptions(3))
     finally:
         release_groups()
     compared = {entry.name: entry for entry in found if entry.comparable}
-    assert {"horizon/cut", "horizon/staleness_mean", "mismatch/off_policy_kl", "policy/loss", "tokens/reprefilled"} <= compared.keys()
+    own = {"horizon/bootstrapped_frac"} if name == "segments" else {"horizon/staleness_mean", "mismatch/off_policy_kl"}
+    assert own | {"horizon/cut", "policy/loss", "critic/loss", "tokens/reprefilled"} <= compared.keys()
     assert all(entry.difference == 0 for entry in compared.values())
 
 

@@ -268,6 +268,37 @@ BROKEN = [
         "rollout.horizon",
         "needs algorithm.policy_loss.importance_correction.kind other than 'off': tokens of earlier steps were sampled by older policies",
     ),
+    *(
+        (
+            "segments_have_a_critic",
+            ["rollout.horizon={tokens: 40, train: segments}", f"algorithm.advantage.estimator={estimator}"],
+            {},
+            "rollout.horizon.train",
+            f"'segments' cannot be used with algorithm.advantage.estimator = {estimator!r}, which {reason}",
+        )
+        for estimator, reason in (("rloo", "compares the rewards of a prompt's responses"), ("reinforce", "has no critic, whose value"))
+    ),
+    (
+        "segments_train_before_a_truncation",
+        ["rollout.horizon={tokens: 40, train: segments}", "algorithm.advantage.truncation=mask"],
+        {},
+        "rollout.horizon.train",
+        "when a response is truncated, its earlier segments have trained already",
+    ),
+    (
+        "segments_have_no_kl_in_the_reward",
+        ["rollout.horizon={tokens: 40, train: segments}", "algorithm.kl={place: reward, coef: 0.1}"],
+        {},
+        "rollout.horizon.train",
+        "the penalty of its earlier segments belongs to policies that are gone",
+    ),
+    (
+        "segments_are_no_responses",
+        ["rollout.horizon={tokens: 40, train: segments}", "algorithm.policy_loss.kind=gspo"],
+        {},
+        "rollout.horizon.train",
+        "'gspo', whose ratio is that of the whole response",
+    ),
     (
         "horizon_leaves_a_mean_return",
         [*HORIZON, "critic.head_bias=mean_return", "critic.value_pretraining.steps=0"],

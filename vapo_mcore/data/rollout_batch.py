@@ -15,7 +15,7 @@ from torch import Tensor
 from vapo_mcore.config.verifiers import UNGRADED
 from vapo_mcore.data.ragged import cumulative, segment_positions, token_index
 
-FINISH_REASONS = ("stop", "length", "turns")
+FINISH_REASONS = ("stop", "length", "turns", "cut")
 _LIST_COLUMNS = ("prompt_id", "ungraded", "finish_reason", "source", "step_rewards", "segments")
 _DTYPES = {
     "group": torch.int64,
@@ -52,7 +52,8 @@ class Rows:
         ungraded: the cause, a key of ``config.verifiers.UNGRADED``; empty in graded rows.
         score: float32, the verifier's raw score.
         reward: float32, the score after scaling and shaping, used for training.
-        finish_reason: "stop", "length" (truncated at the length limit) or "turns" (turn limit reached before the environment ended it).
+        finish_reason: "stop", "length" (truncated at the length limit), "turns" (turn limit reached before the environment ended it) or
+            "cut" (goes on in the next step, with ``horizon.train: segments``; graded, score and reward mean nothing).
         prompt_length, response_length: int64, tokens; a response may be empty, a prompt may not. The response length counts the tokens
             that the model sampled, over all turns.
         tool_length: int64, tokens that the environment wrote between the turns.
@@ -127,6 +128,11 @@ class Rows:
     def truncated(self) -> Tensor:
         """bool ``[n]``: whether the response was truncated at the length limit."""
         return torch.tensor([reason == "length" for reason in self.finish_reason], dtype=torch.bool)
+
+    @property
+    def cut(self) -> Tensor:
+        """bool ``[n]``: whether the response goes on in the next step."""
+        return torch.tensor([reason == "cut" for reason in self.finish_reason], dtype=torch.bool)
 
     def stale_tokens(self, limit: int) -> Tensor:
         """int64 ``[n]``: leading response tokens that were sampled more than ``limit`` steps ago."""

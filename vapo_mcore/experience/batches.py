@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -81,7 +81,8 @@ class Experience:
         cu_seqlens: cumulative sequence lengths of ``batch``, on the compute device.
         minibatches: in training order.
         bootstrap_values: float32 [rows of batch], the critic's output at each last token; only with ``truncation: bootstrap``.
-        skipped: int64 [n], replicated: leading response tokens of each row that carry no loss (``horizon.max_staleness``).
+        skipped: int64 [n], replicated: leading response tokens of each row that carry no loss: too old (``horizon.max_staleness``), or
+            of earlier steps (``horizon.train: segments``; there ``positive_mask`` covers them nevertheless).
     """
 
     rows: Rows
@@ -218,25 +219,32 @@ def distribute(
     parallel: ParallelContext,
     dp_rank_of_rank: Sequence[int],
     skipped: Tensor | None = None,
+    *,
+    whole_positive: bool = False,
 ) -> Experience:
     """Send the tokens to their owners and build the mini-batches. Collective over all ranks.
 
     ``trainable``, ``positive``: bool [n], replicated; rows whose tokens carry a loss, and rows of the positive-example loss.
     ``skipped``: int64 [n], replicated; leading response tokens that carry none (None: 0), in rows without an environment.
+    ``whole_positive``: the positive-example loss covers these too.
     """
     device = parallel.device
     owned = exchange(sampled.local.to(device), rows, holder=sampled.holder, owner=plan.owner, dp_rank_of_rank=dp_rank_of_rank)
     cu_seqlens = owned.cu_seqlens.to(device)
     owned["response_mask"] = keep_responses(owned["response_mask"], cu_seqlens, trainable[owned.row_ids].to(device))
+    whole = owned["response_mask"]
     if skipped is not None:
-        owned["response_mask"] &= ~leading_tokens(owned.rows, skipped[owned.row_ids], cu_seqlens)
-    owned["positive_mask"] = broadcast_to_tokens(positive[owned.row_ids].to(device), owned["response_mask"], cu_seqlens)
+        owned["response_mask"] = whole & ~leading_tokens(owned.rows, skipped[owned.row_ids], cu_seqlens)
+    imitated = whole if whole_positive else owned["response_mask"]
+    owned["positive_mask"] = broadcast_to_tokens(positive[owned.row_ids].to(device), imitated, cu_seqlens)
     local_row = torch.full((len(rows),), -1, dtype=torch.int64)
     local_row[owned.row_ids] = torch.arange(len(owned))
-    lengths = (rows.response_length - (0 if skipped is None else skipped)) * trainable
+    all_lengths = rows.response_length * trainable
+    lengths = all_lengths if skipped is None else all_lengths - skipped * trainable
+    imitated_lengths = (all_lengths if whole_positive else lengths) * positive
     minibatches = [
         MiniBatch(
-            Denominators.from_lengths(lengths[scheduled.rows], positive[scheduled.rows]),
+            replace(Denominators.from_lengths(lengths[scheduled.rows]), positive_tokens=int(imitated_lengths[scheduled.rows].sum())),
             pack_microbatches(scheduled, owned, local_row, parallel, ("tokens", "response_mask")),
         )
         for scheduled in plan.minibatches

@@ -174,9 +174,10 @@ class OpenResponses:
     def settled(
         self, table: Sequence[OpenResponse], ends: Ends, step: int
     ) -> tuple[tuple[OpenResponse, ...], list[OpenResponse], HorizonCounts]:
-        """Return (the table after the step, the responses that train in it by key, counts).
+        """Return (the table after the step, the responses that train in it, counts).
 
         ``ends``: of all replicas. Without groups a response trains when it ends, with a group estimator when all of its group have ended.
+        With ``train: segments`` those that were cut train too; they come last. Each of the two parts is ordered by key.
         """
         advanced = []
         for response in table:
@@ -193,7 +194,8 @@ class OpenResponses:
         keys = {response.key for response in trained}
         remaining = tuple(response for response in advanced if response.key not in keys)
         sampled = [response for response in table if response.finish_reason is None]
-        cut = sum(response.finish_reason is None for response in advanced)
+        still_open = [response for response in advanced if response.finish_reason is None]
+        cut = len(still_open)
         counts = HorizonCounts(
             open=len(sampled),
             finished=len(sampled) - cut,
@@ -202,11 +204,10 @@ class OpenResponses:
             sampled=sum(ends[response.key][0] for response in sampled),
             reprefilled=sum(len(response.prompt.token_ids) + response.length for response in sampled if response.segments),
         )
-        return remaining, trained, counts
+        return remaining, trained + (still_open if self.settings.train == "segments" else []), counts
 
     def trajectory(self, response: OpenResponse, segments: Mapping[Key, Segment], step: int) -> Trajectory:
-        """Return an ended response of this replica as a complete trajectory; ``segments``: of this step."""
-        assert response.finish_reason is not None
+        """Return a response of this replica with all its tokens; ``segments``: of this step."""
         ids, logprobs = self._joined(response.key, segments)
         request = GenerationRequest(response.prompt.prompt_id, response.sample_index, response.prompt.token_ids, response.seed)
         return Trajectory(
@@ -214,7 +215,7 @@ class OpenResponses:
             ids,
             logprobs,
             [True] * len(ids),
-            response.finish_reason,
+            response.finish_reason or "cut",
             (Turn(0, len(ids)),),
             segments=tuple((tokens, step - rollout) for rollout, tokens in response.segments),
         )

@@ -139,8 +139,8 @@ class ResponseSampler:
     ) -> tuple[Round, HorizonCounts]:
         """Sample the next segment of all open responses, those to the prompts ``drawn`` included. Collective over all ranks.
 
-        Returns the responses that train in this step, graded. ``show`` takes their number. Raises StepAbandoned like ``sample``;
-        ``responses`` then are unchanged.
+        Returns the responses that train in this step; those that have ended come first, and are graded. ``show`` takes their number.
+        Raises StepAbandoned like ``sample``; ``responses`` then are unchanged.
         """
         table = responses.opened(drawn, seed_step)
         requests = responses.requests(table, seed_step)
@@ -166,7 +166,7 @@ class ResponseSampler:
                 [groups[response.prompt_number] for response in led],
                 [response.prompt for response in led],
                 [responses.trajectory(response, segments, seed_step) for response in led],
-                show(len(trained)),
+                show(sum(response.finish_reason is not None for response in trained)),
             )
             self._gather_failures(None, grading_error)
             rows, holder = gather_rows(local)
@@ -294,6 +294,13 @@ class ResponseSampler:
 
 def _no_recovery(failures: dict[int, str], timer: PhaseTimer) -> None:
     raise StepAbandoned("the rollout engine failed: " + "; ".join(f"rank {rank}: {text}" for rank, text in failures.items()))
+
+
+def ended_responses(sampled: Round) -> Round:
+    """Return the round without the responses that were cut, which come last."""
+    ended = int((~sampled.rows.cut).sum())
+    held = sampled.local.select((sampled.local.row_ids < ended).nonzero().flatten())
+    return Round(sampled.rows.select(range(ended)), sampled.holder[:ended], held, sampled.shown)
 
 
 def no_rows() -> RolloutBatch:

@@ -42,10 +42,13 @@ from vapo_mcore.records.metrics import StepMetrics
 
 
 def shaped_rewards(config: Config, rows: Rows) -> Tensor:
-    """Return float32 [n]: the verifier's scores after scaling, the factor for truncated responses, and the overlong penalty."""
+    """Return float32 [n]: the verifier's scores after scaling, the factor for truncated responses, and the overlong penalty.
+
+    A response that was cut has no reward yet: 0.
+    """
     reward = config.reward
     overlong = None if reward.overlong is None else (config.rollout.max_response_length, reward.overlong.cache, reward.overlong.penalty)
-    return shape_rewards(
+    shaped = shape_rewards(
         rows.score,
         rows.response_length,
         rows.truncated,
@@ -53,6 +56,7 @@ def shaped_rewards(config: Config, rows: Rows) -> Tensor:
         truncated_factor=reward.truncated_factor,
         overlong=overlong,
     )
+    return torch.where(rows.cut, 0.0, shaped)
 
 
 def trainable_rows(config: Config, rows: Rows) -> Tensor:
@@ -69,8 +73,13 @@ def trainable_rows(config: Config, rows: Rows) -> Tensor:
 
 
 def skipped_tokens(config: Config, rows: Rows) -> Tensor | None:
-    """Return int64 [n]: leading response tokens too old to carry a loss (``horizon.stale: mask``); None if there is no such limit."""
+    """Return int64 [n]: leading response tokens without a policy loss; None if there cannot be any.
+
+    They are too old (``horizon.stale: mask``), or of earlier steps (``horizon.train: segments``).
+    """
     horizon = config.rollout.horizon
+    if horizon is not None and horizon.train == "segments":
+        return rows.stale_tokens(0)
     if horizon is None or horizon.max_staleness is None or horizon.stale == "drop":
         return None
     return rows.stale_tokens(horizon.max_staleness)
@@ -268,11 +277,18 @@ class AdvantageEstimator:
             metrics.add_tokens("kl/reference", estimate, experience.mask)
 
     def _bootstrap(self, experience: Experience) -> Tensor | None:
-        """Return the value after each truncated response and 0 after finished ones; None without ``truncation: bootstrap``."""
-        if self.settings.truncation != "bootstrap":
+        """Return the value after each response that was cut or, with ``truncation: bootstrap``, truncated, and 0 after the others.
+
+        None if there are none.
+        """
+        rows = experience.rows
+        followed = rows.cut
+        if self.settings.truncation == "bootstrap":
+            followed |= rows.truncated
+        elif not bool(followed.any()):
             return None
         assert experience.bootstrap_values is not None, "the critic's pass stores bootstrap values"
-        return torch.where(experience.on_rows(experience.rows.truncated), experience.bootstrap_values, 0.0)
+        return torch.where(experience.on_rows(followed), experience.bootstrap_values, 0.0)
 
     def _whiten(self, experience: Experience, advantages: Tensor) -> Tensor:
         mask = experience.mask

@@ -106,7 +106,7 @@ class Run:
                         trained[response.key] = as_trained(rank.trajectory(response, segments, self.step))
                 rank.commit(remaining, segments, len(fresh))
             assert all(entry == after[0] for entry in after)  # the same on all ranks
-            assert sorted(trained) == after[0][1]
+            assert sorted(trained) == sorted(after[0][1])
             self.log.append(([trained[key] for key in after[0][1]], after[0][2]))
             self.drawn += len(fresh)
         return self
@@ -166,6 +166,23 @@ def test_nothing_is_lost_or_asked_twice_and_the_budget_holds(estimator: str) -> 
             assert estimator == "grpo" or ages[-1] == 0  # without groups a response trains in the step in which it ends
     assert any(len(segments) > 3 for *_, segments in trained)
     assert {finish for *_, finish, _ in trained} == {"stop", "length"}
+
+
+def test_segments_train_when_they_are_sampled() -> None:
+    """Those of ended responses come first; over the steps, each token trains once."""
+    completed = Run(configured(SMALL), replicas=2).do(STEPS)
+    run = Run(configured(SMALL | {"train": "segments"}), replicas=2).do(STEPS)
+    seen: dict[tuple[str, int], list[int]] = {}
+    for (entries, counts), (ended, _) in zip(run.log, completed.log, strict=True):
+        cut = [finish == "cut" for *_, finish, _ in entries]
+        assert cut == sorted(cut) and cut.count(True) == counts.cut and len(cut) == counts.open
+        assert entries[: len(ended)] == ended  # the same responses, since nothing here depends on what trains
+        for name, sample, ids, _, _, segments in entries:
+            tokens = seen.setdefault((name, sample), [])
+            assert segments[-1][1] == 0 and len(tokens) == len(ids) - segments[-1][0]
+            tokens += ids[len(tokens) :]
+            assert tokens == list(ids)
+    assert sum(map(len, seen.values())) == sum(counts.sampled for _, counts in run.log)
 
 
 def test_a_group_trains_when_all_of_it_has_ended() -> None:
@@ -237,7 +254,7 @@ def test_later_segments_continue_the_tokens_with_seeds_of_their_own() -> None:
         assert list(request.prompt_token_ids[:3]) == prompt.token_ids
         assert len(request.prompt_token_ids) == 3 + response.length == 3 + 4 * number
         assert request.max_tokens == min(4, LONGEST - response.length)
-    assert {len(response.segments) for response in open_ones} == {0, 1, 2, 3}
+    assert {len(response.segments) for response in open_ones} == {0, 1, 3}
 
 
 def test_the_last_segment_that_is_allowed_is_not_cut() -> None:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from tests.unit.trainer.rollouts import make_batch, make_config, make_rows
 from vapo_mcore.algorithm.weights import Denominators, token_weights
 from vapo_mcore.config import Config
+from vapo_mcore.config.schema import HorizonConfig
 from vapo_mcore.data.packing import schedule
 from vapo_mcore.experience.batches import Experience, distribute
 from vapo_mcore.experience.collecting import SamplingCounts
@@ -111,7 +112,7 @@ def test_the_correction_weighs_older_tokens_and_the_mismatch_leaves_them_out() -
     assert torch.equal(experience.sampled_now(), experience.mask & (ages == 0))
     record_mismatch(metrics, experience, 2.0, None, horizon=True)  # type: ignore[arg-type]
     counts = SamplingCounts(1, 2, horizon=HorizonCounts(open=9, finished=4, cut=5, waiting=0, sampled=20, reprefilled=33))
-    record_horizon(metrics, experience, counts, None)
+    record_horizon(metrics, experience, counts, HorizonConfig(tokens=2))
     row = metrics.reduce(None)
     assert row["mismatch/kl"] == row["mismatch/logprob_abs_max"] == 0
     assert row["mismatch/off_policy_beyond_cap_frac"] == pytest.approx(4 / 9)
@@ -127,7 +128,12 @@ def test_the_correction_weighs_older_tokens_and_the_mismatch_leaves_them_out() -
 def test_stale_tokens_are_counted(stale: str, mean: float, largest: int) -> None:
     config = configured({"max_staleness": 1, "stale": stale})
     metrics = StepMetrics(METRICS)
-    record_horizon(metrics, experience_of(config), SamplingCounts(1, 2, horizon=HorizonCounts(4, 4, 0, 0, 11, 0)), 1)
+    record_horizon(
+        metrics,
+        experience_of(config),
+        SamplingCounts(1, 2, horizon=HorizonCounts(4, 4, 0, 0, 11, 0)),
+        HorizonConfig(tokens=2, max_staleness=1),
+    )
     row = metrics.reduce(None)
     assert (row["horizon/stale_tokens"], row["horizon/stale_responses"]) == (4, 2)
     assert (row["horizon/staleness_mean"], row["horizon/staleness_max"]) == (pytest.approx(mean), largest)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from vapo_mcore.config.rules.base import Subject, rule
+from vapo_mcore.config.schema import GROUP_ESTIMATORS
 
 
 @rule("rollout.horizon.in_flight", "batch.prompts_per_step", "batch.responses_per_prompt")
@@ -59,7 +60,8 @@ def horizon_draws_no_groups_again(s: Subject) -> str | None:
 
 @rule("rollout.horizon", "rollout.old_logprobs")
 def horizon_recomputes_logprobs(s: Subject) -> str | None:
-    if s.config.rollout.horizon is None or s.config.rollout.old_logprobs == "recompute":
+    horizon = s.config.rollout.horizon
+    if horizon is None or horizon.train == "segments" or s.config.rollout.old_logprobs == "recompute":
         return None
     return (
         "needs rollout.old_logprobs = 'recompute': tokens of earlier steps have two log-probs, the one they were sampled with and that of "
@@ -70,12 +72,67 @@ def horizon_recomputes_logprobs(s: Subject) -> str | None:
 @rule("rollout.horizon", "algorithm.policy_loss.importance_correction.kind", "rollout.old_logprobs")
 def horizon_corrects_older_tokens(s: Subject) -> str | None:
     horizon, kind = s.config.rollout.horizon, s.config.algorithm.policy_loss.importance_correction.kind
-    if horizon is None or kind != "off" or s.config.rollout.old_logprobs != "recompute":
+    if horizon is None or horizon.train == "segments" or kind != "off" or s.config.rollout.old_logprobs != "recompute":
         return None
     return (
         "needs algorithm.policy_loss.importance_correction.kind other than 'off': tokens of earlier steps were sampled by older policies, "
         "and only the correction weighs them by the present policy's probability over theirs; use 'token_truncate', or a mask"
     )
+
+
+@rule("rollout.horizon.train", "algorithm.advantage.estimator")
+def segments_have_a_critic(s: Subject) -> str | None:
+    horizon, estimator = s.config.rollout.horizon, s.config.algorithm.advantage.estimator
+    if horizon is None or horizon.train != "segments" or estimator == "gae":
+        return None
+    if estimator in GROUP_ESTIMATORS:
+        reason = "compares the rewards of a prompt's responses, but a response that was cut has none yet"
+    elif estimator == "custom":
+        reason = "is not told where a response was cut, and what the critic expects there"
+    else:
+        reason = "has no critic, whose value stands for the rest of a response that was cut"
+    return f"'segments' cannot be used with algorithm.advantage.estimator = {estimator!r}, which {reason}; use 'completed', or 'gae'"
+
+
+@rule("rollout.horizon.train", "algorithm.advantage.truncation")
+def segments_train_before_a_truncation(s: Subject) -> str | None:
+    horizon = s.config.rollout.horizon
+    if horizon is None or horizon.train != "segments" or s.config.algorithm.advantage.truncation != "mask":
+        return None
+    return (
+        "'segments' cannot be used with algorithm.advantage.truncation = 'mask': when a response is truncated, its earlier segments have "
+        "trained already; use 'terminal' or 'bootstrap', or train: completed"
+    )
+
+
+@rule("rollout.horizon.train", "algorithm.kl.place")
+def segments_have_no_kl_in_the_reward(s: Subject) -> str | None:
+    horizon = s.config.rollout.horizon
+    if horizon is None or horizon.train != "segments" or s.config.algorithm.kl.place != "reward":
+        return None
+    return (
+        "'segments' cannot be used with algorithm.kl.place = 'reward': the critic's returns cover all tokens of a response, but the "
+        "penalty of its earlier segments belongs to policies that are gone; use place: loss, or train: completed"
+    )
+
+
+@rule("rollout.horizon.train", "algorithm.policy_loss.kind", "algorithm.loss_terms")
+def segments_are_no_responses(s: Subject) -> str | None:
+    horizon, algorithm = s.config.rollout.horizon, s.config.algorithm
+    if horizon is None or horizon.train != "segments":
+        return None
+    if algorithm.policy_loss.kind == "gspo":
+        return (
+            "'segments' cannot be used with algorithm.policy_loss.kind = 'gspo', whose ratio is that of the whole response, while a step "
+            "trains on a part of it; use another kind, or train: completed"
+        )
+    if algorithm.policy_loss.kind == "custom" or algorithm.loss_terms:
+        return (
+            "'segments' cannot be used with functions of your own in the policy's loss (algorithm.policy_loss.custom, "
+            "algorithm.loss_terms): they may read a verdict or a length that a response that was cut does not have yet; use "
+            "train: completed"
+        )
+    return None
 
 
 @rule("rollout.horizon", "critic.head_bias", "critic.init", "critic.value_pretraining")

@@ -48,7 +48,9 @@ class HorizonConfig(Section):
     """A step samples at most ``tokens`` of each open response; what has not ended goes on in the next step (horizon.md)."""
 
     tokens: PositiveInt  # H: most tokens of a response that a step samples
-    train: Literal["completed"] = "completed"  # responses train in the step in which they end; of group estimators, their whole group
+    # completed: responses train in the step in which they end (of group estimators, their whole group). segments: the policy trains on the
+    # step's tokens, with the critic's value where a response was cut; the critic on the responses that have ended.
+    train: Literal["completed", "segments"] = "completed"
     in_flight: PositiveInt | None = None  # responses open at a time; null: batch.prompts_per_step x batch.responses_per_prompt
     max_segments: PositiveInt | None = None  # a response is not cut in its segment of this number, but sampled to its end; null: no limit
     # Oldest tokens that are trained, in steps since they were sampled; null: all.
