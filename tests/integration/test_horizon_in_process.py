@@ -52,7 +52,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def run(folder: Path, name: str, *overrides: str, resume: ResumeOptions | None = None) -> Path:
-    config = training_config(folder, name, *SETTINGS, *overrides)
+    critic_free = any("estimator=grpo" in setting for setting in overrides)
+    given = [setting for setting in SETTINGS if not (critic_free and setting.startswith("critic"))]
+    config = training_config(folder, name, *given, *overrides)
     parallel = initialize_parallel(config.parallel)
     try:
         train(config, parallel, clean=False, resume=resume)
