@@ -7,6 +7,7 @@ function of the table, the step and what the engines sampled; there is no commun
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -23,6 +24,9 @@ from vapo_mcore.rollout.stopping import StopTexts
 
 Key = tuple[int, int]
 """Of a response: number of its prompt, counted over the run in the order of drawing, and sample index."""
+
+Tokens = tuple["array[int]", "array[float]"]
+"""Token ids (int64) and log-probs (float32) of a response; lists would take about 100 bytes a token."""
 
 
 @dataclass(frozen=True)
@@ -104,8 +108,8 @@ class OpenResponses:
         self.prompts: Mapping[str, Prompt] = {}  # by name without epoch; a resumed run finds its open prompts here
         self.table: tuple[OpenResponse, ...] = ()  # by key
         self.drawn = 0  # prompts, over the run
-        self._tokens: dict[Key, tuple[list[int], list[float]]] = {}  # of this replica's responses: ids and log-probs
-        self._before: dict[Key, tuple[list[int], list[float]]] = {}  # before the last commit
+        self._tokens: dict[Key, Tokens] = {}  # of this replica's responses
+        self._before: dict[Key, Tokens] = {}  # before the last commit
         self._saved_at: dict[Key, int] = {}  # of a state just loaded: the replica that saved the tokens
 
     @property
@@ -221,14 +225,16 @@ class OpenResponses:
         )
 
     def _joined(self, key: Key, segments: Mapping[Key, Segment]) -> tuple[list[int], list[float]]:
-        ids, logprobs = self._tokens.get(key, ([], []))
+        ids, logprobs = self._tokens.get(key, ((), ()))
         segment = segments.get(key)
-        return (ids, logprobs) if segment is None else ([*ids, *segment.token_ids], [*logprobs, *segment.logprobs])
+        more: tuple[list[int], list[float]] = ([], []) if segment is None else (segment.token_ids, segment.logprobs)
+        return [*ids, *more[0]], [*logprobs, *more[1]]
 
     def commit(self, remaining: Sequence[OpenResponse], segments: Mapping[Key, Segment], drawn: int) -> None:
         """Make the step's result the state. ``drawn``: number of prompts opened in it."""
         self._before = self._tokens
-        self._tokens = {response.key: self._joined(response.key, segments) for response in remaining if response.replica == self.replica}
+        mine = [response.key for response in remaining if response.replica == self.replica]
+        self._tokens = {key: _stored(*self._joined(key, segments)) for key in mine}
         self.table = tuple(remaining)
         self.drawn += drawn
 
@@ -293,13 +299,13 @@ class OpenResponses:
 
     def load_parts(self, parts: Iterable[Mapping[str, Tensor]]) -> None:
         """Load the tokens that ``parts_needed`` named. Raises CheckpointError if they do not match the table."""
-        found: dict[Key, tuple[list[int], list[float]]] = {}
+        found: dict[Key, Tokens] = {}
         for part in parts:
             sizes = part["lengths"].tolist()
             columns = zip(part["keys"].tolist(), part["tokens"].split(sizes), part["logprobs"].split(sizes), strict=True)
-            found |= {(prompt, sample): (ids.tolist(), logprobs.tolist()) for (prompt, sample), ids, logprobs in columns}
+            found |= {(prompt, sample): _stored(ids.tolist(), logprobs.tolist()) for (prompt, sample), ids, logprobs in columns}
         mine = [response for response in self.table if response.replica == self.replica]
-        wrong = [response for response in mine if len(found.get(response.key, ((), ()))[0]) != response.length]
+        wrong = [response for response in mine if response.key not in found or len(found[response.key][0]) != response.length]
         if wrong:
             raise CheckpointError(
                 f"the checkpoint is damaged: it has no tokens, or too many or few, of {len(wrong)} open responses, such as sample "
@@ -307,6 +313,10 @@ class OpenResponses:
             )
         self._tokens = {response.key: found[response.key] for response in mine}
         self._before = {}
+
+
+def _stored(ids: Sequence[int], logprobs: Sequence[float]) -> Tokens:
+    return array("q", ids), array("f", logprobs)
 
 
 def _dealt(table: Sequence[OpenResponse], replicas: int) -> list[OpenResponse]:

@@ -68,14 +68,15 @@ def grade_responses(responses: Sequence[Response], verifiers: VerifierPool | Non
 
     A response whose environment failed gets an error and is not graded; one that was cut is not graded either, and gets a score of 0.
     """
-    verdicts_known = {id(r): known for r in responses if (known := _known_verdict(r)) is not None}
-    items = [GradeItem(r.prompt.verifier, r.text, r.prompt.ground_truth, r.metadata) for r in responses if id(r) not in verdicts_known]
+    known = [_known_verdict(response) for response in responses]
+    read = [response for response, verdict in zip(responses, known, strict=True) if verdict is None]
+    items = [GradeItem(r.prompt.verifier, r.text, r.prompt.ground_truth, r.metadata) for r in read]
     graded: list[Verdict] = []
     if items:
         assert verifiers is not None, "the leader of a replica grades, so it needs verifiers"
         graded = verifiers.grade(items)
     verdicts = iter(graded)
-    return [verdicts_known[id(r)] if id(r) in verdicts_known else next(verdicts) for r in responses]
+    return [next(verdicts) if verdict is None else verdict for verdict in known]
 
 
 def _known_verdict(response: Response) -> Verdict | None:
