@@ -521,6 +521,13 @@ def base(tmp_path: Path) -> Path:
     return write_base(tmp_path)
 
 
+@pytest.mark.parametrize("tokens", [0, -3])
+def test_a_horizon_below_one_token_is_refused(tokens: int, tmp_path: Path) -> None:
+    write_model(tmp_path / "model")
+    (fault,) = faults_of(tmp_path, f"rollout.horizon.tokens={tokens}", CORRECTED)
+    assert fault == f"rollout.horizon.tokens: {tokens} must be > 0"
+
+
 @pytest.mark.parametrize(("name", "settings", "model", "key", "message"), BROKEN, ids=[f"{case[0]}-{i}" for i, case in enumerate(BROKEN)])
 def test_broken_rule(name: str, settings: list[str], model: dict[str, object], key: str, message: str, tmp_path: Path) -> None:
     write_model(tmp_path / "model", **model)
