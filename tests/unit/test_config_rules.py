@@ -12,6 +12,8 @@ from vapo_mcore.config.rules import RULES
 TP2 = ["parallel.world_size=2", "parallel.tensor_model_parallel_size=2"]
 MIXTURE: dict[str, object] = {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 UNTIL = "critic.value_pretraining.until="
+CORRECTED = "algorithm.policy_loss.importance_correction.kind=token_truncate"
+HORIZON = ["rollout.horizon.tokens=40", CORRECTED]
 
 # (name of the rule, settings, changes of the model, key of the fault, what its message contains)
 BROKEN = [
@@ -240,6 +242,93 @@ BROKEN = [
         "batch.responses_per_prompt = 1",
     ),
     (
+        "in_flight_holds_a_step",
+        [*HORIZON, "rollout.horizon.in_flight=120"],
+        {},
+        "rollout.horizon.in_flight",
+        "120 open responses are fewer than those of a step, batch.prompts_per_step x batch.responses_per_prompt = 16 x 8 = 128; use at",
+    ),
+    (
+        "in_flight_holds_a_step",
+        [*HORIZON, "rollout.horizon.in_flight=130"],
+        {},
+        "rollout.horizon.in_flight",
+        "130 is not a multiple of batch.responses_per_prompt = 8: a new prompt opens 8 responses at once; use 128 or 136",
+    ),
+    (
+        "segment_limit_is_reached",
+        [*HORIZON, "rollout.horizon.max_segments=4"],
+        {},
+        "rollout.horizon.max_segments",
+        "with rollout.horizon.tokens = 40 the longest response, rollout.max_response_length = 160, has 4 segments",
+    ),
+    (
+        "horizon_has_single_turns",
+        [*HORIZON, "rollout.environment={name: calculator, max_observation_length: 10}"],
+        {},
+        "rollout.horizon",
+        "cannot be combined with rollout.environment: a turn that is cut would have to keep the state of its environment",
+    ),
+    (
+        "horizon_draws_no_groups_again",
+        [*HORIZON, "rollout.dynamic_sampling.enabled=true"],
+        {},
+        "rollout.horizon",
+        "cannot be combined with rollout.dynamic_sampling.enabled = true: whether a group is dropped is known only when all",
+    ),
+    (
+        "horizon_recomputes_logprobs",
+        ["rollout.horizon.tokens=40", "rollout.old_logprobs=rollout"],
+        {},
+        "rollout.horizon",
+        "needs rollout.old_logprobs = 'recompute': tokens of earlier steps have two log-probs",
+    ),
+    (
+        "horizon_corrects_older_tokens",
+        ["rollout.horizon.tokens=40"],
+        {},
+        "rollout.horizon",
+        "needs algorithm.policy_loss.importance_correction.kind other than 'off': tokens of earlier steps were sampled by older policies",
+    ),
+    *(
+        (
+            "segments_have_a_critic",
+            ["rollout.horizon={tokens: 40, train: segments}", f"algorithm.advantage.estimator={estimator}"],
+            {},
+            "rollout.horizon.train",
+            f"'segments' cannot be used with algorithm.advantage.estimator = {estimator!r}, which {reason}",
+        )
+        for estimator, reason in (("rloo", "compares the rewards of a prompt's responses"), ("reinforce", "has no critic, whose value"))
+    ),
+    (
+        "segments_train_before_a_truncation",
+        ["rollout.horizon={tokens: 40, train: segments}", "algorithm.advantage.truncation=mask"],
+        {},
+        "rollout.horizon.train",
+        "when a response is truncated, its earlier segments have trained already",
+    ),
+    (
+        "segments_have_no_kl_in_the_reward",
+        ["rollout.horizon={tokens: 40, train: segments}", "algorithm.kl={place: reward, coef: 0.1}"],
+        {},
+        "rollout.horizon.train",
+        "the penalty of its earlier segments belongs to policies that are gone",
+    ),
+    (
+        "segments_are_no_responses",
+        ["rollout.horizon={tokens: 40, train: segments}", "algorithm.policy_loss.kind=gspo"],
+        {},
+        "rollout.horizon.train",
+        "'gspo', whose ratio is that of the whole response",
+    ),
+    (
+        "horizon_leaves_a_mean_return",
+        [*HORIZON, "critic.head_bias=mean_return", "critic.value_pretraining.steps=0"],
+        {},
+        "rollout.horizon",
+        "cannot set critic.head_bias = 'mean_return' without value pretraining",
+    ),
+    (
         "best_export_has_an_evaluation_metric",
         ["export.best={metric: eval/chain_sum/pass@1}"],
         {},
@@ -452,6 +541,13 @@ BROKEN = [
 @pytest.fixture(autouse=True)
 def base(tmp_path: Path) -> Path:
     return write_base(tmp_path)
+
+
+@pytest.mark.parametrize("tokens", [0, -3])
+def test_a_horizon_below_one_token_is_refused(tokens: int, tmp_path: Path) -> None:
+    write_model(tmp_path / "model")
+    (fault,) = faults_of(tmp_path, f"rollout.horizon.tokens={tokens}", CORRECTED)
+    assert fault == f"rollout.horizon.tokens: {tokens} must be > 0"
 
 
 @pytest.mark.parametrize(("name", "settings", "model", "key", "message"), BROKEN, ids=[f"{case[0]}-{i}" for i, case in enumerate(BROKEN)])

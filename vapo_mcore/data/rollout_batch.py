@@ -15,8 +15,8 @@ from torch import Tensor
 from vapo_mcore.config.verifiers import UNGRADED
 from vapo_mcore.data.ragged import cumulative, segment_positions, token_index
 
-FINISH_REASONS = ("stop", "length", "turns")
-_LIST_COLUMNS = ("prompt_id", "ungraded", "finish_reason", "source", "step_rewards")
+FINISH_REASONS = ("stop", "length", "turns", "cut")
+_LIST_COLUMNS = ("prompt_id", "ungraded", "finish_reason", "source", "step_rewards", "segments")
 _DTYPES = {
     "group": torch.int64,
     "sample_index": torch.int64,
@@ -35,6 +35,9 @@ _DTYPES = {
 StepRewards = tuple[tuple[int, float], ...]
 """Rewards inside a response: (position of the token in the whole sequence, reward), in order."""
 
+Segments = tuple[tuple[int, int], ...]
+"""Parts of a response sampled in different steps: (tokens, age), in order; age: RL steps since they were sampled, 0 in this step."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Rows:
@@ -49,7 +52,8 @@ class Rows:
         ungraded: the cause, a key of ``config.verifiers.UNGRADED``; empty in graded rows.
         score: float32, the verifier's raw score.
         reward: float32, the score after scaling and shaping, used for training.
-        finish_reason: "stop", "length" (truncated at the length limit) or "turns" (turn limit reached before the environment ended it).
+        finish_reason: "stop", "length" (truncated at the length limit), "turns" (turn limit reached before the environment ended it) or
+            "cut" (goes on in the next step, with ``horizon.train: segments``; graded, score and reward mean nothing).
         prompt_length, response_length: int64, tokens; a response may be empty, a prompt may not. The response length counts the tokens
             that the model sampled, over all turns.
         tool_length: int64, tokens that the environment wrote between the turns.
@@ -58,6 +62,7 @@ class Rows:
         missed_end: bool, truncated although the response contains an end-of-turn text.
         source: name of the data source.
         step_rewards: rewards of steps and turns; ``reward``, which is placed on the last token, is not included.
+        segments: with ``rollout.horizon`` the response's segments; empty without, where the present policy sampled all tokens.
     """
 
     prompt_id: list[str]
@@ -77,6 +82,7 @@ class Rows:
     missed_end: Tensor
     source: list[str]
     step_rewards: list[StepRewards]
+    segments: list[Segments]
 
     def __post_init__(self) -> None:
         n = len(self.prompt_id)
@@ -94,6 +100,9 @@ class Rows:
         unknown = set(self.finish_reason) - set(FINISH_REASONS)
         if unknown:
             raise ValueError(f"rows: finish reason {min(unknown)!r} is not one of {FINISH_REASONS}")
+        for row, (segments, length) in enumerate(zip(self.segments, self.response_length.tolist(), strict=True)):
+            if segments and sum(tokens for tokens, _ in segments) != length:
+                raise ValueError(f"rows: row {row} has {length} response tokens, but its segments are {segments}")
         if n and (int(self.prompt_length.min()) < 1 or int(self.response_length.min()) < 0 or int(self.tool_length.min()) < 0):
             raise ValueError("rows: a prompt has at least 1 token, and a response at least 0")
 
@@ -119,6 +128,16 @@ class Rows:
     def truncated(self) -> Tensor:
         """bool ``[n]``: whether the response was truncated at the length limit."""
         return torch.tensor([reason == "length" for reason in self.finish_reason], dtype=torch.bool)
+
+    @property
+    def cut(self) -> Tensor:
+        """bool ``[n]``: whether the response goes on in the next step."""
+        return torch.tensor([reason == "cut" for reason in self.finish_reason], dtype=torch.bool)
+
+    def stale_tokens(self, limit: int) -> Tensor:
+        """int64 ``[n]``: leading response tokens that were sampled more than ``limit`` steps ago."""
+        counts = [sum(tokens for tokens, age in segments if age > limit) for segments in self.segments]
+        return torch.tensor(counts, dtype=torch.int64)
 
     def select(self, index: Tensor | Sequence[int]) -> Rows:
         """Return the rows at ``index``, in that order."""

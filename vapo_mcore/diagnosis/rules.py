@@ -274,7 +274,8 @@ def _updates(rows: Rows, window: int, role: str) -> float:
 def untrained_minibatches(rows: Rows, rule: CountRule, context: Context) -> str | None:
     last = rows[-rule.window :]
     found = {role: sum(values_of(last, f"{role}/minibatches_masked")) for role in ("policy", "critic")}
-    empty = [row for row in last if row.get("tokens/trained") == 0]
+    # With rollout.horizon a step may find no response that has ended, or no complete group.
+    empty = [row for row in last if row.get("tokens/trained") == 0 and not (row.get("horizon/open") and row["response/count"] == 0)]
     done = sum(_updates(rows, rule.window, role) for role in found)
     masked = sum(found.values())
     if not empty and masked <= rule.above * (done + masked):

@@ -104,7 +104,12 @@ _RESPONSES = (
     Metric("tokens/tool", SAME, "tokens", "Tokens between the turns that the environment wrote; they carry no loss."),
     Metric("tokens/response", SAME, "response tokens", "Response tokens of the step, sampled by the model."),
     Metric("tokens/total", SAME, "tokens", "Prompt and response tokens of the step."),
-    Metric("tokens/trained", SAME, "response tokens", "Response tokens that carry a loss (graded, and not masked by `truncation: mask`)."),
+    Metric(
+        "tokens/trained",
+        SAME,
+        "response tokens",
+        "Response tokens that carry a loss (graded, not masked by `truncation: mask`, not too old).",
+    ),
 )
 _POLICY = (
     Metric(
@@ -318,6 +323,39 @@ _MISMATCH = (
         "Share of these weights above `importance_correction.cap` (2 where nothing is corrected).",
     ),
 )
+_HORIZON = (
+    Metric("horizon/open", SAME, "responses", "With `rollout.horizon`: responses open in the step, new ones included (horizon.md)."),
+    Metric("horizon/finished", SAME, "responses", "Those of them that ended in the step."),
+    Metric("horizon/cut", SAME, "responses", "Those of them that were cut; they go on in the next step."),
+    Metric("horizon/waiting", SAME, "responses", "Ended responses that wait for the rest of their group, after the step."),
+    Metric("horizon/segments_mean", SAME, "responses", "Mean number of segments of the step's responses, without those that were cut."),
+    Metric("horizon/segments_max", SAME, "responses", "Largest such number."),
+    Metric(
+        "horizon/bootstrapped_frac",
+        SAME,
+        "response tokens",
+        "With `train: segments`: share of the policy's tokens whose response was cut, so that the critic's value stands for the rest.",
+    ),
+    Metric("horizon/staleness_mean", SAME, "response tokens", "Mean age of the tokens that carry a loss: steps since they were sampled."),
+    Metric("horizon/staleness_max", SAME, "response tokens", "Age of the oldest of them."),
+    Metric("horizon/stale_tokens", SAME, "response tokens", "Tokens older than `rollout.horizon.max_staleness`, of graded responses."),
+    Metric("horizon/stale_responses", SAME, "responses", "Graded responses with such tokens: masked in part, or dropped (`stale`)."),
+    Metric(
+        "tokens/reprefilled",
+        SAME,
+        "tokens",
+        "Tokens of prompts and earlier segments that were prefilled again to continue responses (`rollout.horizon`).",
+    ),
+    Metric(
+        "mismatch/off_policy_kl",
+        POOLED,
+        "response tokens",
+        "As `mismatch/kl`, but tokens that older policies sampled included (`rollout.horizon`); the other `mismatch/*`, up to those of a "
+        "mask, leave them out.",
+    ),
+    Metric("mismatch/off_policy_ess", POOLED, "response tokens", "As `mismatch/ess`, those tokens included."),
+    Metric("mismatch/off_policy_beyond_cap_frac", POOLED, "response tokens", "As `mismatch/beyond_cap_frac`, those tokens included."),
+)
 _REJECTED = (
     Metric(
         "mismatch/rejected_low_frac",
@@ -434,6 +472,7 @@ METRICS: tuple[Metric, ...] = (
     *_ROUTING,
     *_IMITATION,
     *_MISMATCH,
+    *_HORIZON,
     *_REJECTED,
     *_SYSTEM,
 )

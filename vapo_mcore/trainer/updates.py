@@ -36,7 +36,7 @@ from vapo_mcore.trainer.step_metrics import record_routing
 
 MOST_OUTSIDE = 0.01
 """Largest share of a rollout's returns outside the bounds of a categorical head."""
-_WEIGHTS = ("policy_weights", "positive_weights", "value_weights")
+_WEIGHTS = ("policy_weights", "positive_weights", "value_weights", "policy_mask")
 
 
 @dataclass(frozen=True)
@@ -115,12 +115,15 @@ def update_policy(
 
     def weigh(microbatch: MicroBatch, minibatch: MiniBatch) -> MicroBatch:
         mask, cu_seqlens = microbatch.tensors["response_mask"], microbatch.layout.cu_seqlens
-        return microbatch.with_tensors(
+        positive_mask = microbatch.tensors["positive_mask"]
+        whole = mask | positive_mask if loss.segments else mask
+        weighed = microbatch.with_tensors(
             policy_weights=token_weights(
                 mask, cu_seqlens, settings.aggregation, config.rollout.max_response_length, minibatch.denominators
             ),
-            positive_weights=positive_token_weights(mask, microbatch.tensors["positive_mask"], minibatch.denominators),
+            positive_weights=positive_token_weights(whole, positive_mask, minibatch.denominators),
         )
+        return weighed.with_tensors(response_mask=whole, policy_mask=mask) if loss.segments else weighed
 
     def record(result: StepResult) -> None:
         nonlocal first

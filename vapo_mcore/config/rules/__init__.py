@@ -10,6 +10,7 @@ from vapo_mcore.config.rules import (  # noqa: F401  (importing a module registe
     checkpoint,
     critic,
     diagnosis,
+    horizon,
     layout,
     mixtures,
     sampling,

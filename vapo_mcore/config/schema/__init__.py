@@ -35,6 +35,7 @@ from vapo_mcore.config.schema.faults import FaultsConfig, LossSpikeConfig
 from vapo_mcore.config.schema.rollout import (
     DynamicSamplingConfig,
     EnvironmentConfig,
+    HorizonConfig,
     OverlongConfig,
     RewardConfig,
     RewardScaleConfig,
@@ -84,6 +85,7 @@ __all__ = [
     "FaultsConfig",
     "FieldsConfig",
     "FileSource",
+    "HorizonConfig",
     "ImportanceCorrectionConfig",
     "KlConfig",
     "LambdaConfig",
