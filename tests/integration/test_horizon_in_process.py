@@ -212,6 +212,20 @@ def test_segments_train_in_the_step_that_sampled_them(folder: Path, segments: Pa
     assert weights(segments) != weights(folder / "short")
 
 
+def test_the_critic_may_learn_from_segments(folder: Path, segments: Path) -> None:
+    """The first step samples the same; the critic then has as many tokens as the policy."""
+    settings = SEGMENTS[0].replace("train: segments", "train: segments, critic: segments")
+    found = [row for row in rows(run(folder, "critic_of_segments", settings, "run.steps=2")) if row["stage"] == "rl"]
+    first, *_ = (row for row in rows(segments) if row["stage"] == "rl")
+    assert found[0]["policy/surrogate_loss"] == first["policy/surrogate_loss"]  # values from before the critic's update
+    assert found[0]["critic/returns_mean"] != first["critic/returns_mean"]
+    for step in (1, 2):
+        for entry in read_samples(folder / "critic_of_segments", f"step_{step:04d}"):
+            before = (entry["response_length"] - 1) // 7 * 7
+            expected = [None] * before + [entry["reward"]] * (entry["response_length"] - before)
+            assert entry["tokens"]["return"] == expected  # lambda_critic is 1 and these have ended
+
+
 def test_a_stopped_run_of_segments_continues_bit_for_bit(folder: Path, segments: Path) -> None:
     original = StepRunner.rl_step
 
