@@ -173,6 +173,17 @@ def test_a_stopped_run_with_open_responses_continues_bit_for_bit(folder: Path, s
     assert "open responses: " in capfd.readouterr().out
 
 
+def test_a_resume_may_begin_and_end_a_horizon(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    run(folder, "switched", "run.steps=1")
+    run(folder, "switched", *SHORT, "run.steps=2", resume=ResumeOptions(allow_config_change=True))
+    cut = rows(folder / "switched")[-1]["horizon/cut"]
+    capfd.readouterr()
+    run(folder, "switched", "run.steps=3", resume=ResumeOptions(allow_config_change=True, restart_data=True))
+    assert f"open responses: {cut} dropped (--restart-data)" in capfd.readouterr().out
+    found = [row.get("horizon/open") for row in rows(folder / "switched") if row["stage"] == "rl"]
+    assert found == [None, 20, None]
+
+
 def test_a_step_that_is_abandoned_leaves_the_open_responses_of_the_one_before(folder: Path, short: Path) -> None:
     original = StepRunner._sync
 
