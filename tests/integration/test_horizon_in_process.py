@@ -173,6 +173,17 @@ def test_a_stopped_run_with_open_responses_continues_bit_for_bit(folder: Path, s
     assert "open responses: " in capfd.readouterr().out
 
 
+def test_a_resume_may_begin_and_end_a_horizon(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    run(folder, "switched", "run.steps=1")
+    run(folder, "switched", *SHORT, "run.steps=2", resume=ResumeOptions(allow_config_change=True))
+    cut = rows(folder / "switched")[-1]["horizon/cut"]
+    capfd.readouterr()
+    run(folder, "switched", "run.steps=3", resume=ResumeOptions(allow_config_change=True, restart_data=True))
+    assert f"open responses: {cut} dropped (--restart-data)" in capfd.readouterr().out
+    found = [row.get("horizon/open") for row in rows(folder / "switched") if row["stage"] == "rl"]
+    assert found == [None, 20, None]
+
+
 def test_a_step_that_is_abandoned_leaves_the_open_responses_of_the_one_before(folder: Path, short: Path) -> None:
     original = StepRunner._sync
 
@@ -210,6 +221,20 @@ def test_segments_train_in_the_step_that_sampled_them(folder: Path, segments: Pa
         assert None not in tokens["value"] and None not in tokens["rollout_logprob"]
         assert [value is None for value in tokens["advantage"]] == [number < before for number in range(entry["response_length"])]
     assert weights(segments) != weights(folder / "short")
+
+
+def test_the_critic_may_learn_from_segments(folder: Path, segments: Path) -> None:
+    """The first step samples the same; the critic then has as many tokens as the policy."""
+    settings = SEGMENTS[0].replace("train: segments", "train: segments, critic: segments")
+    found = [row for row in rows(run(folder, "critic_of_segments", settings, "run.steps=2")) if row["stage"] == "rl"]
+    first, *_ = (row for row in rows(segments) if row["stage"] == "rl")
+    assert found[0]["policy/surrogate_loss"] == first["policy/surrogate_loss"]  # values from before the critic's update
+    assert found[0]["critic/returns_mean"] != first["critic/returns_mean"]
+    for step in (1, 2):
+        for entry in read_samples(folder / "critic_of_segments", f"step_{step:04d}"):
+            before = (entry["response_length"] - 1) // 7 * 7
+            expected = [None] * before + [entry["reward"]] * (entry["response_length"] - before)
+            assert entry["tokens"]["return"] == expected  # lambda_critic is 1 and these have ended
 
 
 def test_a_stopped_run_of_segments_continues_bit_for_bit(folder: Path, segments: Path) -> None:

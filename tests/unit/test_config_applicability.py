@@ -42,6 +42,7 @@ WITHOUT_EFFECT = [
     (["rollout.engine=transformers", "rollout.tensor_parallel_size=1"], "rollout.tensor_parallel_size"),
     (["rollout.dynamic_sampling.max_rounds=5"], "rollout.dynamic_sampling.max_rounds"),
     (["rollout.dynamic_sampling.on_exhausted=stop"], "rollout.dynamic_sampling.on_exhausted"),
+    (["rollout.horizon={tokens: 40, critic: segments}", f"{CORRECTION}.kind=token_truncate"], "rollout.horizon.critic"),
     (["rollout.horizon={tokens: 40, train: segments, max_staleness: 1}"], "rollout.horizon.max_staleness"),
     (["rollout.horizon={tokens: 40, stale: drop}", f"{CORRECTION}.kind=token_truncate"], "rollout.horizon.stale"),
     (["critic={epochs: 2, updates_per_rollout: 3}"], "critic.epochs"),

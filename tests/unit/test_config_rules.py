@@ -322,6 +322,13 @@ BROKEN = [
         "'gspo', whose ratio is that of the whole response",
     ),
     (
+        "imitation_keeps_whole_responses",
+        ["rollout.horizon={tokens: 40, train: segments, critic: segments}", "algorithm.self_imitation={top_k: 2}"],
+        {},
+        "rollout.horizon.critic",
+        "'segments' cannot be used with algorithm.self_imitation, which keeps whole responses",
+    ),
+    (
         "horizon_leaves_a_mean_return",
         [*HORIZON, "critic.head_bias=mean_return", "critic.value_pretraining.steps=0"],
         {},

@@ -195,6 +195,12 @@ INAPPLICABLE: tuple[Inapplicable, ...] = (
         "dynamic sampling is off",
     ),
     Inapplicable(
+        ("rollout.horizon.critic",),
+        ("rollout.horizon.train",),
+        lambda c: c.rollout.horizon is not None and c.rollout.horizon.train == "completed",
+        "policy and critic train on the same responses",
+    ),
+    Inapplicable(
         ("rollout.horizon.max_staleness", "rollout.horizon.stale"),
         ("rollout.horizon.train",),
         lambda c: c.rollout.horizon is not None and c.rollout.horizon.train == "segments",

@@ -97,7 +97,7 @@ class _Step:
     updates_stopped: bool = False  # too many consecutive updates were skipped: no further update in this step
     sampled: tuple[Round, SamplingCounts] | None = None  # the step's rollout, kept for a dump
     dumped: bool = False
-    ended: Experience | None = None  # with horizon.train: segments, the responses that have ended, with all their tokens
+    ended: Experience | None = None  # with horizon.critic: ended, these responses with all their tokens
 
     def of_critic(self, experience: Experience) -> Experience:
         """Return what the critic trains on, if the policy trains on ``experience``."""
@@ -316,7 +316,8 @@ class StepRunner:
             if self.segments and step.stage == "rl":
                 ended = ended_responses(sampled)
                 rows = rows.select(range(len(ended.rows)))
-                _, step.ended = self._distribute(ended, rows, None)
+                if config.rollout.horizon is not None and config.rollout.horizon.critic == "ended":
+                    _, step.ended = self._distribute(ended, rows, None)
             shown = {row: record for part in all_gather_objects(sampled.shown) for row, record in part.items()}
         step.samples = {row: record | {"reward": float(rows.reward[row])} for row, record in sorted(shown.items())}
         record_rows(step.metrics, rows, experience.trained_lengths, counts, config.rollout.max_response_length)

@@ -110,6 +110,24 @@ def test_advantages_are_bootstrapped_at_the_cut_and_returns_are_those_of_whole_r
     assert by_row(critic, "returns")[1] == [-1.0]
 
 
+@pytest.mark.parametrize("lam", [1.0, 0.0])
+def test_a_critic_of_segments_learns_its_own_value_where_a_response_was_cut(lam: float) -> None:
+    config = configured(lambda_critic=lam)
+    policy, _ = experiences(config)
+    estimator = AdvantageEstimator(config, None)  # type: ignore[arg-type]
+    policy.batch["values"] = torch.where(policy.mask, 0.0, math.nan)
+    policy.batch["values"][policy.mask] = torch.tensor([0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7])
+    policy.bootstrap_values = torch.tensor([9.0, 9.0, 0.8, -0.2])
+    estimator.place_rewards(policy)
+    estimator.returns(policy)
+    found = by_row(policy, "returns")
+    next_values = (0.2, 0.5, 0.7) if lam == 0.0 else (1.0, GAMMA * 0.8, GAMMA * -0.2)
+    assert found[0] == pytest.approx([0, 0, GAMMA * next_values[0], 1.0])
+    assert found[1] == [-1.0]
+    assert found[2] == pytest.approx([0, 0, GAMMA * next_values[1], GAMMA * 0.8])
+    assert found[3] == pytest.approx([GAMMA * next_values[2], GAMMA * -0.2])
+
+
 @pytest.mark.parametrize("truncation", ["terminal", "bootstrap"])
 def test_a_truncated_response_is_followed_by_a_value_only_if_so_configured(truncation: str) -> None:
     config = configured(truncation=truncation)

@@ -135,6 +135,17 @@ def segments_are_no_responses(s: Subject) -> str | None:
     return None
 
 
+@rule("rollout.horizon.critic", "algorithm.self_imitation")
+def imitation_keeps_whole_responses(s: Subject) -> str | None:
+    horizon = s.config.rollout.horizon
+    if horizon is None or horizon.critic == "ended" or s.config.algorithm.self_imitation is None:
+        return None
+    return (
+        "'segments' cannot be used with algorithm.self_imitation, which keeps whole responses with the critic's targets for all their "
+        "tokens; use 'ended'"
+    )
+
+
 @rule("rollout.horizon", "critic.head_bias", "critic.init", "critic.value_pretraining")
 def horizon_leaves_a_mean_return(s: Subject) -> str | None:
     c = s.config

@@ -49,8 +49,11 @@ class HorizonConfig(Section):
 
     tokens: PositiveInt  # H: most tokens of a response that a step samples
     # completed: responses train in the step in which they end (of group estimators, their whole group). segments: the policy trains on the
-    # step's tokens, with the critic's value where a response was cut; the critic on the responses that have ended.
+    # step's tokens, with the critic's value where a response was cut.
     train: Literal["completed", "segments"] = "completed"
+    # With train: segments. ended: the critic trains on all tokens of the responses that have ended; segments: on the step's tokens, with
+    # its own value where a response was cut.
+    critic: Literal["ended", "segments"] = "ended"
     in_flight: PositiveInt | None = None  # responses open at a time; null: batch.prompts_per_step x batch.responses_per_prompt
     max_segments: PositiveInt | None = None  # a response is not cut in its segment of this number, but sampled to its end; null: no limit
     # Oldest tokens that are trained, in steps since they were sampled; null: all.
