@@ -12,6 +12,7 @@ All passes run through Megatron-Core's pipeline schedules. The engine alone conv
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -101,6 +102,16 @@ def choices_name(role: Role) -> str:
     return f"{role}_expert_choices"
 
 
+def _forget_hooks(nodes_of_chunks: list[list[Any]]) -> None:
+    """Remove the hooks of autograd nodes, and the nodes from these lists."""
+    for nodes in nodes_of_chunks:
+        for node in nodes:
+            hooks = node.register_hook(lambda *_: None).hooks_dict_ref()  # torch gives access to a node's hooks only by a new one
+            if hooks is not None:
+                hooks.clear()
+        nodes.clear()
+
+
 class MegatronModel:
     """This rank's shard of a policy or critic, with its optimizer if it is trained.
 
@@ -149,6 +160,8 @@ class MegatronModel:
 
     def _make_trainable(self, settings: OptimizerConfig, warmup_updates: int) -> None:
         self.wrapped = wrap_chunks(self.chunks)
+        # Megatron's wrapper and its hooks on gradients refer to each other through autograd nodes, which Python's collector does not see.
+        weakref.finalize(self, _forget_hooks, [chunk.grad_accs for chunk in self.wrapped]).atexit = False
         self.optimizer = Optimizer(self.wrapped, settings, self.config, warmup_updates)
         self.config.finalize_model_grads_func = _finalize_gradients
         no_sync = [chunk.no_sync for chunk in self.wrapped]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -287,6 +288,10 @@ def microbatches(case: Case, parallel: ParallelContext, tensors: dict[str, list[
     return parts, result
 
 
+BUILT: list[weakref.ref[Any]] = []
+"""Models with their gradient buffers, which must be gone after a case."""
+
+
 def build(role: str, case: Case, folder: Path, parallel: ParallelContext) -> MegatronModel:
     architecture = read_architecture(folder)
 
@@ -304,7 +309,9 @@ def build(role: str, case: Case, folder: Path, parallel: ParallelContext) -> Meg
 
     model = SimpleNamespace(dtype=case.dtype, attention="auto", recompute=case.recompute)
     unknown = problem.unknown_ids(case.model)
-    return MegatronModel(role, architecture, model, parallel, load_weights=load, optimizer=OPTIMIZER, unknown_token_ids=unknown)  # type: ignore[arg-type]
+    built = MegatronModel(role, architecture, model, parallel, load_weights=load, optimizer=OPTIMIZER, unknown_token_ids=unknown)  # type: ignore[arg-type]
+    BUILT.extend(weakref.ref(chunk) for chunk in built.wrapped)
+    return built
 
 
 class GradientExporter(Exporter):
@@ -549,6 +556,8 @@ def main() -> None:
         if only in case.name:
             say(case.name, check(case, Reference(workdir, case.model), workdir))
             release_groups()
+            assert [model() for model in BUILT if model() is not None] == [], f"{case.name}: models that nothing uses are still in memory"
+            BUILT.clear()
     for degrees in {1: [{}], 2: [{"tp": 2}, {"pp": 2}, {"cp": 2}]}.get(world, []):
         name = f"longest-{'-'.join(degrees) or 'one'}"
         if only in name:
