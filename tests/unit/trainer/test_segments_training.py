@@ -151,7 +151,9 @@ def test_the_loss_takes_the_surrogate_from_the_step_and_the_nll_from_whole_corre
     policy.batch["old_logprobs"] = torch.where(policy.mask, logprobs, math.nan)
     seen: list[Any] = []
 
-    def kept(role: str, model: Any, experience: Experience, loss: Any, order: Any, weigh: Any, *more: Any, extra: tuple[str, ...]) -> None:
+    def kept(
+        _: Any, role: str, model: Any, experience: Experience, loss: Any, order: Any, weigh: Any, *more: Any, extra: tuple[str, ...]
+    ) -> None:
         names = [name for name in (*loss.tensors, *extra) if name not in updates._WEIGHTS]
         seen.extend(
             (weigh(experience.with_tensors(part, names), minibatch), part.rows)
