@@ -22,11 +22,12 @@ OFF_BY_ONE = TEMPLATE.replace("<|im_start|>assistant\n", "<|im_start|>assistant"
 
 
 def write_certify_setup(folder: Path, *, model: str = "qwen2") -> Path:
-    """``folder``/model, train.jsonl (24 sums), off_by_one.jinja and base.yaml."""
+    """``folder``/model, train.jsonl (24 sums), empty.jsonl, off_by_one.jinja and base.yaml."""
     write_model(model, folder / "model")
     _write_tokenizer(folder / "model")
     rows = [{"prompt": f"{n}+{n * 7 % 13}=", "answer": str(n + n * 7 % 13)} for n in range(1, 25)]
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    (folder / "empty.jsonl").write_text("")
     (folder / "off_by_one.jinja").write_text(OFF_BY_ONE, encoding="utf-8")
     (folder / "base.yaml").write_text(yaml.safe_dump(_settings(folder)), encoding="utf-8")
     return folder

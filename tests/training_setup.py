@@ -15,6 +15,18 @@ from vapo_mcore.config import Config, load_config
 SPECIAL = ["<pad>", "<eos>", "<bos>"]
 CHARACTERS = SPECIAL + [chr(ord("!") + i) for i in range(94)] + [chr(0xC0 + i) for i in range(VOCAB - len(SPECIAL) - 94)]
 
+HORIZON = (
+    "critic.value_pretraining.steps=0",
+    "rollout.stop_token_ids=[10, 20, 30, 40, 50, 60, 75, 80, 90, 100, 110, 120]",  # about one token in ten ends a response
+    "run.steps=4",
+    "run.samples_per_step=24",
+    "data.eval=[]",
+    "rollout.max_response_length=24",
+    "algorithm.policy_loss.importance_correction.kind=token_truncate",
+    "checkpoint={every_minutes: 0, every_steps: 1, keep_last: 9}",
+)
+"""Settings of runs with ``rollout.horizon``, with responses of very different lengths."""
+
 
 def write_tokenizer(folder: Path) -> None:
     """Write a tokenizer that maps tokens to characters one to one, so that text determines the ids."""

@@ -138,12 +138,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     config.add_argument("--skip-paths", action="store_true", help="do not check the model folder and the data files")
 
     train = commands.add_parser("train", help="train a model; starts all ranks on this machine unless torchrun has started them")
-    train.add_argument("--dry-run", action="store_true", help="check everything that needs no model, then stop")
-    train.add_argument("--clean", action="store_true", help="delete the run in run.dir before starting")
-    train.add_argument("--resume", action="store_true", help="continue the run in run.dir; start it if it has no checkpoint yet")
-    train.add_argument("--resume-from", metavar="NAME", help="continue from this checkpoint of run.dir (a folder in checkpoints/)")
-    train.add_argument("--allow-config-change", action="store_true", help="resume even if settings that affect training have changed")
-    train.add_argument("--restart-data", action="store_true", help="resume, but restart the training prompts from the beginning")
+    _add_train_arguments(train)
 
     from vapo_mcore.commands import evaluate_command as evaluating
 
@@ -202,12 +197,26 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     options, rest = parser.parse_known_args(arguments)
     _append_rest(parser, options, rest)
     if options.command == "train":
-        options.resume = options.resume or options.resume_from is not None
-        if options.resume and options.clean:
-            parser.error("--resume continues a run, --clean deletes it: use only one of them")
-        if not options.resume and (options.allow_config_change or options.restart_data):
-            parser.error("--allow-config-change and --restart-data need --resume")
+        _require_consistent_resume(parser, options)
     return options
+
+
+def _add_train_arguments(train: argparse.ArgumentParser) -> None:
+    train.add_argument("--dry-run", action="store_true", help="check everything that needs no model, then stop")
+    train.add_argument("--clean", action="store_true", help="delete the run in run.dir before starting")
+    train.add_argument("--resume", action="store_true", help="continue the run in run.dir; start it if it has no checkpoint yet")
+    train.add_argument("--resume-from", metavar="NAME", help="continue from this checkpoint of run.dir (a folder in checkpoints/)")
+    train.add_argument("--allow-config-change", action="store_true", help="resume even if settings that affect training have changed")
+    train.add_argument("--restart-data", action="store_true", help="resume, but restart the training prompts from the beginning")
+
+
+def _require_consistent_resume(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Set ``options.resume`` if a checkpoint is named; end with a usage error if options of ``train`` contradict each other."""
+    options.resume = options.resume or options.resume_from is not None
+    if options.resume and options.clean:
+        parser.error("--resume continues a run, --clean deletes it: use only one of them")
+    if not options.resume and (options.allow_config_change or options.restart_data):
+        parser.error("--allow-config-change and --restart-data need --resume")
 
 
 def _append_rest(parser: argparse.ArgumentParser, options: argparse.Namespace, rest: list[str]) -> None:

@@ -37,6 +37,7 @@ def table(numbers: list[int]) -> Rows:
         missed_end=torch.zeros(n, dtype=torch.bool),
         source=["set"] * n,
         step_rewards=[((i % LENGTHS[i], float(i)),) for i in numbers],
+        segments=[((LENGTHS[i] - 1, i % 3),) for i in numbers],
     )
 
 

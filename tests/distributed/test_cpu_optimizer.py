@@ -31,7 +31,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("model", ["policy float32", "policy bfloat16", "critic bfloat16"])
 def test_updates_are_those_of_adamw(cases: dict[str, dict[str, Any]], layout: str, model: str) -> None:
-    """With warm-up, clipping, weight decay, a rate beside the schedule and a step that all ranks skip.
+    """With warm-up, clipping, weight decay, an update outside the schedule and a step that all ranks skip.
 
     Main parameters against AdamW in float64: weights of up to 1.3 are rounded to 6e-8 in each of five updates. The fused AdamW of the
     CPU rounds otherwise than the one on the device: given the same gradients their weights differ by less than a tenth of that bound.
@@ -40,7 +40,7 @@ def test_updates_are_those_of_adamw(cases: dict[str, dict[str, Any]], layout: st
     assert case["clipped"] and case["skipped_alike"] and case["unchanged"] and case["counted"] and case["updates"] == 4
     assert case["norm_tells"] == (layout == "dp2")  # that a gradient is infinite; where it does not, the gradients themselves do
     assert case["norm"] <= 1e-6
-    assert case["moved"] > 2.5e-3  # of rates of 0.25, 0.5, 0.5 (beside the schedule), 0.75 and 1 thousandth, the skipped one aside
+    assert case["moved"] > 2.5e-3  # of rates of 0.25, 0.5, 0.5 (outside the schedule), 0.75 and 1 thousandth, the skipped one aside
     assert case["oracle"] <= 1e-6 < case["largest_weight"]
     assert case["weights_are_main"]
     assert case["device_optimizer"] <= 1e-7

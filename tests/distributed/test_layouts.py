@@ -44,6 +44,8 @@ BFLOAT16 = {"logprobs": 0.2, "entropy": 0.06, "values": 0.1, "bootstrap": 0.1, "
 
 
 def limit(case: str, name: str) -> float:
+    if name.endswith(("_choices", "_routing", "_load")):
+        return 0.0
     if name.endswith("gradient_of_one_process"):
         return FORWARD_AND_GRADIENT
     if "bfloat16" in case:
@@ -51,25 +53,27 @@ def limit(case: str, name: str) -> float:
     return WEIGHTS_OVER_LR if name.endswith("weights_over_lr") else FORWARD_AND_GRADIENT
 
 
-def check(results: dict[str, dict[str, float]], expected_cases: int, bfloat16: int, longest: int) -> None:
-    kinds = [[case for case in results if mark in case] for mark in ("bfloat16", "longest")]
+def check(results: dict[str, dict[str, float]], expected_cases: int, bfloat16: int, longest: int, replay: int) -> None:
+    kinds = [[case for case in results if mark in case] for mark in ("bfloat16", "longest", "replay")]
     exact = [case for case in results if not any(case in kind for kind in kinds)]
-    assert [len(exact), *map(len, kinds)] == [expected_cases, bfloat16, longest], sorted(results)
+    assert [len(exact), *map(len, kinds)] == [expected_cases, bfloat16, longest, replay], sorted(results)
     wrong = {(case, name): error for case, errors in results.items() for name, error in errors.items() if not error <= limit(case, name)}
     assert not wrong, wrong
     names = {"logprobs", "entropy", "values", "bootstrap"}
     names |= {f"{role}_{what}" for role in ("policy", "critic") for what in ("loss", "gradient", "grad_norm", "weights_over_lr")}
     assert all(set(results[case]) == names for case in exact)
     assert all(set(results[case]) == {"logprobs", "entropy"} for case in kinds[1])
+    of_routers = {f"{role}_{what}" for role in ("policy", "critic") for what in ("choices", "routing", "load", "balance", "z")}
+    assert all(set(results[case]) == (names | of_routers) - {"entropy", "bootstrap"} for case in kinds[2])
     # float32 reduction shows where the same micro-batches were in one process (which wrote the file) and on two ranks
     compared = [case for case in kinds[0] if "policy_gradient_of_one_process" in results[case]]
     assert len(compared) == (1 if longest else 0), compared
 
 
 def test_one_process_equals_float64(workdir: Path) -> None:
-    check(json.loads((workdir / "world1.json").read_text()), 27, bfloat16=1, longest=1)
+    check(json.loads((workdir / "world1.json").read_text()), 27, bfloat16=1, longest=1, replay=3)
 
 
-@pytest.mark.parametrize(("world", "cases", "bfloat16", "longest"), [(2, 56, 4, 3), (4, 35, 1, 0), (8, 5, 0, 0)])
-def test_layouts_equal_one_process(workdir: Path, world: int, cases: int, bfloat16: int, longest: int) -> None:
-    check(run(world, workdir), cases, bfloat16, longest)
+@pytest.mark.parametrize(("world", "cases", "bfloat16", "longest", "replay"), [(2, 56, 4, 3, 5), (4, 35, 1, 0, 6), (8, 5, 0, 0, 1)])
+def test_layouts_equal_one_process(workdir: Path, world: int, cases: int, bfloat16: int, longest: int, replay: int) -> None:
+    check(run(world, workdir), cases, bfloat16, longest, replay)

@@ -29,8 +29,8 @@ from vapo_mcore.megatron.parallel import initialize_parallel  # noqa: E402
 CASES: dict[int, dict[str, dict[str, Any]]] = {
     1: {
         "one": {},
-        "bfloat16, recomputed": {"dtype": "bfloat16", "recompute": "full"},
-        "cpu optimizer": {"cpu_offload": True},
+        "bfloat16, recomputed": {"dtype": "bfloat16", "recompute": "full", "let_go": True},
+        "cpu optimizer": {"cpu_offload": True, "let_go": True},
         "head only": {"head_only": True},
     },
     2: {
@@ -46,7 +46,7 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
 def run_case(options: dict[str, Any], world: int) -> dict[str, Any]:
     layout = {name: options.pop(name) for name in list(options) if name.endswith("_size")}
     parallel = initialize_parallel(ParallelConfig(world_size=world, **layout))
-    head_only = options.pop("head_only", False)
+    head_only, let_go = options.pop("head_only", False), options.pop("let_go", False)
     counted: dict[str, Any] = {}
     allocated = (lambda: torch.cuda.memory_allocated(parallel.device)) if FAKE else lambda: 0
     before = allocated()
@@ -84,8 +84,12 @@ def run_case(options: dict[str, Any], world: int) -> dict[str, Any]:
         counted["live"] = fake_cuda.live(parallel.device.index)
         counted["residency"] = residency.device_bytes()
         counted["syncs"] = count_syncs(residency, models, parts)
-    for name in list(residency.offloaders):
-        residency.remove(name)
+    if let_go:  # with what they have on the host
+        residency.pool.clear()
+        assert residency.pool.num_bytes == 0
+    else:
+        for name in list(residency.offloaders):
+            residency.remove(name)
     return {"numbers": numbers, **counted}
 
 

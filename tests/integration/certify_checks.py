@@ -3,12 +3,28 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
-from vapo_mcore.certify.record import Measurement, holds
+from vapo_mcore.certify import bench as bench_module
+from vapo_mcore.certify.record import Measurement, fails, holds
+from vapo_mcore.collectives import broadcast_object
 
 
 def holding(bench: Any) -> Measurement:
     return holds("ranks", f"{bench.parallel.world_size}", "two", 2.0)
+
+
+def alone(bench: Any) -> Measurement:
+    """Rank 0 reads texts alone, then asks alone for the engine, which all ranks build together."""
+    found = fails("engine on one rank", "built")
+    if bench.parallel.rank == 0:
+        assert len(bench.sequences) == 8 and len(bench.prompts.items) == 24
+        try:
+            with mock.patch.object(bench_module, "MEETING_SECONDS", 0.2):
+                _ = bench.engine
+        except RuntimeError as error:
+            found = holds("engine on one rank", str(error))
+    return broadcast_object(found)
 
 
 def raising(bench: Any) -> list[Measurement]:

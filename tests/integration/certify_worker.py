@@ -17,7 +17,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.certify_setup import END_OF_TURN, certify_config
+from vapo_mcore.certify import bench as bench_module
 from vapo_mcore.certify.runner import CertifyOptions, certify
+from vapo_mcore.checkpoint import resume as resume_module
+from vapo_mcore.errors import RolloutError
 from vapo_mcore.megatron import engine as engine_module
 from vapo_mcore.megatron import losses
 from vapo_mcore.megatron.offload import ModelOffloader
@@ -137,6 +140,34 @@ def lost_moments() -> AbstractContextManager[Any]:
     return mock.patch.object(ModelOffloader, "_offload_optimizer", offload)
 
 
+@contextmanager
+def moments_not_loaded() -> Iterator[None]:
+    """Loading a checkpoint leaves the optimizer's moments as they are."""
+    original = resume_module.load_optimizer
+
+    def moments(model: Any) -> dict[tuple[int, int, str], Tensor]:
+        return {
+            (number, index, key): value
+            for number, optimizer in enumerate(model.optimizer.megatron.chained_optimizers)
+            for index, state in enumerate(optimizer.optimizer.state.values())
+            for key, value in state.items()
+            if isinstance(value, Tensor) and value.ndim > 0
+        }
+
+    def load(model: Any, *arguments: Any, **more: Any) -> None:
+        before = {name: tensor.clone() for name, tensor in moments(model).items()}
+        original(model, *arguments, **more)
+        for name, tensor in moments(model).items():
+            tensor.copy_(before[name])
+
+    with mock.patch.object(resume_module, "load_optimizer", load):
+        yield
+
+
+def without_engine() -> AbstractContextManager[Any]:
+    return mock.patch.object(bench_module, "build_engine", side_effect=RolloutError("rollout.engine: no such engine here"))
+
+
 @dataclass(frozen=True)
 class Case:
     """``checks`` to run on the setup with ``settings``, inside ``defect`` (a function of the folder)."""
@@ -149,7 +180,10 @@ class Case:
 
 OWN_CHECKS = "tests.integration.certify_checks"
 CASES: Mapping[str, Case] = {
-    "clean": Case(("folder", "trainer", "engine", "invariance", "offload", "critic", "graders", f"{OWN_CHECKS}:holding")),
+    "clean": Case(("folder", "trainer", "engine", "invariance", "offload", "resume", "critic", "graders", f"{OWN_CHECKS}:holding")),
+    "fast": Case((f"{OWN_CHECKS}:alone", "folder", "trainer", "critic", "graders")),
+    "rates": Case(("rates",)),
+    "one_rank": Case(("invariance", "rates"), ("parallel.world_size=1",)),
     "swapped_rows": Case(("trainer",), defect=lambda _: loaded(swapped_rows), against="clean"),
     "rope": Case(("trainer",), defect=lambda _: loaded(interleaved_rope)),
     "stale_layer": Case(("engine",), defect=lambda _: stale_layer(readable=True)),
@@ -158,12 +192,15 @@ CASES: Mapping[str, Case] = {
     "frozen_ratio": Case(("invariance",), defect=lambda _: frozen_ratio()),
     "context": Case(("invariance",), defect=lambda _: gradients_times_context()),
     "moments": Case(("offload",), defect=lambda _: lost_moments()),
+    "not_restored": Case(("resume",), defect=lambda _: moments_not_loaded()),
     "template": Case(("folder",), ("data.chat_template={folder}/off_by_one.jinja",)),
     "stop_ids": Case(("folder",), defect=lambda _: without_end_of_turn()),
     "critic_head": Case(("critic",), defect=lambda folder: loaded(head_of_the_policy(folder))),
     "categorical_critic": Case(("critic",), ("critic.categorical.low=-1.5", "critic.categorical.high=1.5", "critic.categorical.bins=31")),
     "mlp_critic": Case(("critic",), ("critic.head=mlp",)),
     "grader": Case(("graders",), ("data.train.0.verifier=tests.integration.certify_checks:everything_right",)),
+    "no_engine": Case(("folder", "engine", "rates"), defect=lambda _: without_engine()),
+    "no_data": Case(("folder", "engine", "resume", "graders"), ("data.train.0.path={folder}/empty.jsonl",)),
     "no_critic": Case(("critic", f"{OWN_CHECKS}:raising", f"{OWN_CHECKS}:empty"), ("algorithm.advantage.estimator=dr_grpo",)),
 }
 

@@ -60,10 +60,10 @@ def nan_losses(chosen: Callable[[int], bool]) -> Iterator[None]:
     original, calls = PolicyLoss.__call__, 0
     accumulate = MegatronModel.accumulate
 
-    def counted(self: MegatronModel, microbatches: Any, loss: Any) -> Any:
+    def counted(self: MegatronModel, microbatches: Any, loss: Any, *more: Any) -> Any:
         nonlocal calls
         calls += isinstance(loss, PolicyLoss)
-        return accumulate(self, microbatches, loss)
+        return accumulate(self, microbatches, loss, *more)
 
     def spoilt(self: PolicyLoss, outputs: Batch, batch: Batch) -> tuple[Tensor, Batch]:
         total, stats = original(self, outputs, batch)

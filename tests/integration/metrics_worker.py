@@ -67,8 +67,8 @@ CASES: dict[str, tuple[str, ...]] = {
 def sampler_moved() -> Iterator[None]:
     original = step_module.distribute
 
-    def moved(*arguments: Any) -> Any:
-        experience = original(*arguments)
+    def moved(*arguments: Any, **more: Any) -> Any:
+        experience = original(*arguments, **more)
         batch = experience.batch
         place = segment_positions(batch.cu_seqlens.diff())
         shift = ((batch["tokens"] * 7 + place * 3) % 11 - 5) / 8

@@ -1,24 +1,34 @@
-"""``vapo-mcore certify`` finds each planted defect and names it, and passes a sound setup. Each case has a launch of its own."""
+"""``vapo-mcore certify`` finds each planted defect and names it, and passes a sound setup. Each defect has a launch of its own."""
 
 from __future__ import annotations
 
 import json
 import re
+import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.certify_setup import write_certify_setup
-from tests.forks import run_ranks
+from tests.forks import ROOT, run_command, run_ranks
+from tests.torchrun import run_bounded
+from vapo_mcore.certify.names import BUILT_IN
+from vapo_mcore.planning.devices import choose_device
 
-pytestmark = pytest.mark.slow
+slow = pytest.mark.slow
 
 DEFECTS = {
     # case of certify_worker.py: (check, measurement, what it says, in the remedy)
     "swapped_rows": ("trainer", "hidden states by layer, float32", r"after layer 1, the first that differs", "order of rows in q and k"),
     "rope": ("trainer", "hidden states by layer, float32", r"after layer 0, the first that differs", "halves of the rotary embedding"),
-    "stale_layer": ("engine", "weight sync, perturbed weights", r"holds other values than it was given, in model\.layers\.1\.", "loader"),
+    "stale_layer": (
+        "engine",
+        "weight sync, perturbed weights",
+        r"rollout engine\'s weights differ from those it received, in model\.layers\.1\.",
+        "loader",
+    ),
     "stale_unreadable": ("engine", "KL of full distributions, perturbed weights", r"\d", "the engine does not hold the trainer's weights"),
     "temperature": (
         "engine",
@@ -39,6 +49,12 @@ DEFECTS = {
         r"tensors differ, the first is (policy|critic) optimizer ",
         "copies on the host",
     ),
+    "not_restored": (
+        "resume",
+        "weights and optimizer state of a checkpoint",
+        r"tensors differ \(optimizer state only\), the first is (policy|critic) optimizer \S+exp_avg",
+        "moments are not loaded",
+    ),
     "template": ("folder", "generation prompt", r"off by whitespace: from character \d+ on the prompt has ''", "generation prompt"),
     "stop_ids": ("folder", "end of a turn", r"ends an answer with '<\|im_end\|>' \(4\), which is not among the stop ids", "add 4 to"),
     "critic_head": ("critic", "value head", r"is row 17 of the policy's output layer", "critic.head_init"),
@@ -51,15 +67,26 @@ DEFECTS = {
 }
 
 
+LAUNCHES = (
+    ("clean",),
+    *((case,) for case in DEFECTS),
+    ("categorical_critic", "mlp_critic"),
+    ("no_critic", "no_engine", "no_data"),
+    ("rates",),
+    ("one_rank",),
+)
+
+
+def launch(folder: Path, *cases: str) -> str:
+    done = run_ranks("tests/integration/certify_worker.py", 1 if cases == ("one_rank",) else 2, str(folder), *cases, timeout=240)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    return done.stdout
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = write_certify_setup(tmp_path_factory.mktemp("certify"))
-    output = ""
-    for case in ("clean", *DEFECTS, "categorical_critic", "mlp_critic", "no_critic"):
-        done = run_ranks("tests/integration/certify_worker.py", 2, str(folder), case, timeout=180)
-        assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-        output += done.stdout
-    (folder / "output.txt").write_text(output)
+    (folder / "output.txt").write_text("".join(launch(folder, *cases) for cases in LAUNCHES))
     return folder
 
 
@@ -67,6 +94,29 @@ def checks(folder: Path, case: str) -> dict[str, Any]:
     return json.loads((folder / case / "certificate.json").read_text())["checks"]
 
 
+def test_cheap_checks_hold_and_find_a_defect(tmp_path: Path) -> None:
+    """The part that is not slow: a sound setup, an engine that one rank asks for alone, and a critic with a row of the policy's head."""
+    folder = write_certify_setup(tmp_path)
+    launch(folder, "fast", "critic_head")
+    found = checks(folder, "fast")
+    assert {name: check["measurements"] for name, check in found.items() if check["verdict"] != "holds"} == {}
+    alone = found.pop("tests.integration.certify_checks:alone")["measurements"][0]["measured"]
+    assert "rank 0 asks for bench.engine, which all ranks build together, but ranks [1] have not" in alone
+    assert list(found) == ["folder", "trainer", "critic", "graders"]
+    found_and_named(folder, "critic_head")
+
+
+def test_the_page_lists_the_planted_defects() -> None:
+    """The rows of the table in docs/certify.md are the cases of DEFECTS, in their order, with messages that their patterns find."""
+    table = (ROOT / "docs/certify.md").read_text().split("## Planted defects")[1].split("\n## ")[0]
+    rows = [[cell.strip() for cell in line.replace(r"\|", "!").split("|")[1:-1]] for line in table.splitlines() if line.startswith("|")][2:]
+    shown = [(check.strip("`"), what.replace("!", "|"), message.strip("`").replace("!", "|")) for _, check, what, message in rows]
+    assert [entry[:2] for entry in shown] == [entry[:2] for entry in DEFECTS.values()]
+    for (_, what, message), (_, _, says, _) in zip(shown, DEFECTS.values(), strict=True):
+        assert re.search(says, message), what
+
+
+@slow
 def test_a_sound_setup_holds(folder: Path) -> None:
     found = checks(folder, "clean")
     bad = {name: check["measurements"] for name, check in found.items() if check["verdict"] != "holds"}
@@ -77,8 +127,13 @@ def test_a_sound_setup_holds(folder: Path) -> None:
     assert not (folder / "clean" / ".scratch").exists()
 
 
+@slow
 @pytest.mark.parametrize("case", DEFECTS)
 def test_a_planted_defect_is_found_and_named(folder: Path, case: str) -> None:
+    found_and_named(folder, case)
+
+
+def found_and_named(folder: Path, case: str) -> None:
     check, what, says, remedy = DEFECTS[case]
     found = checks(folder, case)[check]
     assert found["verdict"] == "fails"
@@ -88,6 +143,7 @@ def test_a_planted_defect_is_found_and_named(folder: Path, case: str) -> None:
     assert remedy in entry["remedy"]
 
 
+@slow
 @pytest.mark.parametrize(("case", "transformers"), [("categorical_critic", "holds"), ("mlp_critic", "not applicable")])
 def test_critics_with_a_categorical_and_a_two_layer_head_hold(folder: Path, case: str, transformers: str) -> None:
     """transformers computes the expectation of a categorical head; it has no token classifier with a head of two layers."""
@@ -99,6 +155,7 @@ def test_critics_with_a_categorical_and_a_two_layer_head_hold(folder: Path, case
     assert len(verdicts) == 6
 
 
+@slow
 def test_against_names_what_differs_first(folder: Path) -> None:
     """Weights spoiled in the trainer: the layer, then the positions; the sound certificate knows where they were."""
     output = (folder / "output.txt").read_text()
@@ -108,6 +165,7 @@ def test_against_names_what_differs_first(folder: Path) -> None:
     assert "verdict: trainer: holds -> fails" in compared
 
 
+@slow
 def test_what_does_not_apply_is_not_passed(folder: Path) -> None:
     found = checks(folder, "no_critic")
     assert found["critic"]["verdict"] == "not applicable"
@@ -116,3 +174,85 @@ def test_what_does_not_apply_is_not_passed(folder: Path) -> None:
     assert own["raising"]["verdict"] == own["empty"]["verdict"] == "fails"
     assert "ValueError: no such thing" in own["raising"]["measurements"][0]["measured"]
     assert "a check returns a Measurement or a list" in own["empty"]["measurements"][0]["measured"]
+
+
+@slow
+def test_what_cannot_be_measured_says_why(folder: Path) -> None:
+    """An engine that cannot be built, data without a row: the checks that need them fail with the reason, the others measure."""
+    found = checks(folder, "no_engine")
+    assert found["engine"]["verdict"] == "fails"
+    assert found["engine"]["measurements"][0]["measured"] == "could not be measured: rollout.engine: no such engine here"
+    stop = measurement(found, "folder", "stop ids of the engine")
+    assert (stop["verdict"], stop["measured"]) == (
+        "not applicable",
+        "because the rollout engine cannot be built: rollout.engine: no such engine here",
+    )
+    assert measurement(found, "rates", "rollout engine")["verdict"] == "fails"
+    assert measurement(found, "rates", "log-probs")["verdict"] == "information"
+    found = checks(folder, "no_data")
+    assert {name: check["verdict"] for name, check in found.items()} == dict.fromkeys(found, "fails")
+    said = {entry["measured"] for check in found.values() for entry in check["measurements"] if entry["verdict"] == "fails"}
+    assert len(said) == 2 and all("empty.jsonl" in text for text in said)
+
+
+def measurement(found: dict[str, Any], check: str, what: str) -> dict[str, Any]:
+    return next(entry for entry in found[check]["measurements"] if entry["what"] == what)
+
+
+@slow
+def test_one_rank_leaves_out_what_takes_two(folder: Path) -> None:
+    found = checks(folder, "one_rank")
+    assert found["invariance"]["verdict"] == "holds" and found["rates"]["verdict"] == "information"
+    for check, what in (("invariance", "another layout"), ("rates", "all-reduce (gloo)")):
+        entry = measurement(found, check, what)
+        assert (entry["verdict"], entry["measured"]) == ("not applicable", "because there is one rank")
+
+
+@slow
+def test_rates_stand_beside_plan_and_are_options_for_it(folder: Path) -> None:
+    found = checks(folder, "rates")["rates"]
+    assert found["verdict"] == "information"
+    values = {entry["what"]: entry["value"] for entry in found["measurements"]}
+    assert all(values.pop(name) > 0 for name in list(values) if name != "options for vapo-mcore plan")
+    options = measurement({"rates": found}, "rates", "options for vapo-mcore plan")["measured"].split()
+    rates = [text for flag, text in pairwise(options) if flag == "--rate"]
+    names = {text.partition("=")[0] for text in rates}
+    assert names == {"node_rate", "host_rate", "forward_efficiency", "train_efficiency", "decode_overhead", "memory_efficiency"}
+    assert choose_device("cpu", rates).node_rate == pytest.approx(found["details"]["options"]["node_rate"], rel=1e-3)
+    assert options[:2] == ["--device", "cpu"]
+
+
+@slow
+def test_it_runs_to_its_end_on_fake_cuda_devices(tmp_path: Path) -> None:
+    """All checks, from the command line, with offloading; the fake device records kernels and copies that real ones would get wrong."""
+    folder = write_certify_setup(tmp_path)
+    settings = ("parallel.world_size=1", "model.offload=true", f"run.dir={folder / 'fake'}")
+    done = run_command("certify", str(folder / "base.yaml"), *settings, timeout=600, fake_cuda=True)
+    assert done.returncode in (0, 1), done.stdout[-4000:] + done.stderr[-6000:]
+    found = checks(folder, "fake_certificate")
+    assert list(found) == list(BUILT_IN)
+    verdicts = {name: check["verdict"] for name, check in found.items()}
+    assert verdicts.pop("machine") in ("holds", "warning")  # packages of a machine without CUDA
+    assert verdicts.pop("rates") == "information"
+    assert set(verdicts.values()) == {"holds"}
+    assert "plan does not know this device" in measurement(found, "rates", "log-probs")["measured"]
+
+
+@slow
+def test_vllm_holds_what_the_trainer_has(tmp_path: Path) -> None:
+    """Two replicas of the real vLLM, from the command line. On CPUs its parameters cannot be read: distributions compare them."""
+    pytest.importorskip("vllm", reason="vLLM is not installed")
+    folder = write_certify_setup(tmp_path)
+    settings = ("rollout.engine=vllm", "rollout.vllm.kv_cache_gib=0.0625", f"run.dir={folder / 'vllm'}")
+    command = [sys.executable, "-m", "vapo_mcore.cli", "certify", str(folder / "base.yaml"), *settings, "--checks", "folder,engine,rates"]
+    done = run_bounded(command, timeout=500)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-6000:]
+    found = checks(folder, "vllm_certificate")
+    assert {name: check["verdict"] for name, check in found.items()} == {"folder": "holds", "engine": "holds", "rates": "information"}
+    for which in ("the recipe's weights", "perturbed weights"):
+        assert (
+            "equal checksums; the engine's own parameters are not readable"
+            in measurement(found, "engine", f"weight sync, {which}")["measured"]
+        )
+        assert measurement(found, "engine", f"KL of full distributions, {which}")["verdict"] == "holds"
+    assert measurement(found, "rates", "generation")["value"] > 0

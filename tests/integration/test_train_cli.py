@@ -58,6 +58,7 @@ def test_a_mixture_trains_stops_and_goes_on_at_another_layout(tmp_path: Path) ->
     settings = ["rollout.engine=vllm", "rollout.tensor_parallel_size=1", "rollout.verify_weights=true"]
     settings += ["run.samples_per_step=7", "eval.temperature=0", "eval.samples_per_prompt=1", "eval.top_p=null"]
     settings += ["critic.value_pretraining.steps=1", "checkpoint.at_end=true", "parallel.expert_model_parallel_size=2", f"run.dir={run}"]
+    settings += ["model.router={replay: trainer, balance_coef: 0.01, z_coef: 0.001}"]
     first = train(folder, *settings, "run.steps=1")
     assert first.returncode == 0, first.stdout[-4000:] + first.stderr[-4000:]
     other = ["parallel.tensor_model_parallel_size=2", "parallel.expert_tensor_parallel_size=1", "run.steps=2", "--resume"]
@@ -69,6 +70,9 @@ def test_a_mixture_trains_stops_and_goes_on_at_another_layout(tmp_path: Path) ->
         assert row["policy/approx_kl_first"] <= 1e-6
         assert row["mismatch/logprob_abs_mean"] <= 1e-5
         assert row["warnings"] == 0
+        for role in ("policy", "critic"):
+            assert 0.5 <= row[f"{role}/experts_busiest_mean"] <= row[f"{role}/experts_busiest_max"] <= 1.0  # 2 of 4 experts
+            assert 0.0 < row[f"{role}/experts_replayed_frac"] < 0.5
     assert not _same_weights(folder / "model", run / "export" / "hf")
     _assert_greedy_answers(run)
 

@@ -16,9 +16,13 @@ import torch
 from safetensors.torch import load_file
 
 from tests.forks import run_ranks
+from tests.process_groups import release_groups
 from tests.rollout_models import load_model, reward_model_class, write_reward_model
-from tests.training_setup import CHARACTERS, assert_same_means, read_metrics, read_samples, write_setup
+from tests.training_setup import CHARACTERS, HORIZON, assert_same_means, read_metrics, read_samples, training_config, write_setup
+from vapo_mcore.checkpoint.resume import ResumeOptions
+from vapo_mcore.megatron.parallel import initialize_parallel
 from vapo_mcore.records.metric_table import METRICS
+from vapo_mcore.trainer.main import train
 
 WORKER = Path(__file__).with_name("train_worker.py")
 UNREADABLE = "\ufffd"  # what transformers reads the tokens of the letters above ASCII as
@@ -77,7 +81,8 @@ def test_metrics_are_complete_and_pretraining_spends_no_logprob_pass(folder: Pat
     absent |= {PROBE, f"{PROBE}_before", "time/probe", "advantages/clipped_frac"}
     absent |= {"policy/covarying_frac", "critic/cross_entropy", "critic/returns_outside_frac"}  # of clip_cov, kl_cov and a categorical head
     absent |= {f"mismatch/{what}_frac" for what in ("rejected_low", "rejected_high", "responses_rejected", "responses_lost")}  # of a mask
-    absent |= {metric.name for metric in METRICS if metric.name.startswith("imitation/")}
+    absent |= {metric.name for metric in METRICS if metric.name.startswith(("imitation/", "horizon/", "mismatch/off_policy_"))}
+    absent.add("tokens/reprefilled")
     assert all({metric.name for metric in METRICS} - set(row) <= absent for row in rows[3:])
     for row in rows[1:3]:
         assert "time/logprobs" not in row
@@ -537,3 +542,55 @@ def test_a_saved_critic_goes_on_where_it_was_and_head_only_leaves_the_trunk(fold
     assert row["critic/lr"] == pytest.approx(1e-2)
     assert rl_rows(folder / "saved_critic")[0]["critic/lr"] < 1e-2
     assert [row["critic/updates"], rl_rows(folder / "saved_critic")[0]["critic/updates"]] == [2, 4]  # over both optimizers
+
+
+def horizon_rows(run: Path) -> list[dict[str, Any]]:
+    own = ("time/", "memory/", "horizon/", "mismatch/off_policy_", "tokens/per_second", "tokens/reprefilled")
+    return [{name: value for name, value in row.items() if not name.startswith(own)} for row in read_metrics(run)]
+
+
+def exported(run: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in (run / "export" / "hf").glob("*.safetensors")}
+
+
+@pytest.mark.parametrize("mode", ["completed", "segments"])
+def test_a_horizon_as_long_as_the_responses_changes_nothing_on_two_ranks(folder: Path, mode: str) -> None:
+    plain, found = folder / "horizon_none", folder / f"horizon_long_{mode}"
+    assert len(horizon_rows(plain)) == 4
+    assert horizon_rows(found) == horizon_rows(plain)
+    assert exported(found) == exported(plain) != {}
+    for step in range(1, 5):
+        assert read_samples(found, f"step_{step:04d}") == read_samples(plain, f"step_{step:04d}") != []
+
+
+@pytest.mark.parametrize("mode", ["completed", "segments"])
+def test_open_responses_of_two_ranks_are_continued_after_a_stop(folder: Path, mode: str) -> None:
+    whole, stopped = folder / f"horizon_{mode}", folder / f"horizon_{mode}_stopped"
+    assert all(row["horizon/cut"] > 0 and row["tokens/reprefilled"] > 0 for row in rl_rows(whole)[1:])
+    assert horizon_rows(stopped) == horizon_rows(whole)
+    assert [row["horizon/cut"] for row in rl_rows(stopped)] == [row["horizon/cut"] for row in rl_rows(whole)]
+    assert exported(stopped) == exported(whole) != exported(folder / f"horizon_long_{mode}")
+    parts = sorted(path.name for path in (stopped / "checkpoints" / "step_000002" / "open_responses").iterdir())
+    assert parts == ["replica_00000.safetensors", "replica_00001.safetensors"]
+    samples = [entry for step in range(1, 5) for entry in read_samples(whole, f"step_{step:04d}")]
+    names = [(entry["prompt_id"], entry["sample_index"]) for entry in samples]
+    assert len(set(names)) == len(names) == sum(row["response/count"] for row in rl_rows(whole))
+
+
+def test_open_responses_of_two_ranks_are_continued_by_one(folder: Path) -> None:
+    """The first step after it samples with the saved weights, so that the same is sampled as by two ranks."""
+    whole, alone = folder / "horizon_completed", folder / "horizon_completed_stopped_for_one"
+    short = "rollout.horizon={tokens: 7, in_flight: 20, train: completed}"
+    config = training_config(folder, alone.name, *HORIZON, short, "parallel.world_size=1", "run.steps=3")
+    parallel = initialize_parallel(config.parallel)
+    try:
+        train(config, parallel, clean=False, resume=ResumeOptions("step_000002"))
+    finally:
+        release_groups()
+        torch.distributed.destroy_process_group()
+    found, expected = rl_rows(alone)[2], rl_rows(whole)[2]
+    for name in ("open", "finished", "cut", "segments_mean", "staleness_mean"):
+        assert found[f"horizon/{name}"] == expected[f"horizon/{name}"]
+    one, two = ([(e["prompt_id"], e["sample_index"], e["response"]) for e in read_samples(run, "step_0003")] for run in (alone, whole))
+    assert one == two != []
+    assert found["policy/loss"] == pytest.approx(expected["policy/loss"], rel=1e-3, abs=1e-4)

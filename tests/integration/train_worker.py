@@ -4,6 +4,8 @@ they leave. Each rank also writes down what only it can see (weights before and 
 
 from __future__ import annotations
 
+import os
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,7 +17,9 @@ import torch
 import torch.distributed as dist
 
 from tests.process_groups import release_groups
-from tests.training_setup import training_config
+from tests.training_setup import HORIZON, training_config
+from vapo_mcore.checkpoint.resume import ResumeOptions
+from vapo_mcore.errors import EXIT_REQUEUE, RunStopped
 from vapo_mcore.megatron.engine import MegatronModel
 from vapo_mcore.megatron.parallel import initialize_parallel
 from vapo_mcore.trainer import main as main_module
@@ -263,6 +267,42 @@ def process_supervision() -> None:
     run("process_supervision", "algorithm.advantage.estimator=grpo_process", verifier("every_fourth_character"), "run.steps=1")
 
 
+def stopped_after_two(name: str, *overrides: str) -> None:
+    """Stops after step 2, leaves a copy of the run for other processes, and resumes."""
+    original = StepRunner.rl_step
+
+    def stopping(self: StepRunner, number: int) -> Any:
+        if number == 2:
+            self.stop_requests.request("SIGUSR1", exit_code=EXIT_REQUEUE)
+        return original(self, number)
+
+    with mock.patch.object(StepRunner, "rl_step", stopping):
+        try:
+            run(name, *overrides)
+        except RunStopped:
+            pass
+        else:
+            raise AssertionError("the run did not stop")
+    release_groups()
+    if int(os.environ["RANK"]) == 0:
+        shutil.copytree(FOLDER / name, FOLDER / f"{name}_for_one")
+    config = training_config(FOLDER, name, *overrides)
+    train(config, initialize_parallel(config.parallel), clean=False, resume=ResumeOptions())
+
+
+def horizon() -> None:
+    """A horizon as long as the responses against none; short ones, stopped and resumed against whole."""
+    run("horizon_none", *HORIZON)
+    for mode in ("completed", "segments"):
+        release_groups()
+        run(f"horizon_long_{mode}", *HORIZON, f"rollout.horizon={{tokens: 24, train: {mode}}}")
+        short = f"rollout.horizon={{tokens: 7, in_flight: 20, train: {mode}}}"
+        release_groups()
+        run(f"horizon_{mode}", *HORIZON, short)
+        release_groups()
+        stopped_after_two(f"horizon_{mode}_stopped", *HORIZON, short)
+
+
 def saved_critic_head_only() -> None:
     folder = FOLDER / "vapo_dp2" / "critic_pretrained" / "hf"
     critic = f"{{init: saved, path: {folder}, value_pretraining: {{steps: 1, head_only: true, lr: 0.01}}}}"
@@ -294,6 +334,7 @@ CASES: list[Callable[[], None]] = [
     step_rewards,
     process_supervision,
     multi_turn,
+    horizon,
 ]
 
 if __name__ == "__main__":

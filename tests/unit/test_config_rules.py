@@ -12,9 +12,33 @@ from vapo_mcore.config.rules import RULES
 TP2 = ["parallel.world_size=2", "parallel.tensor_model_parallel_size=2"]
 MIXTURE: dict[str, object] = {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 UNTIL = "critic.value_pretraining.until="
+CORRECTED = "algorithm.policy_loss.importance_correction.kind=token_truncate"
+HORIZON = ["rollout.horizon.tokens=40", CORRECTED]
 
 # (name of the rule, settings, changes of the model, key of the fault, what its message contains)
 BROKEN = [
+    (
+        "router_settings_need_a_mixture",
+        ["model.router={replay: trainer, balance_coef: 0.01, z_coef: 0.001}", "diagnosis.busiest_expert.above=0.5"],
+        {},
+        "model.router",
+        "replay = trainer and balance_coef = 0.01 and z_coef = 0.001 and diagnosis.busiest_expert: of routers, but the models are dense",
+    ),
+    (
+        "router_replay_needs_the_log_prob_pass",
+        ["model.router.replay=trainer", "rollout.old_logprobs=rollout"],
+        MIXTURE,
+        "model.router.replay",
+        "rollout.old_logprobs = 'rollout' omits that pass; use rollout.old_logprobs: recompute, or replay: off",
+    ),
+    (
+        "balance_loss_needs_router_replay",
+        ["model.router.balance_coef=0.01"],
+        MIXTURE,
+        "model.router.balance_coef",
+        "0.01 weighs each expert by its share of the mini-batch's tokens, which must be known before its first micro-batch: only "
+        "model.router.replay = 'trainer'",
+    ),
     (
         "world_size_is_the_product_of_degrees",
         ["parallel.world_size=6", "parallel.tensor_model_parallel_size=2", "parallel.pipeline_model_parallel_size=2"],
@@ -216,6 +240,100 @@ BROKEN = [
         {},
         "rollout.dynamic_sampling.enabled",
         "batch.responses_per_prompt = 1",
+    ),
+    (
+        "in_flight_holds_a_step",
+        [*HORIZON, "rollout.horizon.in_flight=120"],
+        {},
+        "rollout.horizon.in_flight",
+        "120 open responses are fewer than those of a step, batch.prompts_per_step x batch.responses_per_prompt = 16 x 8 = 128; use at",
+    ),
+    (
+        "in_flight_holds_a_step",
+        [*HORIZON, "rollout.horizon.in_flight=130"],
+        {},
+        "rollout.horizon.in_flight",
+        "130 is not a multiple of batch.responses_per_prompt = 8: a new prompt opens 8 responses at once; use 128 or 136",
+    ),
+    (
+        "segment_limit_is_reached",
+        [*HORIZON, "rollout.horizon.max_segments=4"],
+        {},
+        "rollout.horizon.max_segments",
+        "with rollout.horizon.tokens = 40 the longest response, rollout.max_response_length = 160, has 4 segments",
+    ),
+    (
+        "horizon_has_single_turns",
+        [*HORIZON, "rollout.environment={name: calculator, max_observation_length: 10}"],
+        {},
+        "rollout.horizon",
+        "cannot be combined with rollout.environment: a turn that is cut would have to keep the state of its environment",
+    ),
+    (
+        "horizon_draws_no_groups_again",
+        [*HORIZON, "rollout.dynamic_sampling.enabled=true"],
+        {},
+        "rollout.horizon",
+        "cannot be combined with rollout.dynamic_sampling.enabled = true: whether a group is dropped is known only when all",
+    ),
+    (
+        "horizon_recomputes_logprobs",
+        ["rollout.horizon.tokens=40", "rollout.old_logprobs=rollout"],
+        {},
+        "rollout.horizon",
+        "needs rollout.old_logprobs = 'recompute': tokens of earlier steps have two log-probs",
+    ),
+    (
+        "horizon_corrects_older_tokens",
+        ["rollout.horizon.tokens=40"],
+        {},
+        "rollout.horizon",
+        "needs algorithm.policy_loss.importance_correction.kind other than 'off': tokens of earlier steps were sampled by older policies",
+    ),
+    *(
+        (
+            "segments_have_a_critic",
+            ["rollout.horizon={tokens: 40, train: segments}", f"algorithm.advantage.estimator={estimator}"],
+            {},
+            "rollout.horizon.train",
+            f"'segments' cannot be used with algorithm.advantage.estimator = {estimator!r}, which {reason}",
+        )
+        for estimator, reason in (("rloo", "compares the rewards of a prompt's responses"), ("reinforce", "has no critic, whose value"))
+    ),
+    (
+        "segments_train_before_a_truncation",
+        ["rollout.horizon={tokens: 40, train: segments}", "algorithm.advantage.truncation=mask"],
+        {},
+        "rollout.horizon.train",
+        "when a response is truncated, its earlier segments have trained already",
+    ),
+    (
+        "segments_have_no_kl_in_the_reward",
+        ["rollout.horizon={tokens: 40, train: segments}", "algorithm.kl={place: reward, coef: 0.1}"],
+        {},
+        "rollout.horizon.train",
+        "the penalty of its earlier segments belongs to policies that are gone",
+    ),
+    (
+        "segments_are_no_responses",
+        ["rollout.horizon={tokens: 40, train: segments}", "algorithm.policy_loss.kind=gspo"],
+        {},
+        "rollout.horizon.train",
+        "'gspo', whose ratio is that of the whole response",
+    ),
+    (
+        "imitation_keeps_whole_responses",
+        ["rollout.horizon={tokens: 40, train: segments, critic: segments}", "algorithm.self_imitation={top_k: 2}"],
+        {},
+        "rollout.horizon.critic",
+        "'segments' cannot be used with algorithm.self_imitation, which keeps whole responses",
+    ),
+    (
+        "horizon_leaves_a_mean_return",
+        [*HORIZON, "critic.head_bias=mean_return", "critic.value_pretraining.steps=0"],
+        {},
+        "rollout.horizon",
+        "cannot set critic.head_bias = 'mean_return' without value pretraining",
     ),
     (
         "best_export_has_an_evaluation_metric",
@@ -432,6 +550,13 @@ def base(tmp_path: Path) -> Path:
     return write_base(tmp_path)
 
 
+@pytest.mark.parametrize("tokens", [0, -3])
+def test_a_horizon_below_one_token_is_refused(tokens: int, tmp_path: Path) -> None:
+    write_model(tmp_path / "model")
+    (fault,) = faults_of(tmp_path, f"rollout.horizon.tokens={tokens}", CORRECTED)
+    assert fault == f"rollout.horizon.tokens: {tokens} must be > 0"
+
+
 @pytest.mark.parametrize(("name", "settings", "model", "key", "message"), BROKEN, ids=[f"{case[0]}-{i}" for i, case in enumerate(BROKEN)])
 def test_broken_rule(name: str, settings: list[str], model: dict[str, object], key: str, message: str, tmp_path: Path) -> None:
     write_model(tmp_path / "model", **model)
@@ -509,6 +634,8 @@ def test_what_the_rules_allow(tmp_path: Path) -> None:
     load(tmp_path, "eval.temperature=0")
     write_model(tmp_path / "model", **MIXTURE)
     load(tmp_path, "parallel.world_size=4", "parallel.expert_model_parallel_size=4")
+    load(tmp_path, "model.router={replay: trainer, balance_coef: 0.01, z_coef: 0.001}", "diagnosis.busiest_expert.above=0.5")
+    load(tmp_path, "model.router.z_coef=0.001", "rollout.old_logprobs=rollout", "diagnosis.first_step_kl=null")
     load(tmp_path, "parallel.world_size=2", "parallel.tensor_model_parallel_size=2", "parallel.expert_model_parallel_size=1")
     both = ["parallel.world_size=2", "parallel.tensor_model_parallel_size=2", "parallel.expert_model_parallel_size=2"]
     load(tmp_path, *both, "parallel.expert_tensor_parallel_size=1")  # each rank of the tensor-parallel group holds half of the experts

@@ -19,7 +19,8 @@ Aggregation = Literal["token", "sequence", "sequence_sum", "fixed_length"]
 class Denominators:
     """Counts over a whole mini-batch, as exact Python integers.
 
-    tokens: unmasked tokens; sequences: responses with at least one of them; positive_tokens: unmasked tokens of correct responses.
+    tokens: unmasked tokens; sequences: responses with at least one of them; positive_tokens: tokens of correct responses, unmasked ones
+    or, if the positive-example loss covers more than the others, all.
     """
 
     tokens: int
@@ -27,8 +28,8 @@ class Denominators:
     positive_tokens: int = 0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.sequences <= self.tokens or not 0 <= self.positive_tokens <= self.tokens:
-            raise ValueError(f"impossible counts (0 <= sequences <= tokens, 0 <= positive_tokens <= tokens): {self}")
+        if not 0 <= self.sequences <= self.tokens or not self.positive_tokens >= 0:
+            raise ValueError(f"impossible counts (0 <= sequences <= tokens, 0 <= positive_tokens): {self}")
 
     @classmethod
     def from_lengths(cls, lengths: Tensor, positive: Tensor | None = None) -> "Denominators":

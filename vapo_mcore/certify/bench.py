@@ -1,20 +1,24 @@
-"""What the checks measure on: the parts of a run, each built when a check first asks for it, the rollout engine before the models."""
+"""What the checks measure on: texts, prepared before the first check, and the parts of a run, each built when a check first asks for it,
+the rollout engine before the models."""
 
 from __future__ import annotations
 
 import gc
+import itertools
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from vapo_mcore.certify.record import NotApplicable
-from vapo_mcore.collectives import all_gather_objects, fail_together
+from vapo_mcore.collectives import all_gather_objects, fail_together, world
 from vapo_mcore.config.architecture import ModelArchitecture, read_architecture
 from vapo_mcore.config.schema import Config
 from vapo_mcore.data.chat_template import chat_tokenizer
@@ -35,11 +39,41 @@ from vapo_mcore.trainer.weight_sync import WeightSync
 
 MOST_SEQUENCES, MOST_TOKENS = 6, 96
 """Fixed texts that trainer, engine and transformers are compared on, and tokens of each: their full distributions are kept in memory."""
+MEETING_SECONDS = 600.0
+"""How long a rank waits for the others where a part is built: longer than one works alone between two collectives."""
 _T = TypeVar("_T")
+_benches = itertools.count()
+
+
+def meet(key: str, name: str) -> None:
+    """Return when all ranks are here. Raises RuntimeError where others ask for another part, or have not come after ``MEETING_SECONDS``: a
+    check that asks for ``bench.<name>`` on one rank only would block in its collectives, the other ranks in theirs."""
+    rank, size = world()
+    if size == 1:
+        return
+    store = dist.distributed_c10d._get_default_store()
+    keys = [f"{key}/{number}" for number in range(size)]
+    store.set(keys[rank], name)
+    try:
+        store.wait(keys, timedelta(seconds=MEETING_SECONDS))
+    except dist.DistStoreError:
+        missing = [number for number, other in enumerate(keys) if not store.check([other])]
+        store.delete_key(keys[rank])
+        raise RuntimeError(
+            f"rank {rank} asks for bench.{name}, which all ranks build together, but ranks {missing} have not for {MEETING_SECONDS:g} s: "
+            "ask for it on every rank, before the part that one rank does alone"
+        ) from None
+    names = [store.get(other).decode() for other in keys]
+    if len(set(names)) > 1:
+        raise RuntimeError(f"the ranks ask for different parts of the bench at the same time: {', '.join(names)}")
 
 
 class Bench:
-    """Parts of a run for the checks. Every method and property is a collective over all ranks, unless it says otherwise.
+    """Parts of a run for the checks.
+
+    Making one is a collective, which prepares everything that is no model: ``tokenizer``, ``prompts``, ``sequences`` and the like can be
+    read on any rank alone. What is built at first use (``engine``, ``models``, ``sync``, ``verifiers``) all ranks must ask for together,
+    which is checked. Other methods are collectives, unless they say otherwise.
 
     Args:
         scratch: folder for files of a check, on a file system that all ranks see; deleted at the end.
@@ -54,12 +88,33 @@ class Bench:
         self.scratch = scratch
         self.details: dict[str, Any] = {}  # of the check that runs
         self._failed: dict[str, VapoError] = {}
+        self._number, self._meetings = next(_benches), 0
         stack.callback(lambda: shutil.rmtree(scratch, ignore_errors=True) if parallel.rank == 0 else None)
+        self._prepared: dict[str, Any] = {}
+        for name, make in (
+            ("architecture", self._read_architecture),
+            ("tokenizer", self._load_tokenizer),
+            ("unknown_token_ids", self._find_unknown_token_ids),
+            ("prompts", self._load_prompts),
+            ("sequences", self._make_sequences),
+        ):
+            try:
+                self._prepared[name] = make()
+            except VapoError as error:
+                self._failed[name] = error
+
+    def _of(self, name: str) -> Any:
+        """What was prepared; the error in its place is raised each time."""
+        if name in self._failed:
+            raise self._failed[name]
+        return self._prepared[name]
 
     def _once(self, name: str, build: Callable[[], _T]) -> _T:
         """The result of ``build``; what it raised the first time is raised again, so that nothing is built twice."""
         if name in self._failed:
             raise self._failed[name]
+        meet(f"certify/{self._number}/{self._meetings}", name)
+        self._meetings += 1
         try:
             return build()
         except VapoError as error:
@@ -70,38 +125,44 @@ class Bench:
     def dtype(self) -> str:
         return self.config.model.dtype
 
-    @cached_property
+    @property
     def architecture(self) -> ModelArchitecture:
-        return read_architecture(self.config.model.path)
+        return self._of("architecture")  # type: ignore[no-any-return]
 
-    @cached_property
+    def _read_architecture(self) -> ModelArchitecture:
+        with fail_together():
+            return read_architecture(self.config.model.path)
+
+    @property
     def tokenizer(self) -> Any:
         """The tokenizer with the recipe's chat template."""
+        return self._of("tokenizer")
 
-        def build() -> Any:
-            with fail_together():
-                return chat_tokenizer(self.config.model.path, self.config.data)
+    def _load_tokenizer(self) -> Any:
+        with fail_together():
+            return chat_tokenizer(self.config.model.path, self.config.data)
 
-        return self._once("tokenizer", build)
-
-    @cached_property
+    @property
     def unknown_token_ids(self) -> tuple[int, ...]:
         """Ids of the model that its tokenizer lacks."""
-        return unknown_token_ids(load_tokenizer(self.config.model.path), self.architecture.vocab_size)
+        return self._of("unknown_token_ids")  # type: ignore[no-any-return]
 
-    @cached_property
+    def _find_unknown_token_ids(self) -> tuple[int, ...]:
+        with fail_together():
+            return unknown_token_ids(load_tokenizer(self.config.model.path), self.architecture.vocab_size)
+
+    @property
     def prompts(self) -> PromptDataset:
         """The training prompts."""
+        return self._of("prompts")  # type: ignore[no-any-return]
 
-        def build() -> PromptDataset:
-            with fail_together():
-                found = load_prompts(self.config.data, self.tokenizer, seed=self.config.seed, splits=("train",))["train"]
-                check_verifier_names(sorted({prompt.verifier for prompt in found.items}))
-            if len(set(all_gather_objects(found.fingerprint))) > 1:
-                raise DataError("data.train: the prompts are not the same on all ranks")
-            return found
-
-        return self._once("prompts", build)
+    def _load_prompts(self) -> PromptDataset:
+        with fail_together():
+            found = load_prompts(self.config.data, self.tokenizer, seed=self.config.seed, splits=("train",))["train"]
+            check_verifier_names(sorted({prompt.verifier for prompt in found.items}))
+        if len(set(all_gather_objects(found.fingerprint))) > 1:
+            raise DataError("data.train: the prompts are not the same on all ranks")
+        return found
 
     @cached_property
     def engine(self) -> RolloutEngine:
@@ -125,12 +186,14 @@ class Bench:
     @cached_property
     def sync(self) -> WeightSync:
         """The weight sync of training, which compares what the engine got with the policy."""
-        return WeightSync(self.models.policy, self.ready_to_use(self.engine), verify=True)
+        return self._once("sync", lambda: WeightSync(self.models.policy, self.ready_to_use(self.engine), verify=True))
 
     def forget_models(self) -> None:
         """Let go of models that a check has trained; the next one that asks for them gets new ones. No collective."""
-        for name in ("models", "sync"):
-            self.__dict__.pop(name, None)
+        self.__dict__.pop("sync", None)
+        models: Models | None = self.__dict__.pop("models", None)
+        if models is not None:
+            models.residency.pool.clear()
         gc.collect()
 
     @cached_property
@@ -168,9 +231,12 @@ class Bench:
 
     # --------------------------------------------------------------------------------------------------------- fixed texts
 
-    @cached_property
+    @property
     def sequences(self) -> list[list[int]]:
-        """Fixed texts as token ids: the first prompts with their ground truth, else ids spread over the vocabulary."""
+        """Fixed texts as token ids: the first prompts with their ground truth, and ids spread over the vocabulary."""
+        return self._of("sequences")  # type: ignore[no-any-return]
+
+    def _make_sequences(self) -> list[list[int]]:
         longest = min(MOST_TOKENS, self.config.max_sequence_length - 1)
         found = []
         try:
@@ -179,9 +245,12 @@ class Bench:
                 found.append([*prompt.token_ids, *answer[: longest // 2]][-longest:])
         except VapoError as error:
             self.console.print(f"note: texts are drawn token ids, since the data cannot be used: {error}")
+        return [ids for ids in found if len(ids) > 1] + self.drawn([longest] * 2)
+
+    def drawn(self, lengths: Sequence[int]) -> list[list[int]]:
+        """Sequences of ids spread over the tokenizer's part of the vocabulary. No collective."""
         known = sorted(set(range(self.architecture.vocab_size)) - set(self.unknown_token_ids))
-        drawn = [[known[(7919 * (row + 1) * (position + 1)) % len(known)] for position in range(longest)] for row in range(2)]
-        return [ids for ids in found if len(ids) > 1] + drawn
+        return [[known[(7919 * (row + 1) * (position + 1)) % len(known)] for position in range(count)] for row, count in enumerate(lengths)]
 
     def microbatches(
         self,

@@ -11,6 +11,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from vapo_mcore import __version__
 from vapo_mcore.certify.names import BUILT_IN
 from vapo_mcore.certify.record import VERDICTS, CheckRecord
@@ -77,7 +79,7 @@ def read(path: str | Path) -> Certificate:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"certificate {str(path)!r} cannot be read: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"certificate {str(path)!r} is not JSON: {error}") from error
     if not isinstance(content, dict) or "format" not in content:
         raise ConfigError(f"{str(path)!r} is no certificate of `vapo-mcore certify`: it has no format")
@@ -89,8 +91,9 @@ def read(path: str | Path) -> Certificate:
             isinstance(check["measurements"], list) and check["verdict"] in VERDICTS and isinstance(check["details"], dict)
             for check in certificate.checks.values()
         )
-        well_formed &= isinstance(certificate.config, str) and isinstance(certificate.versions, dict)
-    except (TypeError, KeyError, AttributeError) as error:
+        well_formed &= isinstance(certificate.versions, dict) and all(isinstance(text, str) for text in certificate.versions.values())
+        well_formed &= isinstance(certificate.machine, dict) and isinstance(yaml.safe_load(certificate.config), dict)
+    except (TypeError, KeyError, AttributeError, yaml.YAMLError) as error:
         raise ConfigError(f"certificate {str(path)!r} is damaged: {type(error).__name__}: {error}") from error
     if not well_formed:
         raise ConfigError(f"certificate {str(path)!r} is damaged: its checks are not those of this format")

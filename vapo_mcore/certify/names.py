@@ -17,6 +17,7 @@ BUILT_IN = {
     "resume": "resume: a step after a checkpoint is loaded has the bits of the step without one",
     "critic": "critic: head round trip, values of transformers, head-only training, packing",
     "graders": "graders: labelled answers, the recipe's own truths",
+    "rates": "rates: tokens/s, weight sync, offloading and all-reduce beside what plan assumes, as --rate options for it",
 }
 """In the order in which they run."""
 

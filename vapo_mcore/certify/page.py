@@ -14,7 +14,7 @@ from vapo_mcore.certify.record import CheckRecord, Verdict, worst
 from vapo_mcore.report.page import asset
 
 FILE_NAME = "certificate.html"
-_CLASSES: dict[Verdict, str] = {"holds": "good", "not applicable": "soft", "warning": "warn", "fails": "bad"}
+_CLASSES: dict[Verdict, str] = {"holds": "good", "information": "soft", "not applicable": "soft", "warning": "warn", "fails": "bad"}
 
 
 def build_page(certificate: Certificate, records: Sequence[CheckRecord], found: Sequence[str] | None) -> str:

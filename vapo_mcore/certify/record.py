@@ -6,9 +6,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-Verdict = Literal["holds", "not applicable", "warning", "fails"]
-VERDICTS: tuple[Verdict, ...] = ("not applicable", "holds", "warning", "fails")
-"""From the mildest to the gravest. A check of which some measurement holds and another does not apply, holds."""
+Verdict = Literal["holds", "information", "not applicable", "warning", "fails"]
+VERDICTS: tuple[Verdict, ...] = ("not applicable", "information", "holds", "warning", "fails")
+"""From the mildest to the gravest. A check of which some measurement holds and another does not apply, holds. ``information`` is a number
+without a tolerance: it neither holds nor fails."""
 
 
 class NotApplicable(Exception):
@@ -60,9 +61,9 @@ def worst(verdicts: Iterable[Verdict]) -> Verdict:
 
 
 def exit_code(records: Sequence[CheckRecord]) -> int:
-    """0: everything that was measured holds; 1: there are warnings, or nothing could be measured; 2: a check fails."""
+    """0: everything that was measured and has a tolerance holds; 1: there are warnings, or nothing could be measured; 2: a check fails."""
     verdict = worst(record.verdict for record in records)
-    return {"holds": 0, "warning": 1, "not applicable": 1, "fails": 2}[verdict]
+    return {"holds": 0, "information": 0, "warning": 1, "not applicable": 1, "fails": 2}[verdict]
 
 
 def holds(what: str, measured: str, tolerance: str = "", value: float | None = None) -> Measurement:
@@ -75,6 +76,10 @@ def fails(what: str, measured: str, tolerance: str = "", remedy: str = "", value
 
 def warns(what: str, measured: str, tolerance: str = "", remedy: str = "", value: float | None = None) -> Measurement:
     return Measurement(what, "warning", measured, tolerance, remedy, value)
+
+
+def informs(what: str, measured: str, value: float | None = None) -> Measurement:
+    return Measurement(what, "information", measured, value=value)
 
 
 def not_applicable(what: str, because: str) -> Measurement:

@@ -64,10 +64,10 @@ def certify(config: Config, parallel: ParallelContext, options: CertifyOptions) 
     with ExitStack() as stack:
         watchdog = stack.enter_context(Watchdog(limit, rank=parallel.rank, world_size=parallel.world_size))
         with fail_together():
-            functions = {name: _load(name) for name in options.checks}
+            functions = {name: load(name) for name in options.checks}
             old = None if options.against is None else certificates.read(options.against)
             if parallel.rank == 0:
-                _prepare(output)
+                prepare(output)
                 watchdog.clear(str(output))
         with fail_together():
             watchdog.attach(str(output))
@@ -99,7 +99,8 @@ def certify(config: Config, parallel: ParallelContext, options: CertifyOptions) 
     return records
 
 
-def _load(name: str) -> Check:
+def load(name: str) -> Check:
+    """The function of a check. Raises ConfigError for one of the user's that cannot be imported."""
     if name in BUILT_IN:
         return importlib.import_module(f"vapo_mcore.certify.checks.{name}").run  # type: ignore[no-any-return]
     try:
@@ -108,7 +109,8 @@ def _load(name: str) -> Check:
         raise ConfigError(f"--checks {name}: {error}") from error
 
 
-def _prepare(output: Path) -> None:
+def prepare(output: Path) -> None:
+    """Make the folder, with an empty one for files of the checks. Raises ConfigError where it cannot be written."""
     try:
         output.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(output / ".scratch", ignore_errors=True)

@@ -24,7 +24,5 @@ def summary(records: Sequence[CheckRecord]) -> str:
     counts = Counter(record.verdict for record in records)
     shown = ", ".join(f"{counts[verdict]} {verdict}" for verdict in reversed(VERDICTS) if counts[verdict])
     code = exit_code(records)
-    meaning = {0: "everything that was measured holds", 1: "look at what does not hold or was not measured", 2: "do not train on this"}[
-        code
-    ]
-    return f"{len(records)} checks: {shown}; exit code {code}: {meaning}"
+    meaning = {0: "everything measured that has a tolerance holds", 1: "look at what does not hold or was not measured"}
+    return f"{len(records)} checks: {shown}; exit code {code}: {meaning.get(code, 'do not train on this')}"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from vapo_mcore import checkpoint_files as files
 from vapo_mcore.checkpoint import state
@@ -148,6 +150,19 @@ def load_state(checkpoint: Checkpoint) -> Mapping[str, Any]:
         found = state.decode(text, tensors)
         if not isinstance(found, dict):
             raise CheckpointError(f"{checkpoint.path / 'state.json'} holds no state")
+    return found
+
+
+def load_parts(checkpoint: Checkpoint, replicas: Sequence[int]) -> list[dict[str, Tensor]]:
+    """Read the tokens of the open responses that these replicas of the saved run held. Collective; ranks may read different ones."""
+    found = []
+    with fail_together():
+        for replica in replicas:
+            path = checkpoint.path / state.PARTS / state.part_name(replica)
+            try:
+                found.append(state.decode_part(path.read_bytes()))
+            except OSError as error:
+                raise CheckpointError(f"{path}: the open responses cannot be read: {error}") from error
     return found
 
 

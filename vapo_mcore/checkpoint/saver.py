@@ -124,10 +124,11 @@ class Checkpointer:
             return
         self._begun = _Save(manifest, temporary, folders)
 
-    def commit(self, registry: Mapping[str, Any] | None, metrics: Mapping[str, Any]) -> None:
+    def commit(self, registry: Mapping[str, Any] | None, metrics: Mapping[str, Any], part: state.Part | None = None) -> None:
         """Add the state after the step and start writing; without ``checkpoint.asynchronous``, wait until it is published.
 
-        ``registry``: plain values and tensors; rank 0's are saved. ``metrics``: the step's row.
+        ``registry``: plain values and tensors; rank 0's are saved. ``metrics``: the step's row. ``part``: state that only this rank has,
+        saved under its name.
         """
         save, self._begun = self._begun, None
         if save is None:
@@ -136,7 +137,7 @@ class Checkpointer:
         save.manifest = replace(save.manifest, metrics={name: value for name, value in numbers.items() if math.isfinite(value)})
         random_state = state.random_state()
         encoded = state.encode(registry) if self.parallel.rank == 0 else None
-        save.future = self._writer.submit(self._write, save, random_state, encoded)
+        save.future = self._writer.submit(self._write, save, random_state, encoded, part)
         self._pending = save
         if not self.settings.asynchronous:
             self.wait()
@@ -173,6 +174,10 @@ class Checkpointer:
         """Wait for the writer thread and shut it down; not a collective."""
         self._writer.shutdown(wait=True)
 
+    def release(self) -> None:
+        """Give back the host memory of snapshots, once closed: for a process that goes on."""
+        self._saver.pool.clear()
+
     # ------------------------------------------------------------------------------------------------------------ internal
 
     def _models(self) -> dict[str, MegatronModel]:
@@ -208,12 +213,15 @@ class Checkpointer:
             if self.parallel.rank == 0:
                 files.require_space(folder, total)
 
-    def _write(self, save: _Save, random_state: bytes, encoded: tuple[bytes, bytes] | None) -> None:
+    def _write(self, save: _Save, random_state: bytes, encoded: tuple[bytes, bytes] | None, part: state.Part | None) -> None:
         """Write this rank's files. Runs in the writer thread, so it must not call collectives."""
         for folder in save.folders.values():
             folder.write()
         rng = save.folder / "rng" / f"rank_{self.parallel.rank:05d}.safetensors"
         save.written[f"rng/{rng.name}"] = files.write_durably(rng, random_state)
+        if part is not None:
+            (save.folder / state.PARTS).mkdir(exist_ok=True)
+            save.written[f"{state.PARTS}/{part.file_name}"] = files.write_durably(save.folder / state.PARTS / part.file_name, part.data)
         if encoded is None:
             return
         for name, data in (("state.json", encoded[0]), ("state.safetensors", encoded[1]), ("config.yaml", dump_yaml(self.config).encode())):

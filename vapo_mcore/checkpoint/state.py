@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -21,6 +22,28 @@ from vapo_mcore.errors import CheckpointError
 from vapo_mcore.megatron.host import HAS_CUDA, megatron_scope
 
 _TENSOR = "__tensor__"
+PARTS = "open_responses"
+"""Folder of the parts of a checkpoint's state."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """State that only some ranks have, one file each: the tokens of the open responses of one rollout replica (``replica``)."""
+
+    replica: int
+    data: bytes
+
+    @property
+    def file_name(self) -> str:
+        return part_name(self.replica)
+
+    @classmethod
+    def of(cls, replica: int, tensors: Mapping[str, Tensor]) -> Part:
+        return cls(replica, save_tensors(dict(tensors)))
+
+
+def part_name(replica: int) -> str:
+    return f"replica_{replica:05d}.safetensors"
 
 
 class Stateful(Protocol):
@@ -52,6 +75,14 @@ class StateRegistry:
             raise CheckpointError(f"the checkpoint's state does not match this configuration; {'; '.join(parts)}")
         for name, thing in self._objects.items():
             thing.load_state_dict(state[name])
+
+
+def decode_part(data: bytes) -> dict[str, Tensor]:
+    """Read the data of a ``Part``. Raises CheckpointError if it is damaged."""
+    try:
+        return load_tensors(data)
+    except Exception as error:
+        raise CheckpointError(f"the open responses of the checkpoint are damaged: {error}") from error
 
 
 def encode(state: Any) -> tuple[bytes, bytes]:

@@ -195,6 +195,24 @@ INAPPLICABLE: tuple[Inapplicable, ...] = (
         "dynamic sampling is off",
     ),
     Inapplicable(
+        ("rollout.horizon.critic",),
+        ("rollout.horizon.train",),
+        lambda c: c.rollout.horizon is not None and c.rollout.horizon.train == "completed",
+        "policy and critic train on the same responses",
+    ),
+    Inapplicable(
+        ("rollout.horizon.max_staleness", "rollout.horizon.stale"),
+        ("rollout.horizon.train",),
+        lambda c: c.rollout.horizon is not None and c.rollout.horizon.train == "segments",
+        "the policy trains on tokens of the step alone",
+    ),
+    Inapplicable(
+        ("rollout.horizon.stale",),
+        ("rollout.horizon.max_staleness",),
+        lambda c: c.rollout.horizon is not None and c.rollout.horizon.max_staleness is None,
+        "no token is too old",
+    ),
+    Inapplicable(
         ("critic.epochs",),
         ("critic.updates_per_rollout",),
         lambda c: c.critic.updates_per_rollout is not None,

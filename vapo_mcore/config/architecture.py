@@ -95,6 +95,11 @@ def padded_vocab_size(vocab_size: int, tensor_model_parallel_size: int) -> int:
     return -(-vocab_size // multiple) * multiple
 
 
+def choice_bytes(num_experts: int) -> int:
+    """Return the bytes of an expert's number, with which router replay keeps the choices of every token."""
+    return 1 if num_experts <= 256 else 2
+
+
 def read_architecture(folder: str | Path) -> ModelArchitecture:
     """Read ``config.json`` of an HF model folder. Raises CheckpointError with the folder, the keys and the supported values."""
     if not os.path.isdir(folder):

@@ -15,8 +15,8 @@ from torch import Tensor
 from vapo_mcore.config.verifiers import UNGRADED
 from vapo_mcore.data.ragged import cumulative, segment_positions, token_index
 
-FINISH_REASONS = ("stop", "length", "turns")
-_LIST_COLUMNS = ("prompt_id", "ungraded", "finish_reason", "source", "step_rewards")
+FINISH_REASONS = ("stop", "length", "turns", "cut")
+_LIST_COLUMNS = ("prompt_id", "ungraded", "finish_reason", "source", "step_rewards", "segments")
 _DTYPES = {
     "group": torch.int64,
     "sample_index": torch.int64,
@@ -35,6 +35,9 @@ _DTYPES = {
 StepRewards = tuple[tuple[int, float], ...]
 """Rewards inside a response: (position of the token in the whole sequence, reward), in order."""
 
+Segments = tuple[tuple[int, int], ...]
+"""Parts of a response sampled in different steps: (tokens, age), in order; age: RL steps since they were sampled, 0 in this step."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Rows:
@@ -49,7 +52,8 @@ class Rows:
         ungraded: the cause, a key of ``config.verifiers.UNGRADED``; empty in graded rows.
         score: float32, the verifier's raw score.
         reward: float32, the score after scaling and shaping, used for training.
-        finish_reason: "stop", "length" (truncated at the length limit) or "turns" (turn limit reached before the environment ended it).
+        finish_reason: "stop", "length" (truncated at the length limit), "turns" (turn limit reached before the environment ended it) or
+            "cut" (goes on in the next step, with ``horizon.train: segments``; graded, score and reward mean nothing).
         prompt_length, response_length: int64, tokens; a response may be empty, a prompt may not. The response length counts the tokens
             that the model sampled, over all turns.
         tool_length: int64, tokens that the environment wrote between the turns.
@@ -58,6 +62,7 @@ class Rows:
         missed_end: bool, truncated although the response contains an end-of-turn text.
         source: name of the data source.
         step_rewards: rewards of steps and turns; ``reward``, which is placed on the last token, is not included.
+        segments: with ``rollout.horizon`` the response's segments; empty without, where the present policy sampled all tokens.
     """
 
     prompt_id: list[str]
@@ -77,6 +82,7 @@ class Rows:
     missed_end: Tensor
     source: list[str]
     step_rewards: list[StepRewards]
+    segments: list[Segments]
 
     def __post_init__(self) -> None:
         n = len(self.prompt_id)
@@ -94,6 +100,9 @@ class Rows:
         unknown = set(self.finish_reason) - set(FINISH_REASONS)
         if unknown:
             raise ValueError(f"rows: finish reason {min(unknown)!r} is not one of {FINISH_REASONS}")
+        for row, (segments, length) in enumerate(zip(self.segments, self.response_length.tolist(), strict=True)):
+            if segments and sum(tokens for tokens, _ in segments) != length:
+                raise ValueError(f"rows: row {row} has {length} response tokens, but its segments are {segments}")
         if n and (int(self.prompt_length.min()) < 1 or int(self.response_length.min()) < 0 or int(self.tool_length.min()) < 0):
             raise ValueError("rows: a prompt has at least 1 token, and a response at least 0")
 
@@ -119,6 +128,16 @@ class Rows:
     def truncated(self) -> Tensor:
         """bool ``[n]``: whether the response was truncated at the length limit."""
         return torch.tensor([reason == "length" for reason in self.finish_reason], dtype=torch.bool)
+
+    @property
+    def cut(self) -> Tensor:
+        """bool ``[n]``: whether the response goes on in the next step."""
+        return torch.tensor([reason == "cut" for reason in self.finish_reason], dtype=torch.bool)
+
+    def stale_tokens(self, limit: int) -> Tensor:
+        """int64 ``[n]``: leading response tokens that were sampled more than ``limit`` steps ago."""
+        counts = [sum(tokens for tokens, age in segments if age > limit) for segments in self.segments]
+        return torch.tensor(counts, dtype=torch.int64)
 
     def select(self, index: Tensor | Sequence[int]) -> Rows:
         """Return the rows at ``index``, in that order."""
@@ -154,7 +173,7 @@ class RolloutBatch:
     Args:
         rows: ``n`` rows (this rank's, not the replicated table).
         cu_seqlens: int64 ``[n + 1]``, offsets of the sequences; must match the lengths of the rows. Kept on the host.
-        tensors: name to ``[total, ...]`` token-aligned tensor (entry t belongs to token t); all on one device.
+        tensors: name to ``[total, ...]`` token-aligned tensor (entry t belongs to token t).
         row_ids: int64 ``[n]``, indices of the rows in the replicated table; None: 0 .. n - 1 (one process holds all).
 
     Raises:
@@ -239,6 +258,10 @@ class RolloutBatch:
         self._check_tensor(name, tensor)
         self.tensors[name] = tensor
 
+    def drop(self, name: str) -> None:
+        """Free a tensor, if it is there."""
+        self.tensors.pop(name, None)
+
     def __contains__(self, name: str) -> bool:
         return name in self.tensors
 
@@ -268,10 +291,11 @@ class RolloutBatch:
         ``parts[k]`` is ``[tokens of rows[k], ...]`` in packed order, as the engine returns it for a micro-batch with rows ``rows[k]``.
         Tokens of rows in no part get ``fill``.
         """
-        index = token_index(self.cu_seqlens, torch.cat([torch.empty(0, dtype=torch.int64), *rows]))
-        values = torch.cat(list(parts)) if parts else torch.empty(0)
-        out = values.new_full((self.num_tokens, *values.shape[1:]), fill)
-        self[name] = out.index_copy_(0, index.to(values.device), values)
+        like = parts[0] if parts else torch.empty(0)
+        out = like.new_full((self.num_tokens, *like.shape[1:]), fill)
+        for part, chosen in zip(parts, rows, strict=True):  # one by one: choices of experts are large
+            out.index_copy_(0, token_index(self.cu_seqlens, chosen).to(out.device), part)
+        self[name] = out
 
     def to(self, device: torch.device | str) -> RolloutBatch:
         """Return the batch with its token tensors on ``device`` (rows and offsets stay on the host)."""

@@ -8,7 +8,7 @@ Frames used below, all flat over the sequences of one micro-batch:
 
 Padding rule: with CP > 1 each sequence is padded to a multiple of ``2 * cp``; the total is padded to a multiple of
 ``tp * 2 * cp`` (``tp`` when cp = 1) by lengthening the last sequence, so that sequence parallelism divides each rank's part.
-``pad_to`` asks for a larger total; the difference becomes sequences of pads of their own, kept short so that attention over them
+``pad_to`` asks for a larger total; the difference becomes sequences of padding, kept short so that attention over them
 is cheap (pipeline schedules that need equal shapes use it).
 
 Split rule (Megatron-Core and Transformer Engine, load-balanced causal attention): a padded sequence of L tokens is cut into

@@ -76,7 +76,7 @@ class Monitor:
         return next((finding for finding in findings if finding.name in self.halting), None)
 
     def state_dict(self) -> dict[str, Any]:
-        """What the rules have seen and said, in plain values."""
+        """Return the rows that the rules read, and their findings so far, as plain values."""
         return {
             "rows": {stage: list(rows) for stage, rows in self._rows.items()},
             "in_a_row": dict(self._in_a_row),
@@ -84,7 +84,7 @@ class Monitor:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where ``state`` was taken; what was said stays, whatever thresholds were changed since."""
+        """Continue from ``state``. Earlier findings stay, even if thresholds have changed since."""
         self._rows = {stage: list(rows) for stage, rows in state["rows"].items()}
         self._in_a_row, self.counts = dict(state["in_a_row"]), dict(state["counts"])
 
@@ -96,7 +96,8 @@ _READ = frozenset(
         "accuracy/mean", "policy/clip_frac_high", "policy/clip_frac_low", "mismatch/logprob_abs_mean", "policy/approx_kl_first",
         "gae/lambda_zero_frac", "groups/all_right_frac", "groups/all_wrong_frac", "grading/failed", "response/count", "response/missed_end",
         "policy/updates_skipped", "critic/updates_skipped", "policy/updates", "critic/updates", "policy/minibatches_masked",
-        "critic/minibatches_masked", "tokens/trained", *(f"grading/failed_{cause}" for cause in UNGRADED),
+        "critic/minibatches_masked", "tokens/trained", "policy/experts_busiest_max",
+        "policy/experts_entropy_min", *(f"grading/failed_{cause}" for cause in UNGRADED),
     }
 )  # fmt: skip
 """The metrics that rules read: the history of a long run stays small."""

@@ -14,6 +14,7 @@ from typing import Any
 
 from vapo_mcore.config.schema import Config, DiagnosisConfig
 from vapo_mcore.config.schema.diagnosis import (
+    BusiestExpertRule,
     ClipRule,
     CountRule,
     CriticStuckRule,
@@ -227,6 +228,15 @@ def uniform_groups(rows: Rows, rule: UniformGroupsRule, context: Context) -> str
     )
 
 
+def busiest_expert(rows: Rows, rule: BusiestExpertRule, context: Context) -> str | None:
+    found = recent(rows, "policy/experts_busiest_max", rule.window)
+    if not found or fmean(found) <= rule.above:
+        return None
+    entropy = recent(rows, "policy/experts_entropy_min", rule.window)
+    lowest = f"; the lowest entropy of a layer's load was {fmean(entropy):.2f} of an even one's" if entropy else ""
+    return f"one expert of a layer took {fmean(found):.2f} of the tokens in {_steps(rows, rule.window)}, above {rule.above:g}{lowest}"
+
+
 def grader_failures(rows: Rows, rule: CountRule, context: Context) -> str | None:
     failed, asked = (sum(values_of(rows[-rule.window :], key)) for key in ("grading/failed", "response/count"))
     if failed <= rule.above * asked:
@@ -264,7 +274,8 @@ def _updates(rows: Rows, window: int, role: str) -> float:
 def untrained_minibatches(rows: Rows, rule: CountRule, context: Context) -> str | None:
     last = rows[-rule.window :]
     found = {role: sum(values_of(last, f"{role}/minibatches_masked")) for role in ("policy", "critic")}
-    empty = [row for row in last if row.get("tokens/trained") == 0]
+    # With rollout.horizon a step may find no response that has ended, or no complete group.
+    empty = [row for row in last if row.get("tokens/trained") == 0 and not (row.get("horizon/open") and row["response/count"] == 0)]
     done = sum(_updates(rows, rule.window, role) for role in found)
     masked = sum(found.values())
     if not empty and masked <= rule.above * (done + masked):
@@ -278,7 +289,7 @@ def untrained_minibatches(rows: Rows, rule: CountRule, context: Context) -> str 
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule. ``section``: its thresholds, of its own name in ``diagnosis:``; ``pretraining``: it holds in value pretraining as well."""
+    """A rule. ``section``: its thresholds, the key ``name`` of ``diagnosis:``; ``pretraining``: it also applies in value pretraining."""
 
     name: str
     section: Callable[[DiagnosisConfig], Any]
@@ -366,6 +377,13 @@ RULES: tuple[Rule, ...] = (
         uniform_groups,
         "the prompts are too easy or too hard, and group-relative advantages are zero",
         "harder prompts if all are right, easier ones or partial credit if all are wrong; dynamic sampling; larger groups",
+    ),
+    Rule(
+        "busiest_expert",
+        lambda d: d.busiest_expert,
+        busiest_expert,
+        "a router sends nearly all tokens to the same expert, so the others learn little and expert parallelism waits for one rank",
+        "model.router: {replay: trainer, balance_coef: 1e-3}, a z-loss (z_coef), a lower policy learning rate",
     ),
     Rule(
         "grader_failures",

@@ -1,4 +1,4 @@
-"""What one node can say about itself. Packages that may hang or crash when they are imported are imported in processes of their own."""
+"""Check one node. Import packages that may hang or crash in separate processes."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def imports(config: Config | None, cuda: bool, seconds: float) -> list[Finding]:
 
 
 def import_finding(module: str, needed: bool, seconds: float) -> Finding:
-    """Import ``module`` in a process of its own, which is ended after ``seconds``."""
+    """Import ``module`` in a separate process; kill it after ``seconds``."""
     check = f"import {module}"
     command = [sys.executable, "-W", "ignore", "-c", f"import {module}"]
     environment = {

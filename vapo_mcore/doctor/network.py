@@ -40,21 +40,11 @@ def connect(seconds: float) -> Finding | None:
 
 
 def all_reduce(seconds: float) -> Finding:
-    """Sum a tensor over all ranks, check it, and measure the bus bandwidth: 2 (n - 1) / n x bytes / time, as nccl-tests does."""
-    world, rank = dist.get_world_size(), dist.get_rank()
-    cuda = torch.cuda.is_available()
+    """Sum a tensor over all ranks, check it, and measure the bus bandwidth."""
+    world, cuda = dist.get_world_size(), torch.cuda.is_available()
     name = f"all-reduce ({'NCCL' if cuda else 'gloo'})"
-    device = "cuda" if cuda else "cpu"
     try:
-        tensor = torch.empty(_BYTES // 4, device=device)
-        times = []
-        for _ in range(_ROUNDS):
-            tensor.fill_(float(rank + 1))
-            _synchronize(cuda)
-            start = time.perf_counter()
-            dist.all_reduce(tensor, async_op=True).wait(timedelta(seconds=seconds))
-            _synchronize(cuda)
-            times.append(time.perf_counter() - start)
+        tensor, best = timed_sum(timedelta(seconds=seconds))
     except (dist.DistError, RuntimeError) as error:
         return Finding(name, "FAIL", f"of {_BYTES >> 20} MiB over {world} ranks: {_first_line(error)}")
     expected = world * (world + 1) / 2
@@ -65,9 +55,31 @@ def all_reduce(seconds: float) -> Finding:
             "FAIL",
             f"{wrong} of {tensor.numel()} sums over {world} ranks are wrong: {float(tensor[tensor != expected][0])}, not {expected}",
         )
-    best = min(times[1:])
-    bandwidth = 2 * (world - 1) / world * _BYTES / best
+    bandwidth = bus_bandwidth(world, best)
     return Finding(name, "ok", f"{_BYTES >> 20} MiB over {world} ranks in {best * 1e3:.1f} ms: {bandwidth / 1e9:.2f} GB/s bus bandwidth")
+
+
+def timed_sum(timeout: timedelta, group: dist.ProcessGroup | None = None) -> tuple[torch.Tensor, float]:
+    """Sum tensors of ``_BYTES`` over the ranks of a group (None: all), rank r + 1 in each element of rank r's.
+
+    Returns the sum (float32), and the seconds of the fastest round except the first. Raises DistError or RuntimeError after ``timeout``.
+    """
+    cuda = torch.cuda.is_available()
+    tensor = torch.empty(_BYTES // 4, device="cuda" if cuda else "cpu")
+    times = []
+    for _ in range(_ROUNDS):
+        tensor.fill_(float(dist.get_rank(group) + 1))
+        _synchronize(cuda)
+        start = time.perf_counter()
+        dist.all_reduce(tensor, group=group, async_op=True).wait(timeout)
+        _synchronize(cuda)
+        times.append(time.perf_counter() - start)
+    return tensor, min(times[1:])
+
+
+def bus_bandwidth(ranks: int, seconds: float) -> float:
+    """Return 2 (n - 1) / n x bytes / time of a :func:`timed_sum`, as nccl-tests does: what each rank sends in a second, in bytes."""
+    return 2 * (ranks - 1) / ranks * _BYTES / seconds
 
 
 def clocks() -> Finding:
@@ -85,7 +97,7 @@ def clocks() -> Finding:
 
 
 def shared_folder(folder: Path) -> Finding:
-    """Rank 0 writes a file where the run will be, which all ranks read and answer with a file of their own, which rank 0 reads."""
+    """Rank 0 writes a file where the run will be; every rank reads it and writes a reply; rank 0 reads the replies."""
     world, rank = dist.get_world_size(), dist.get_rank()
     existing = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.is_dir())
     [token, base] = broadcast([uuid.uuid4().hex, str(existing)])

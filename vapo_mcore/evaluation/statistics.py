@@ -1,9 +1,9 @@
 """avg@k, pass@k and maj@k of graded responses, lengths and truncation: pure functions of the records.
 
-A record is a plain mapping, one a response: ``prompt_id``, ``sample_index``, ``source``, ``correct``, ``error`` (None, or why there
-is no verdict), ``finish_reason``, ``prompt_length``, ``response_length``, ``subsets`` (field -> value), and ``answer`` (the
-extracted answer in a normal spelling, None if the response gives none) if the verifier knows what an answer is. Problems are told
-apart by ``prompt_id`` alone, never by their text.
+A record is a plain mapping, one a response: ``prompt_id``, ``sample_index``, ``source``, ``correct``, ``error`` (None, or the reason
+why there is no verdict), ``finish_reason``, ``prompt_length``, ``response_length``, ``subsets`` (field -> value), and ``answer`` (the
+extracted answer in a normal spelling, None if the response gives none) if the verifier knows what an answer is. Problems are
+identified by ``prompt_id`` alone, never by their text.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from vapo_mcore.config.architecture import ModelArchitecture
 from vapo_mcore.config.schema import Config
 from vapo_mcore.data.microbatch import MicroBatch, make_microbatch
 from vapo_mcore.data.packing import Schedule, ScheduledMiniBatch, attention_cost_ratio, schedule
-from vapo_mcore.data.ragged import token_index
+from vapo_mcore.data.ragged import segment_positions, token_index
 from vapo_mcore.data.rollout_batch import RolloutBatch, Rows, exchange
 from vapo_mcore.data.thd import pad_multiples
 from vapo_mcore.experience.sampling import Round
@@ -76,11 +76,13 @@ class Experience:
     Attributes:
         rows: all responses, replicated; ``reward`` is shaped.
         trainable: bool [n], replicated: graded and, with ``truncation: mask``, not truncated.
-        batch: rows owned by this data-parallel rank, with tensors on the compute device. ``response_mask`` is True at tokens that
-            carry a loss, ``positive_mask`` at tokens of the positive-example loss.
+        batch: rows owned by this data-parallel rank, with tensors on the compute device, choices of experts on the host.
+            ``response_mask`` is True at tokens that carry a loss, ``positive_mask`` at tokens of the positive-example loss.
         cu_seqlens: cumulative sequence lengths of ``batch``, on the compute device.
         minibatches: in training order.
         bootstrap_values: float32 [rows of batch], the critic's output at each last token; only with ``truncation: bootstrap``.
+        skipped: int64 [n], replicated: leading response tokens of each row that carry no loss: too old (``horizon.max_staleness``), or
+            of earlier steps (``horizon.train: segments``; there ``positive_mask`` covers them nevertheless).
     """
 
     rows: Rows
@@ -89,6 +91,7 @@ class Experience:
     cu_seqlens: Tensor
     minibatches: list[MiniBatch]
     bootstrap_values: Tensor | None = None
+    skipped: Tensor | None = None  # None: 0
 
     @property
     def mask(self) -> Tensor:
@@ -97,7 +100,12 @@ class Experience:
     @property
     def trained_lengths(self) -> Tensor:
         """int64 [n], replicated: number of tokens of each response that carry a loss."""
-        return self.rows.response_length * self.trainable
+        skipped = 0 if self.skipped is None else self.skipped
+        return (self.rows.response_length - skipped) * self.trainable
+
+    def sampled_now(self) -> Tensor:
+        """Return ``mask`` without the tokens that an older policy sampled (``rollout.horizon``); bool [total]."""
+        return self.mask & ~leading_tokens(self.batch.rows, self.batch.rows.stale_tokens(0), self.cu_seqlens)
 
     def microbatches(self) -> list[MicroBatch]:
         """Return this rank's micro-batches of all mini-batches, in order."""
@@ -129,6 +137,15 @@ class Experience:
         """Return the step rewards of the rows selected by ``keep`` (bool [n]); the same on all ranks."""
         return StepTable.of_rows(self.rows, keep)
 
+    def trained_steps(self) -> StepTable:
+        """Return the step rewards of trainable rows, except those that end in the ``skipped`` tokens, before which nothing is trained."""
+        table = self.steps(self.trainable)
+        if self.skipped is None:
+            return table
+        first = self.rows.prompt_length + self.skipped
+        kept = table.position >= first[table.row]
+        return StepTable(table.row[kept], table.position[kept], table.rewards[kept])
+
     def positions(self, steps: StepTable) -> tuple[Tensor, Tensor]:
         """Return (int64 token positions in ``batch`` where steps of owned rows end, indices of these steps in the table)."""
         local = torch.full((len(self.rows),), -1, dtype=torch.int64)
@@ -138,9 +155,15 @@ class Experience:
         return (self.batch.cu_seqlens[owner[mine]] + steps.position[mine]).to(self.cu_seqlens.device), mine
 
     def with_tensors(self, microbatch: MicroBatch, names: Sequence[str]) -> MicroBatch:
-        """Return the micro-batch with the named token tensors of ``batch`` added."""
-        index = token_index(self.cu_seqlens, microbatch.rows.to(self.cu_seqlens.device))
-        return microbatch.with_tensors(**{name: self.batch[name].index_select(0, index) for name in names})
+        """Return the micro-batch with the named token tensors of ``batch`` added, on the compute device."""
+        device = self.cu_seqlens.device
+        index = token_index(self.cu_seqlens, microbatch.rows.to(device))
+        chosen = {}
+        for name in names:
+            source = self.batch[name]
+            mine = index if source.device == index.device else token_index(self.batch.cu_seqlens, microbatch.rows)  # on the host
+            chosen[name] = source.index_select(0, mine).to(device, non_blocking=True)
+        return microbatch.with_tensors(**chosen)
 
     def response_ids(self) -> list[str]:
         """Return names of the owned responses for error messages."""
@@ -201,27 +224,45 @@ def distribute(
     plan: Schedule,
     parallel: ParallelContext,
     dp_rank_of_rank: Sequence[int],
+    skipped: Tensor | None = None,
+    *,
+    whole_positive: bool = False,
 ) -> Experience:
     """Send the tokens to their owners and build the mini-batches. Collective over all ranks.
 
     ``trainable``, ``positive``: bool [n], replicated; rows whose tokens carry a loss, and rows of the positive-example loss.
+    ``skipped``: int64 [n], replicated; leading response tokens that carry none (None: 0), in rows without an environment.
+    ``whole_positive``: the positive-example loss covers these too.
     """
     device = parallel.device
     owned = exchange(sampled.local.to(device), rows, holder=sampled.holder, owner=plan.owner, dp_rank_of_rank=dp_rank_of_rank)
     cu_seqlens = owned.cu_seqlens.to(device)
     owned["response_mask"] = keep_responses(owned["response_mask"], cu_seqlens, trainable[owned.row_ids].to(device))
-    owned["positive_mask"] = broadcast_to_tokens(positive[owned.row_ids].to(device), owned["response_mask"], cu_seqlens)
+    whole = owned["response_mask"]
+    if skipped is not None:
+        owned["response_mask"] = whole & ~leading_tokens(owned.rows, skipped[owned.row_ids], cu_seqlens)
+    imitated = whole if whole_positive else owned["response_mask"]
+    owned["positive_mask"] = broadcast_to_tokens(positive[owned.row_ids].to(device), imitated, cu_seqlens)
     local_row = torch.full((len(rows),), -1, dtype=torch.int64)
     local_row[owned.row_ids] = torch.arange(len(owned))
-    lengths = rows.response_length * trainable
+    all_lengths = rows.response_length * trainable
+    lengths = all_lengths if skipped is None else all_lengths - skipped * trainable
+    imitated_lengths = (all_lengths if whole_positive else lengths) * positive
     minibatches = [
         MiniBatch(
-            Denominators.from_lengths(lengths[scheduled.rows], positive[scheduled.rows]),
+            replace(Denominators.from_lengths(lengths[scheduled.rows]), positive_tokens=int(imitated_lengths[scheduled.rows].sum())),
             pack_microbatches(scheduled, owned, local_row, parallel, ("tokens", "response_mask")),
         )
         for scheduled in plan.minibatches
     ]
-    return Experience(rows, trainable, owned, cu_seqlens, minibatches)
+    return Experience(rows, trainable, owned, cu_seqlens, minibatches, skipped=skipped)
+
+
+def leading_tokens(rows: Rows, counts: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """Return bool [total], True at the first ``counts`` (int64 [n]) response tokens of each row and at its prompt."""
+    lengths = rows.length
+    inside = segment_positions(lengths) < torch.repeat_interleave(rows.prompt_length + counts, lengths)
+    return inside.to(cu_seqlens.device)
 
 
 def pack_microbatches(

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, Self
 
 from vapo_mcore.collectives import broadcast_object, world
 from vapo_mcore.config.schema import Config
 from vapo_mcore.data.prompts import Prompt
 from vapo_mcore.errors import StepAbandoned
 from vapo_mcore.experience.dynamic_sampling import GroupCollector
+from vapo_mcore.experience.open_responses import HorizonCounts, OpenResponses
 from vapo_mcore.experience.sampling import ResponseSampler, Round, keep_groups
 from vapo_mcore.records.timing import PhaseTimer
 from vapo_mcore.rollout.base import SamplingConfig
@@ -19,7 +21,8 @@ from vapo_mcore.rollout.base import SamplingConfig
 class SamplingCounts:
     """Counts of sampled and dropped prompts and responses of a step.
 
-    ``responses``, ``graded``, ``correct`` and ``tokens`` (response tokens) count all samples, including groups dropped later.
+    ``responses``, ``graded``, ``correct`` and ``tokens`` (response tokens) count all samples, including groups dropped later. With
+    ``rollout.horizon``, ``tokens`` counts those sampled in the step, the others the responses that train in it.
     """
 
     rounds: int
@@ -32,6 +35,13 @@ class SamplingCounts:
     graded: int = 0
     correct: int = 0
     tokens: int = 0
+    horizon: HorizonCounts | None = None
+
+    @classmethod
+    def of_record(cls, record: dict[str, Any]) -> Self:
+        """Build from the ``asdict`` of another one."""
+        horizon = record.get("horizon")
+        return cls(**record | {"horizon": None if horizon is None else HorizonCounts(**horizon)})
 
     def with_responses(self, rounds: Sequence[Round]) -> SamplingCounts:
         """Return a copy with the responses of ``rounds`` counted. The rows are replicated, so all ranks get the same counts."""
@@ -65,13 +75,30 @@ def collect(
     seed_step: int,
     timer: PhaseTimer,
     dynamic: bool,
+    open_responses: OpenResponses | None = None,
 ) -> tuple[Round, SamplingCounts]:
     """Sample the step's responses. Collective; every rank draws the same prompts.
+
+    With ``open_responses``, sample a segment of each of them and return the responses that train now.
 
     Raises StepAbandoned on all ranks if dynamic sampling cannot fill the batch and ``on_exhausted`` is ``stop``.
     """
     size = config.batch.responses_per_prompt
     sampling = training_sampling(config)
+
+    if open_responses is not None:
+        assert not dynamic, "the configuration refuses dynamic sampling with a horizon"
+        fresh = next_prompts(open_responses.vacancies)
+        drawn, found = sampler.continue_open(
+            open_responses,
+            fresh,
+            sampling,
+            seed_step=seed_step,
+            timer=timer,
+            show=lambda rows: shown_rows(rows, config.run.samples_per_step),
+        )
+        counts = SamplingCounts(rounds=1, prompts_tried=len(fresh), horizon=found).with_responses([drawn])
+        return drawn, replace(counts, tokens=found.sampled)
 
     def draw(prompts: int) -> Round:
         show = shown_rows(prompts * size, config.run.samples_per_step)

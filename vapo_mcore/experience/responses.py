@@ -48,6 +48,8 @@ class Response:
         cls, prompt: Prompt, trajectory: Trajectory, tokenizer: Any, region: AnswerRegion = ANYWHERE, end_texts: Sequence[str] = ()
     ) -> Response:
         """``end_texts``: what ends a turn, looked for in truncated responses."""
+        if trajectory.finish_reason == "cut":  # its text is not read
+            return cls(prompt, trajectory, [""] * len(trajectory.turns))
         ids, turns = trajectory.token_ids, trajectory.turns
         texts = [tokenizer.decode(ids[turn.start : turn.end], skip_special_tokens=True) for turn in turns]
         start = 0
@@ -62,18 +64,27 @@ class Response:
 
 
 def grade_responses(responses: Sequence[Response], verifiers: VerifierPool | None) -> list[Verdict]:
-    """Grade the responses and return verdicts in order. A response whose environment failed gets an error and is not graded."""
-    items = [GradeItem(r.prompt.verifier, r.text, r.prompt.ground_truth, r.metadata) for r in responses if r.trajectory.error is None]
+    """Grade the responses and return verdicts in order.
+
+    A response whose environment failed gets an error and is not graded; one that was cut is not graded either, and gets a score of 0.
+    """
+    known = [_known_verdict(response) for response in responses]
+    read = [response for response, verdict in zip(responses, known, strict=True) if verdict is None]
+    items = [GradeItem(r.prompt.verifier, r.text, r.prompt.ground_truth, r.metadata) for r in read]
     graded: list[Verdict] = []
     if items:
         assert verifiers is not None, "the leader of a replica grades, so it needs verifiers"
         graded = verifiers.grade(items)
     verdicts = iter(graded)
-    return [next(verdicts) if r.trajectory.error is None else _failed_environment(r.trajectory.error) for r in responses]
+    return [next(verdicts) if verdict is None else verdict for verdict in known]
 
 
-def _failed_environment(error: str) -> Verdict:
-    return Verdict(0.0, False, error, 0.0, cause="environment")
+def _known_verdict(response: Response) -> Verdict | None:
+    """Return the verdict of a response that no verifier reads."""
+    error = response.trajectory.error
+    if error is not None:
+        return Verdict(0.0, False, error, 0.0, cause="environment")
+    return Verdict(0.0, False, None, 0.0) if response.trajectory.finish_reason == "cut" else None
 
 
 def step_rewards(response: Response, verdict: Verdict, tokenizer: Any) -> StepRewards:
@@ -121,6 +132,7 @@ def response_rows(groups: Sequence[int], responses: Sequence[Response], verdicts
         finish_reason=[trajectory.finish_reason for trajectory in trajectories],
         source=[response.prompt.source for response in responses],
         step_rewards=steps,
+        segments=[trajectory.segments for trajectory in trajectories],
         missed_end=torch.tensor([response.missed_end for response in responses], dtype=torch.bool),
         **{name: torch.tensor(list(column), dtype=torch.int64) for name, column in integers.items()},
     )

@@ -18,6 +18,7 @@ from vapo_mcore.data.prompts import Prompt, split_evenly
 from vapo_mcore.data.rollout_batch import RolloutBatch, Rows, gather_rows
 from vapo_mcore.environments.types import Reply, TurnRequest
 from vapo_mcore.errors import EngineFailure, RewardError, StepAbandoned, VapoError
+from vapo_mcore.experience.open_responses import HorizonCounts, OpenResponses
 from vapo_mcore.experience.responses import ANYWHERE, Response, grade_responses, response_rows, sample_record, step_rewards
 from vapo_mcore.records.timing import PhaseTimer
 from vapo_mcore.rewards.pool import VerifierPool
@@ -117,13 +118,60 @@ class ResponseSampler:
             with timer.phase("reward"):
                 leads = self.engine.is_replica_leader and engine_error is None and reward_error is None
                 numbers, led = (list(mine), trajectories) if leads else ([], [])
-                local, shown, grading_error = self._try_grade(prompts, samples_per_prompt, numbers, led, show)
+                groups = [number // samples_per_prompt for number in numbers]
+                local, shown, grading_error = self._try_grade(numbers, groups, my_prompts if leads else [], led, show)
                 # Exchange errors only after grading: a replica that is ready first grades while the others still generate.
                 failures = self._gather_failures(engine_error, reward_error or grading_error)
                 if not failures:
                     rows, holder = gather_rows(local)
                     return Round(rows, holder, local, shown)
             self.recover_engine(failures, timer)  # then repeat the same requests with the same seeds on every rank
+
+    def continue_open(
+        self,
+        responses: OpenResponses,
+        drawn: Sequence[Prompt],
+        sampling: SamplingConfig,
+        *,
+        seed_step: int,
+        timer: PhaseTimer,
+        show: Callable[[int], Collection[int]],
+    ) -> tuple[Round, HorizonCounts]:
+        """Sample the next segment of all open responses, those to the prompts ``drawn`` included. Collective over all ranks.
+
+        Returns the responses that train in this step; those that have ended come first, and are graded. ``show`` takes their number.
+        Raises StepAbandoned like ``sample``; ``responses`` then are unchanged.
+        """
+        table = responses.opened(drawn, seed_step)
+        requests = responses.requests(table, seed_step)
+        while True:
+            generations, engine_error = self._try_generate(requests, sampling, timer)
+            segments = responses.segments(table, generations) if engine_error is None else {}
+            with timer.phase("reward"):
+                ends = {key: (len(segment.token_ids), segment.finish_reason) for key, segment in segments.items()}
+                gathered = all_gather_objects((engine_error, ends if self.engine.is_replica_leader else {}))
+            failures = {rank: error for rank, (error, _) in enumerate(gathered) if error is not None}
+            if not failures:
+                break
+            self.recover_engine(failures, timer)  # then repeat the same requests with the same seeds on every rank
+        ends = {key: end for _, part in gathered for key, end in part.items()}
+        remaining, trained, counts = responses.settled(table, ends, seed_step)
+        with timer.phase("reward"):
+            groups = {number: group for group, number in enumerate(dict.fromkeys(response.prompt_number for response in trained))}
+            leads = self.engine.is_replica_leader
+            mine = [number for number, response in enumerate(trained) if leads and response.replica == self.engine.replica_index]
+            led = [trained[number] for number in mine]
+            local, shown, grading_error = self._try_grade(
+                mine,
+                [groups[response.prompt_number] for response in led],
+                [response.prompt for response in led],
+                [responses.trajectory(response, segments, seed_step) for response in led],
+                show(sum(response.finish_reason is not None for response in trained)),
+            )
+            self._gather_failures(None, grading_error)
+            rows, holder = gather_rows(local)
+        responses.commit(remaining, segments, len(drawn))
+        return Round(rows, holder, local, shown), counts
 
     def _gather_failures(self, engine_error: str | None, reward_error: str | None) -> dict[int, str]:
         """Gather the engine errors of all ranks, by rank. Collective. Raises StepAbandoned on all ranks if any cannot grade."""
@@ -152,6 +200,16 @@ class ResponseSampler:
             return [], str(error), None
         except RewardError as error:
             return [], None, str(error)
+
+    def _try_generate(
+        self, requests: list[GenerationRequest], sampling: SamplingConfig, timer: PhaseTimer
+    ) -> tuple[list[Generation], str | None]:
+        """Generate this replica's segments. Returns (generations, engine error)."""
+        try:
+            with timer.phase("generate"):
+                return (self.engine.generate(requests, sampling) if requests else []), None
+        except EngineFailure as error:
+            return [], str(error)
 
     def _play(
         self, requests: list[GenerationRequest], prompts: list[Prompt], sampling: SamplingConfig, timer: PhaseTimer
@@ -211,14 +269,14 @@ class ResponseSampler:
         return box[0]
 
     def _grade(
-        self, prompts: Sequence[Prompt], samples_per_prompt: int, numbers: list[int], trajectories: list[Trajectory], show: Collection[int]
+        self, numbers: list[int], groups: list[int], prompts: Sequence[Prompt], trajectories: list[Trajectory], show: Collection[int]
     ) -> tuple[RolloutBatch, dict[int, dict[str, Any]]]:
-        """Grade this rank's responses. Returns their rows with tokens, and the sample records of those in ``show``."""
-        groups = [number // samples_per_prompt for number in numbers]
-        played = zip(groups, trajectories, strict=True)
-        responses = [
-            Response.decode(prompts[group], trajectory, self.tokenizer, self.region, self.end_texts) for group, trajectory in played
-        ]
+        """Grade this rank's responses. Returns their rows with tokens, and the sample records of those in ``show``.
+
+        ``numbers``: row number of each response; ``groups``: index of its prompt; ``prompts``: the prompt itself.
+        """
+        played = zip(prompts, trajectories, strict=True)
+        responses = [Response.decode(prompt, trajectory, self.tokenizer, self.region, self.end_texts) for prompt, trajectory in played]
         verdicts = grade_responses(responses, self.verifiers)
         graded = list(zip(responses, verdicts, strict=True))
         rows = response_rows(groups, responses, verdicts, [step_rewards(*pair, self.tokenizer) for pair in graded])
@@ -236,6 +294,13 @@ class ResponseSampler:
 
 def _no_recovery(failures: dict[int, str], timer: PhaseTimer) -> None:
     raise StepAbandoned("the rollout engine failed: " + "; ".join(f"rank {rank}: {text}" for rank, text in failures.items()))
+
+
+def ended_responses(sampled: Round) -> Round:
+    """Return the round without the responses that were cut, which come last."""
+    ended = int((~sampled.rows.cut).sum())
+    held = sampled.local.select((sampled.local.row_ids < ended).nonzero().flatten())
+    return Round(sampled.rows.select(range(ended)), sampled.holder[:ended], held, sampled.shown)
 
 
 def no_rows() -> RolloutBatch:

@@ -113,6 +113,7 @@ class ScoredReader:
         kind: Stage = "rl" if stage == "step" else "value_pretraining"
         batch = load_step(dump.parent.parent, kind, int(step), rank=0, world_size=1, known=self.known).sampled.local
         batch = batch.select(batch.local_rows(torch.arange(len(batch))))  # in the order of the rows, whichever rank held them
+        batch = batch.select((~batch.rows.cut).nonzero().flatten())
         faults.rows[str(dump)] = len(batch)
         lengths = batch.lengths.tolist()
         for number, (score, graded, length) in enumerate(

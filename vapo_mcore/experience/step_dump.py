@@ -116,7 +116,7 @@ def load_step(run_dir: str | Path, stage: Stage, step: int, *, rank: int, world_
         parts = [
             _read_tokens(path, rows, known) for path in sorted(folder.glob("rank_*.safetensors")) if _rank_of(path) % world_size == rank
         ]
-        counts = SamplingCounts(**info["counts"])
+        counts = SamplingCounts.of_record(info["counts"])
         rollouts = int(info["rollouts"])
     except CheckpointError:
         raise
@@ -174,8 +174,10 @@ def json_number(value: Any) -> Any:
 
 def rows_of(records: Sequence[dict[str, Any]]) -> Rows:
     """Convert the records of ``row_records`` back to rows."""
-    columns: dict[str, Any] = {field.name: [record[field.name] for record in records] for field in fields(Rows)}
+    # Dumps of versions without rollout.horizon have no segments.
+    columns: dict[str, Any] = {field.name: [({"segments": []} | record)[field.name] for record in records] for field in fields(Rows)}
     columns["step_rewards"] = [tuple((position, float(reward)) for position, reward in steps) for steps in columns["step_rewards"]]
+    columns["segments"] = [tuple((tokens, age) for tokens, age in segments) for segments in columns["segments"]]
     for name in ("score", "reward"):
         columns[name] = torch.tensor([float(value) for value in columns[name]], dtype=torch.float32)
     for name in ("verdict", "graded", "missed_end"):

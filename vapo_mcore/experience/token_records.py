@@ -43,5 +43,19 @@ def token_columns(experience: Experience, shown: Collection[int], tokenizer: Any
     return found
 
 
+def merged(columns: dict[str, list[Any]], more: dict[str, list[Any]]) -> dict[str, list[Any]]:
+    """Return the columns of a response from two experiences, in the order of ``token_columns``; entries of ``columns`` come first."""
+    found: dict[str, list[Any]] = {}
+    for name in ("text", *COLUMNS.values()):
+        given, other = columns.get(name), more.get(name)
+        if given is not None and other is not None:
+            found[name] = [b if a is None else a for a, b in zip(given, other, strict=True)]
+        elif given is not None:
+            found[name] = given
+        elif other is not None:
+            found[name] = other
+    return found
+
+
 def _rounded(number: float) -> float:
     return float(f"{number:.{DIGITS}g}")

@@ -76,7 +76,7 @@ def launch(module: str, arguments: list[str], processes: int) -> int:
         try:
             _pass_signals_on(Path(folder), processes)
             elastic_launch(config, sys.executable)("-u", "-m", module, *arguments)
-            handed = read_errors(Path(folder))  # codes of a command whose ranks have told their result themselves
+            handed = read_errors(Path(folder))  # exit codes of a command whose ranks recorded their results
             return exit_code_of([error.exit_code for error in handed.values()]) if handed else 0
         except ChildFailedError as error:
             first = min(failure.timestamp for failure in error.failures.values())

@@ -191,7 +191,7 @@ def _setup_lines(cluster: SlurmConfig) -> list[str]:
     lines += cluster.setup
     if cluster.max_requeues:
         lines += [
-            f"queue_again() {{  # exit code {EXIT_REQUEUE}: the run was told to stop, has saved, and asks to go on",
+            f"queue_again() {{  # exit code {EXIT_REQUEUE}: the run was asked to stop, has saved, and can be resumed",
             "    code=$?",
             f'    if [ "$code" -eq {EXIT_REQUEUE} ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt {cluster.max_requeues} ]; then',
             '        scontrol requeue "$SLURM_JOB_ID"',

@@ -12,7 +12,9 @@ All passes run through Megatron-Core's pipeline schedules. The engine alone conv
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -29,6 +31,7 @@ from vapo_mcore.megatron.logprob import vocab_parallel_logprobs
 from vapo_mcore.megatron.model import MlpValueHead, Role, ValueHead, WeightLoader, build_chunks, trunk_parameters
 from vapo_mcore.megatron.optimizer import Optimizer, Skipped
 from vapo_mcore.megatron.parallel import ParallelContext
+from vapo_mcore.megatron.routing import RouterCoefs, Routing
 
 if TYPE_CHECKING:
     from vapo_mcore.config.schema import ModelConfig, OptimizerConfig
@@ -77,16 +80,36 @@ class StepResult:
 
 @dataclass
 class _Feed:
-    """Inputs of a forward step: the micro-batches, and a cache of prepared tensors shared by this rank's chunks."""
+    """Inputs of a forward step: the micro-batches, and a cache of prepared tensors shared by this rank's chunks.
+
+    ``record``: keep the routers' choices; ``router_coefs``: auxiliary losses of the routers.
+    """
 
     microbatches: Sequence[MicroBatch]
     tensors: tuple[str, ...] = ()
+    record: bool = False
+    router_coefs: RouterCoefs | None = None
     prepared: dict[int, dict[str, Tensor]] = field(default_factory=dict)
 
     def iterators(self, count: int) -> Any:
         """Return one iterator per model chunk, or a single iterator for a single chunk, as the schedules require."""
         chunks: list[Iterator[int]] = [iter(range(len(self.microbatches))) for _ in range(count)]
         return chunks if count > 1 else chunks[0]
+
+
+def choices_name(role: Role) -> str:
+    """Return the name of the tensor with the experts of each token: a micro-batch that has it is routed by it."""
+    return f"{role}_expert_choices"
+
+
+def _forget_hooks(nodes_of_chunks: list[list[Any]]) -> None:
+    """Remove the hooks of autograd nodes, and the nodes from these lists."""
+    for nodes in nodes_of_chunks:
+        for node in nodes:
+            hooks = node.register_hook(lambda *_: None).hooks_dict_ref()  # torch gives access to a node's hooks only by a new one
+            if hooks is not None:
+                hooks.clear()
+        nodes.clear()
 
 
 class MegatronModel:
@@ -128,6 +151,7 @@ class MegatronModel:
         self.optimizer: Optimizer | None = None
         self.wrapped: list[Any] = self.chunks
         self.config = self.chunks[0].config
+        self.routing = Routing(self.chunks, architecture, parallel, choices_name(role)) if architecture.is_moe else None
         if optimizer is not None:
             if head_only:
                 for parameter in trunk_parameters(self.chunks):
@@ -136,6 +160,8 @@ class MegatronModel:
 
     def _make_trainable(self, settings: OptimizerConfig, warmup_updates: int) -> None:
         self.wrapped = wrap_chunks(self.chunks)
+        # Megatron's wrapper and its hooks on gradients refer to each other through autograd nodes, which Python's collector does not see.
+        weakref.finalize(self, _forget_hooks, [chunk.grad_accs for chunk in self.wrapped]).atexit = False
         self.optimizer = Optimizer(self.wrapped, settings, self.config, warmup_updates)
         self.config.finalize_model_grads_func = _finalize_gradients
         no_sync = [chunk.no_sync for chunk in self.wrapped]
@@ -147,7 +173,12 @@ class MegatronModel:
 
     @torch.no_grad()
     def forward(
-        self, microbatches: Sequence[MicroBatch], *, temperature: float = 1.0, outputs: tuple[str, ...] | None = None
+        self,
+        microbatches: Sequence[MicroBatch],
+        *,
+        temperature: float = 1.0,
+        outputs: tuple[str, ...] | None = None,
+        record_choices: bool = False,
     ) -> dict[str, list[Tensor]]:
         """Compute outputs without gradients, token-aligned, on every rank that holds these sequences.
 
@@ -155,6 +186,7 @@ class MegatronModel:
             microbatches: each with ``tokens``; all data-parallel ranks must pass the same number.
             temperature: softmax temperature of a policy; does not affect values.
             outputs: for a policy a subset of ("logprobs", "entropy"); for a critic "values" and "bootstrap_values".
+            record_choices: also return the experts of each token, under ``choices_name``, on the host; for a mixture only.
 
         Returns:
             name -> one float32 tensor per micro-batch. ``logprobs`` and ``entropy`` [tokens]: of token t, and of the distribution
@@ -163,7 +195,7 @@ class MegatronModel:
         """
         names = outputs or (("values",) if self.role == "critic" else ("logprobs",))
         raw_names = ("values",) if self.role == "critic" else names
-        feed = _Feed(self._equal_shapes(microbatches))
+        feed = _Feed(self._equal_shapes(microbatches), record=record_choices)
 
         def collect(output: Tensor, number: int) -> dict[str, Tensor]:
             return self._head_outputs(output, self._prepare(feed, number), temperature, "entropy" in raw_names)
@@ -177,6 +209,9 @@ class MegatronModel:
                     result[name].append(microbatch.layout.shift_right(packed, 0.0))
                 if "bootstrap_values" in result:
                     result["bootstrap_values"].append(packed[microbatch.layout.last_token_index])
+        if record_choices:
+            assert self.routing is not None, "a dense model makes no choices"
+            result[choices_name(self.role)] = self.routing.recorded(feed.microbatches)
         return result
 
     @torch.no_grad()
@@ -227,15 +262,17 @@ class MegatronModel:
         *,
         is_spike: Callable[[float], bool] = lambda _: False,
         unscheduled_lr: float | None = None,
+        router_coefs: RouterCoefs | None = None,
     ) -> StepResult:
         """Run forward and backward over this rank's share of a mini-batch, then one optimizer step on all ranks or on none.
 
         All data-parallel ranks must pass the same number of micro-batches (dummies included). All ranks skip the update if on any rank
         the loss or a gradient is not finite or ``is_spike`` returns True for the mini-batch's loss. ``unscheduled_lr``: learning rate of a
-        step outside the learning-rate schedule (None: a step of the schedule). Raises AssertionError if the model has no optimizer.
+        step outside the learning-rate schedule (None: a step of the schedule). ``router_coefs``: auxiliary losses of a mixture.
+        Raises AssertionError if the model has no optimizer.
         """
         assert self.optimizer is not None, f"the {self.role} was built without an optimizer"
-        metrics = self.accumulate(microbatches, loss)
+        metrics = self.accumulate(microbatches, loss, router_coefs)
         fault = None
         if not math.isfinite(metrics["loss"]):
             fault = Skipped.LOSS
@@ -244,10 +281,12 @@ class MegatronModel:
         grad_norm, skipped = self.optimizer.step(fault, unscheduled_lr=unscheduled_lr)
         return StepResult(metrics, grad_norm, self.optimizer.learning_rate if unscheduled_lr is None else unscheduled_lr, skipped)
 
-    def accumulate(self, microbatches: Sequence[MicroBatch], loss: LossFunction) -> dict[str, float]:
+    def accumulate(
+        self, microbatches: Sequence[MicroBatch], loss: LossFunction, router_coefs: RouterCoefs | None = None
+    ) -> dict[str, float]:
         """Run forward and backward; leaves the mini-batch's gradients in the buffers and returns its reduced statistics."""
         assert self.optimizer is not None, f"the {self.role} was built without an optimizer"
-        feed = _Feed(self._equal_shapes(microbatches), tuple(loss.tensors))
+        feed = _Feed(self._equal_shapes(microbatches), tuple(loss.tensors), router_coefs=router_coefs)
         for chunk in self.wrapped:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
@@ -313,10 +352,11 @@ class MegatronModel:
         def forward_step(iterator: Iterator[int], chunk: Any) -> tuple[Tensor, Callable[..., Any]]:
             heartbeat.alive()
             number = next(iterator)
-            output = self._call_chunk(chunk, feed, number)
+            with self._chunk_pass(chunk, feed, number):
+                output = self._call_chunk(chunk, feed, number)
             return output, lambda tensor, non_loss_data=False: finish(tensor, number)
 
-        with megatron_scope():
+        with megatron_scope(), self._model_pass(feed, training=not forward_only):
             return get_forward_backward_func()(
                 forward_step_func=forward_step,
                 data_iterator=feed.iterators(len(self.wrapped)),
@@ -328,6 +368,16 @@ class MegatronModel:
                 forward_only=forward_only,
                 collect_non_loss_data=forward_only,
             )
+
+    def _model_pass(self, feed: _Feed, *, training: bool) -> AbstractContextManager[None]:
+        if self.routing is None:
+            return nullcontext()
+        return self.routing.model_pass(feed.microbatches, training=training, record=feed.record, coefs=feed.router_coefs)
+
+    def _chunk_pass(self, chunk: Any, feed: _Feed, number: int) -> AbstractContextManager[None]:
+        if self.routing is None:
+            return nullcontext()
+        return self.routing.chunk_pass(self.wrapped.index(chunk), feed.microbatches[number], number)
 
     def _call_chunk(self, chunk: Any, feed: _Feed, number: int) -> Tensor:
         microbatch = feed.microbatches[number]

@@ -33,7 +33,8 @@ class PolicyLoss:
 
     Reads ``old_logprobs``, ``advantages``, ``policy_weights`` (from ``token_weights``; also used for KL and entropy),
     ``positive_weights`` (from ``positive_token_weights``: nonzero at tokens of correct responses), ``importance_weights`` with
-    an importance correction, ``covarying`` with clip_cov and kl_cov, ``ref_logprobs`` with a KL term, and the inputs of user-defined terms.
+    an importance correction, ``policy_mask`` with ``horizon.train: segments``, ``covarying`` with clip_cov and kl_cov, ``ref_logprobs``
+    with a KL term, and the inputs of user-defined terms.
 
     Statistics: ``surrogate``, ``nll``, ``kl`` are parts of the loss before their coefficients; ``tokens``, ``clip_high``, ``clip_low``,
     ``clip_dual``, ``approx_kl``, ``ratio`` and, if measured, ``entropy`` and ``mismatch_*`` are sums over response tokens.
@@ -62,6 +63,9 @@ class PolicyLoss:
         )
         names = ["old_logprobs", "advantages", "policy_weights", "positive_weights"]
         names += ["importance_weights"] if self.clip.importance_correction.kind != "off" else []
+        # Only the positive-example loss reads the tokens of earlier segments.
+        self.segments = rollout.horizon is not None and rollout.horizon.train == "segments"
+        names += ["policy_mask"] if self.segments else []
         names += ["covarying"] if self.clip.kind in COVARIANCE_KINDS else []
         names += ["ref_logprobs"] if self.kl_coef > 0 else []
         names += [name for term in self.terms for name in term.stored]
@@ -69,11 +73,13 @@ class PolicyLoss:
         self.tensors: tuple[str, ...] = tuple(dict.fromkeys(names))
 
     def __call__(self, outputs: dict[str, Tensor], batch: dict[str, Tensor]) -> tuple[Tensor, Stats]:
-        logprobs, mask, weights = outputs["logprobs"], batch["mask"], batch["policy_weights"]
+        logprobs, weights, positive = outputs["logprobs"], batch["policy_weights"], batch["positive_weights"]
+        nll = (positive_nll_terms(logprobs, batch["mask"], positive > 0) * positive).sum()
+        if self.segments:
+            batch = batch | {"mask": batch["policy_mask"]}
+        mask = batch["mask"]
         terms, indicators = self._surrogate_terms(outputs, batch)
         surrogate = (terms * weights).sum()
-        positive = batch["positive_weights"]
-        nll = (positive_nll_terms(logprobs, mask, positive > 0) * positive).sum()
         total = surrogate + self.positive_coef * nll if self.positive_coef > 0 else surrogate
         stats = {
             "surrogate": surrogate.detach(),

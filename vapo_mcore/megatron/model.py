@@ -221,6 +221,10 @@ def packed_block_spec(config: Any, attention: Attention, vp_stage: int | None) -
     else:
         core = VarlenAttention if attention == "varlen" else SegmentAttention
         layer, norm = _local_layer_spec(config.qk_layernorm, core, config.num_moe_experts), RMSNorm
+    if config.num_moe_experts is not None:
+        from vapo_mcore.megatron.router import Router
+
+        layer.submodules.mlp.submodules.router = Router
     count = get_num_layers_to_build(config, vp_stage=vp_stage)
     return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=norm)
 

@@ -83,17 +83,25 @@ class HostPool:
     def release(self, owner: str) -> None:
         """Give back the buffers of one model (its keys begin with its name); its parts must be on the device."""
         for key in [key for key in self._buffers if key[0] == owner]:
-            buffer = self._buffers.pop(key)
-            if HAS_CUDA and buffer.numel() > 0:
-                code = int(torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr()))  # type: ignore[attr-defined]
-                if code != 0:
-                    raise RuntimeError(f"cannot unlock the host buffer {key}: CUDA error {code} ({clear_cuda_error(code)})")
+            self._unlock(key, self._buffers.pop(key))
+
+    def clear(self) -> None:
+        """Give back all buffers of models that are not used again. Freed without it, their memory would stay page-locked."""
+        while self._buffers:
+            self._unlock(*self._buffers.popitem())
+
+    @staticmethod
+    def _unlock(key: tuple[Any, ...], buffer: Tensor) -> None:
+        if HAS_CUDA and buffer.numel() > 0:
+            code = int(torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr()))  # type: ignore[attr-defined]
+            if code != 0:
+                raise RuntimeError(f"cannot unlock the host buffer {key}: CUDA error {code} ({clear_cuda_error(code)})")
 
 
 def _allocate(numel: int, dtype: torch.dtype) -> Tensor:
     try:
         buffer = torch.empty(numel, dtype=dtype)
-    except RuntimeError as error:  # torch's CPU allocator has no type of its own for it
+    except RuntimeError as error:  # torch's CPU allocator raises no more specific type
         raise MemoryError(f"cannot allocate {numel * dtype.itemsize} bytes of host memory") from error
     if HAS_CUDA and numel > 0:
         _page_lock(buffer)
@@ -246,7 +254,7 @@ class ModelOffloader:
                     buffer.param_data.untyped_storage().resize_(0)
                     continue
                 if params:
-                    # Megatron copies into this buffer if there is one, and makes a pinned one of its own if there is none
+                    # Megatron copies into this buffer if it is set; otherwise it allocates a pinned one
                     buffer.param_data_cpu = self.pool.buffer(self._key("params", number), buffer.param_data)
                     self.traffic.to_host += buffer.param_data.untyped_storage().nbytes()
                 buffer.offload_to_cpu(move_params=params, move_grads=not params)
@@ -317,7 +325,7 @@ class ModelOffloader:
             self.traffic.to_device += buffer.param_data.untyped_storage().nbytes()
 
     def copy_params(self, name: str) -> list[Tensor]:
-        """Host copies of the present parameter buffers under a name of their own in the pool: a frozen reference's weights."""
+        """Return host copies of the current parameter buffers, kept in the pool under ``name``: a frozen reference's weights."""
         copies = []
         for number, buffer in enumerate(self._buffers):
             host = self.pool.buffer(self._key(name, number), buffer.param_data)

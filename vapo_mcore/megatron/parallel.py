@@ -24,7 +24,7 @@ class ParallelContext:
     """Parallel degrees, this process's ranks, and the process groups; policy and critic share one layout.
 
     Ranks are in Megatron's default order tp-cp-dp-pp: TP neighbours are contiguous. "Model parallel" are the TP x CP x PP ranks of one
-    data-parallel index, which hold the same sequences. Experts have groups of their own over the same ranks, in the order
+    data-parallel index, which hold the same sequences. Experts have separate groups over the same ranks, in the order
     expert tensor - expert model - expert data - pipeline: the ranks of an expert-model group hold different sequences or parts of them.
     """
 

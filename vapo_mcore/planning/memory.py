@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from vapo_mcore.config.architecture import ModelArchitecture
+from vapo_mcore.config.architecture import ModelArchitecture, choice_bytes
 from vapo_mcore.config.schema.rollout import runs_eagerly
 from vapo_mcore.megatron.offload import RESIDENCY, Stage
 from vapo_mcore.planning.devices import Device
@@ -18,6 +19,7 @@ from vapo_mcore.weights.export import DEFAULT_BUCKET_BYTES
 if TYPE_CHECKING:
     from vapo_mcore.config.schema import Config
 
+_ROLES: dict[Stage, Role] = {"values": "critic", "critic_update": "critic", "logprobs": "policy", "policy_update": "policy"}
 STAGES: tuple[Stage, ...] = ("generate", "values", "critic_update", "logprobs", "policy_update", "sync")
 """The stages in the order of a step."""
 VLLM_BLOCK = 16  # tokens of a KV block
@@ -31,6 +33,7 @@ class RankModel:
     """One model on one pipeline rank: its state on the fullest data-parallel rank, and the activations of each chunk.
 
     ``reduction``: bytes of the gradient reduction, when all activations are freed. ``hidden_size``, ``head_dim``: those of the model.
+    ``choice_bytes_a_token``: of the experts that router replay repeats.
     """
 
     state: StateBytes
@@ -38,6 +41,7 @@ class RankModel:
     reduction: int = 0
     hidden_size: int = 0
     head_dim: int = 0
+    choice_bytes_a_token: int = 0
 
 
 @dataclass
@@ -168,6 +172,7 @@ def _stage_memory(
     memory.add("rotary tables", _rotary_bytes(config, models))
     if stage in ("generate", "sync") and not offload_enabled(config, device):
         memory.add("gather buffer", _gather_bytes(config, models))
+    _add_choices(memory, config, models, workload, stage)
     if stage not in ("generate", "sync"):
         memory.add("rollout batch", workload.tokens_per_data_rank * (_BATCH_BYTES_A_TOKEN + _PACKED_BYTES_A_TOKEN))
     sleeps = device.is_gpu and engine_traits(config.rollout.engine).sleeps  # vLLM's CPU backend cannot free its memory
@@ -180,6 +185,38 @@ def _stage_memory(
         memory.add("KV cache", max(0.0, vllm.kv_bytes))
         memory.add("vLLM workspace", vllm.workspace_bytes)
     return memory
+
+
+def choice_bytes_a_token(config: Config, arch: ModelArchitecture) -> int:
+    """Return the bytes per token in which router replay keeps the experts of one pipeline rank's layers; 0 without it."""
+    if config.model.router.replay == "off" or not arch.is_moe:
+        return 0
+    assert arch.num_experts is not None and arch.num_experts_per_token is not None
+    layers = arch.num_layers // config.parallel.pipeline_model_parallel_size
+    return layers * arch.num_experts_per_token * choice_bytes(arch.num_experts)
+
+
+def choices_host_bytes(config: Config, archs: Sequence[ModelArchitecture], workload: Workload, processes: int) -> float:
+    """Return the most host memory of the choices on a node: each rank keeps those of its data-parallel rank's tokens.
+
+    Those of the critic are freed before the policy's are recorded, except if a KL penalty in the reward needs the policy's first. While
+    a model's are stored, those of its micro-batches are there as well.
+    """
+    sizes = [choice_bytes_a_token(config, arch) for arch in archs]
+    kept = sum(sizes) if config.algorithm.kl.place == "reward" else max(sizes)
+    return processes * workload.tokens_per_data_rank * (kept + max(sizes))
+
+
+def _add_choices(memory: StageMemory, config: Config, models: dict[Role, RankModel], workload: Workload, stage: Stage) -> None:
+    """Add the choices of experts on the device: of the whole pass that records them, or of the mini-batch that replays them."""
+    role = _ROLES.get(stage)
+    if role not in models:
+        return
+    if stage in ("values", "logprobs"):  # each rank's own tokens, gathered after the pass
+        tokens = workload.tokens_per_data_rank / (config.parallel.tensor_model_parallel_size * config.parallel.context_parallel_size)
+    else:
+        tokens = workload.tokens_per_data_rank / workload.updates
+    memory.add("expert choices", tokens * models[role].choice_bytes_a_token)
 
 
 def _rotary_bytes(config: Config, models: dict[Role, RankModel]) -> float:
@@ -201,8 +238,8 @@ def _gather_bytes(config: Config, models: dict[Role, RankModel]) -> float:
 def _add_activations(
     memory: StageMemory, config: Config, models: dict[Role, RankModel], workload: Workload, device: Device, pp_rank: int, stage: Stage
 ) -> None:
-    role: Role | None = {"values": "critic", "critic_update": "critic", "logprobs": "policy", "policy_update": "policy"}.get(stage)  # type: ignore[assignment]
-    if role is None or role not in models:
+    role = _ROLES.get(stage)
+    if role not in models:
         return
     chunks = models[role].chunks
     if stage in ("values", "logprobs"):
@@ -217,15 +254,16 @@ def _add_activations(
 
 @dataclass(frozen=True)
 class HostMemory:
-    """Host memory of the fullest node: offloaded state, the copies that checkpoints are written from, and the processes."""
+    """Host memory of the fullest node: offloaded state, the copies that checkpoints are written from, processes, choices of experts."""
 
     offloaded: float
     snapshots: float
     processes: float
+    choices: float = 0.0
 
     @property
     def total(self) -> float:
-        return self.offloaded + self.snapshots + self.processes
+        return self.offloaded + self.snapshots + self.processes + self.choices
 
 
 @dataclass(frozen=True)

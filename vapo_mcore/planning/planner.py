@@ -17,6 +17,8 @@ from vapo_mcore.planning.memory import (
     StageMemory,
     Vllm,
     build_bytes,
+    choice_bytes_a_token,
+    choices_host_bytes,
     cuda_graph_bytes,
     disk_bytes,
     offload_enabled,
@@ -134,7 +136,8 @@ class Planner:
             config, subject.policy, subject.critic, processes_per_node=cluster.processes_per_node, cuda=device.is_gpu
         )
         per_process = device.process_host_bytes + cuda_graph_bytes(config, device)
-        host = HostMemory(offloaded, snapshots, per_process * cluster.processes_per_node)
+        choices = choices_host_bytes(config, list(subject.roles.values()), work, cluster.processes_per_node)
+        host = HostMemory(offloaded, snapshots, per_process * cluster.processes_per_node, choices)
         timer = StepTimer(config, subject.policy, subject.critic, work, device)
         step = timer.estimate(fullest, vllm, cluster.processes_per_node)
         capacity = device.memory if device.is_gpu else (device.node_memory - host.total) / cluster.processes_per_node
@@ -163,7 +166,8 @@ class Planner:
         )
         largest = max(states, key=lambda state: state.optimizer + state.host)
         chunks = self._chunks(subject, role, work, stage, device)
-        return RankModel(largest, chunks, reduction, hidden_size=arch.hidden_size, head_dim=int(arch.head_dim * arch.rotary_percent))
+        head_dim = int(arch.head_dim * arch.rotary_percent)
+        return RankModel(largest, chunks, reduction, arch.hidden_size, head_dim, choice_bytes_a_token(config, arch))
 
     def _chunks(self, subject: Subject, role: Role, work: Workload, stage: int, device: Device) -> tuple[ChunkActivations, ...]:
         config, arch = subject.config, as_dense(subject.roles[role])
@@ -214,8 +218,8 @@ def _misfits(
         yield f"generate: the KV cache holds {held:,.0f} tokens, but the longest sequence has {longest:,}; vLLM would not start"
     if device.is_gpu and host.total > device.node_memory:
         yield (
-            f"host: {host.offloaded / GIB:.0f} GiB of offloaded state, {host.snapshots / GIB:.0f} GiB of copies for checkpoints and "
-            f"{host.processes / GIB:.0f} GiB of processes on a node, "
+            f"host: {host.offloaded / GIB:.0f} GiB of offloaded state, {host.snapshots / GIB:.0f} GiB of copies for checkpoints, "
+            f"{host.choices / GIB:.0f} GiB of experts' choices and {host.processes / GIB:.0f} GiB of processes on a node, "
             f"{device.node_memory / GIB:.0f} GiB are available"
         )
 

@@ -140,6 +140,7 @@ def _print_other_bytes(console: Console, plan: Plan) -> None:
     console.print(
         f"host memory of the fullest node: {host.offloaded / GIB:.1f} GiB offloaded + {host.snapshots / GIB:.1f} GiB copies for "
         f"checkpoints + {host.processes / GIB:.1f} GiB processes"
+        + (f" + {host.choices / GIB:.1f} GiB choices of experts" if host.choices else "")
     )
     console.print(
         f"disk: export {disk.export / GIB:.2f} GiB, critic {disk.critic / GIB:.2f} GiB, "

@@ -46,13 +46,21 @@ class Communication:
 
 
 @dataclass(frozen=True)
-class _Pass:
-    """Cost of a pass of a step's tokens through one model: forward only, or training."""
+class PassCost:
+    """Cost of a pass of a step's tokens through one model, forward only or training.
 
-    seconds: float
+    ``compute``, ``exchange``: seconds of matrix products and of communication between ranks; the others are bytes that a rank sends.
+    """
+
+    compute: float
+    exchange: float
     tensor_parallel: float
     pipeline: float
     context_parallel: float
+
+    @property
+    def seconds(self) -> float:
+        return self.compute + self.exchange
 
 
 @dataclass(frozen=True)
@@ -100,13 +108,13 @@ class StepTimer:
         config, device = self.config, self.device
         recompute = config.rollout.old_logprobs == "recompute"
         forwards = (1 if recompute else 0) + (1 if config.uses_reference else 0)
-        passes: dict[str, _Pass] = {
-            "logprobs": self._pass("policy", training=False, times=forwards),
-            "policy_update": self._pass("policy", training=True, times=config.policy.epochs),
+        passes: dict[str, PassCost] = {
+            "logprobs": self.model_pass("policy", training=False, times=forwards),
+            "policy_update": self.model_pass("policy", training=True, times=config.policy.epochs),
         }
         if "critic" in models:
-            passes["values"] = self._pass("critic", training=False, times=1)
-            passes["critic_update"] = self._pass("critic", training=True, times=config.critic.epochs)
+            passes["values"] = self.model_pass("critic", training=False, times=1)
+            passes["critic_update"] = self.model_pass("critic", training=True, times=config.critic.epochs)
         data_parallel = {role: self._data_parallel_bytes(role, model) for role, model in models.items()}
         network = device.node_rate if config.parallel.world_size <= processes_per_node else device.network_rate
         phases = {name: entry.seconds for name, entry in passes.items() if entry.seconds}
@@ -115,8 +123,8 @@ class StepTimer:
         cpu_copies = {role: self._cpu_optimizer_bytes(role, model) for role, model in models.items()}
         for role, (copied, touched) in cpu_copies.items():
             phases[f"{role}_update"] += copied / device.host_rate + touched / device.host_update_rate
-        sync_bytes = self._sync_bytes(models["policy"])
-        phases["weight_sync"] = sync_bytes / device.node_rate + vllm.weight_bytes / (device.memory_rate * device.memory_efficiency)
+        sync_bytes = self._sync_bytes(models["policy"].state.params)
+        phases["weight_sync"] = self.sync_seconds(models["policy"].state.params, vllm)
         host = {role: 2.0 * (model.state.params + model.state.optimizer) for role, model in models.items()}
         if not offload_enabled(config, device):
             host = dict.fromkeys(host, 0.0)
@@ -141,22 +149,31 @@ class StepTimer:
             ),
         )
 
-    def _pass(self, role: Role, *, training: bool, times: int) -> _Pass:
+    def model_operations(self, role: Role, *, training: bool) -> float:
+        """Return the operations of one pass over all tokens of a step, over all ranks, without recomputation."""
+        return self.work.tokens * (3 if training else 1) * sum(self._forward_operations(role))
+
+    def _forward_operations(self, role: Role) -> tuple[int, int]:
+        """Return the operations that one token takes forward: products with parameters, and attention."""
+        arch = self.architectures[role]
+        parameters = num_active_parameters(arch) - (arch.vocab_size * arch.hidden_size if role == "critic" else 0)
+        # Causal attention: two products of q_dim x length, over half of the positions.
+        return 2 * parameters, 2 * arch.num_layers * arch.num_attention_heads * arch.head_dim * self.work.sequence_length
+
+    def model_pass(self, role: Role, *, training: bool, times: int) -> PassCost:
         """Estimate ``times`` passes over all tokens of a step."""
         config, device, work, arch = self.config, self.device, self.work, self.architectures[role]
         p = config.parallel
         tp, pp, cp = p.tensor_model_parallel_size, p.pipeline_model_parallel_size, p.context_parallel_size
-        parameters = num_active_parameters(arch) - (arch.vocab_size * arch.hidden_size if role == "critic" else 0)
-        # Causal attention: two products of q_dim x length, over half of the positions.
-        attention = 2 * arch.num_layers * arch.num_attention_heads * arch.head_dim * work.sequence_length
-        once = 2 * parameters + attention
+        products, attention = self._forward_operations(role)
+        once = products + attention
         selective = 2 * mlp_parameters(arch) + (0 if device.is_gpu else attention)  # as megatron.model.recompute_settings
         again = {"none": 0, "selective": selective, "full": once}[config.model.recompute]
         operations = times * work.tokens * (3 * once + again if training else once)
         efficiency = device.train_efficiency if training else device.forward_efficiency
         virtual = p.virtual_pipeline_model_parallel_size or 1
         bubble = 1 + (pp - 1) / (work.microbatches_per_update * virtual if training else work.microbatches_per_update * work.updates)
-        seconds = operations / p.world_size / (self.peak * efficiency) * bubble
+        compute = operations / p.world_size / (self.peak * efficiency) * bubble
         local = times * work.tokens_per_data_rank / cp  # tokens that go through this rank
         layers = arch.num_layers / pp
         hidden = local * arch.hidden_size * self.item
@@ -168,8 +185,8 @@ class StepTimer:
         pipeline = (2 if training else 1) * hidden / (tp if p.sequence_parallel else 1) * virtual if pp > 1 else 0.0
         kv = 2 * arch.num_key_value_heads * arch.head_dim * self.item / min(tp, arch.num_key_value_heads)
         context = (2 if training else 1) * layers * local * kv * (cp - 1)
-        seconds += tensor / device.node_rate + (pipeline + context) / device.network_rate
-        return _Pass(seconds if times else 0.0, tensor, pipeline, context)
+        exchange = tensor / device.node_rate + (pipeline + context) / device.network_rate
+        return PassCost(compute, exchange, tensor, pipeline, context) if times else PassCost(0.0, 0.0, tensor, pipeline, context)
 
     def _data_parallel_bytes(self, role: Role, model: RankModel) -> float:
         """Return the bytes of reduce-scattering float32 gradients and all-gathering parameters in all updates of a step."""
@@ -183,14 +200,19 @@ class StepTimer:
         elements = self.work.updates * epochs * model.state.host / CPU_OPTIMIZER_BYTES
         return elements * (GRADIENT_BYTES + self.item), elements * _ADAMW_BYTES
 
-    def _sync_bytes(self, policy: RankModel) -> float:
+    def sync_seconds(self, params: float, vllm: Vllm) -> float:
+        """Estimate a weight sync of a policy with ``params`` bytes on its fullest rank."""
+        device = self.device
+        return self._sync_bytes(params) / device.node_rate + vllm.weight_bytes / (device.memory_rate * device.memory_efficiency)
+
+    def _sync_bytes(self, params: float) -> float:
         """Return the bytes per rank of broadcasting each stage's shard over the pipeline and gathering all shards over TP."""
         p = self.config.parallel
         tp, pp = p.tensor_model_parallel_size, p.pipeline_model_parallel_size
-        shard = policy.state.params * pp
+        shard = params * pp
         return shard * (1 if pp > 1 else 0) + shard * (tp - 1)
 
-    def generation_seconds(self, vllm: Vllm, responses: int, length: int) -> float:
+    def generation_seconds(self, vllm: Vllm, responses: int, length: float) -> float:
         """Estimate the time of ``responses`` responses of mean ``length`` over all replicas; at least max_response_length steps."""
         config, device, work, arch = self.config, self.device, self.work, self.architectures["policy"]
         tp = ranks_of_replica(config)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from vapo_mcore.rollout.stopping import StopTexts
 
 FinishReason = Literal["stop", "length"]
-TrajectoryEnd = Literal["stop", "length", "turns"]
+TrajectoryEnd = Literal["stop", "length", "turns", "cut"]
 
 GREEDY = 0.0
 LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE = 0.01, 2.0  # vLLM's bounds, kept by every engine
@@ -100,15 +100,17 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Trajectory:
-    """A complete response: the model's turns, and the environment's observations between them.
+    """A response: the model's turns, and the environment's observations between them.
 
     Attributes:
         token_ids: tokens of all turns and observations, in order; the last one was sampled by the model.
         logprobs: log-probs of sampled tokens as in ``Generation``, 0 at the environment's tokens.
         sampled: False at the environment's tokens.
-        finish_reason: ``stop``, ``length`` (truncated at the limit on sampled tokens) or ``turns`` (turn limit reached).
+        finish_reason: ``stop``, ``length`` (truncated at the limit on sampled tokens), ``turns`` (turn limit reached) or
+            ``cut`` (goes on in the next step: ``rollout.horizon``).
         turns: the model's turns, at least one.
         observations_cut: number of observations truncated to their limit.
+        segments: (tokens, age) of each part sampled in another step (``rollout.horizon``); empty: sampled in one step.
         error: why the environment gave no reply; the response then has no verdict.
     """
 
@@ -120,6 +122,7 @@ class Trajectory:
     turns: tuple[Turn, ...]
     observations_cut: int = 0
     error: str | None = None
+    segments: tuple[tuple[int, int], ...] = ()
 
     @classmethod
     def of_one_turn(cls, generation: Generation) -> Trajectory:

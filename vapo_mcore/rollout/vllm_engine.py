@@ -5,7 +5,7 @@ vLLM is imported when an engine is built. Its non-default settings:
 - ``external_launcher``: every rank runs the full scheduler and its shard of the model, in lockstep with the replica's other ranks;
 - ``load_format="dummy"``: the first weights arrive by weight sync like all later ones, and no rank reads the checkpoint;
 - ``logprobs_mode="processed_logprobs"``: log-probs of the sampling distribution, not of the raw logits;
-- no tokenizer of its own and no generation config: requests and results are token ids, stop ids are passed explicitly, and no default of
+- no tokenizer in the engine and no generation config: requests and results are token ids, stop ids are passed explicitly, and no default of
   the model folder (repetition penalty, top-k) affects sampling.
 """
 
@@ -184,7 +184,7 @@ class VllmEngine(StatefulEngine):
             raise RolloutError(f"vLLM left parameters without values after a weight sync: {listed(unloaded)}")
 
     def _holds(self, name: str, tensor: Tensor) -> bool | None:
-        if not _HAS_CUDA or is_expert_tensor(name):  # kernels for experts may keep their weights in an order of their own
+        if not _HAS_CUDA or is_expert_tensor(name):  # kernels for experts may reorder their weights
             return None
         return bool(self._llm.apply_model(lambda model: holds(model, name, tensor))[0])
 

@@ -42,10 +42,13 @@ from vapo_mcore.records.metrics import StepMetrics
 
 
 def shaped_rewards(config: Config, rows: Rows) -> Tensor:
-    """Return float32 [n]: the verifier's scores after scaling, the factor for truncated responses, and the overlong penalty."""
+    """Return float32 [n]: the verifier's scores after scaling, the factor for truncated responses, and the overlong penalty.
+
+    A response that was cut has no reward yet: 0.
+    """
     reward = config.reward
     overlong = None if reward.overlong is None else (config.rollout.max_response_length, reward.overlong.cache, reward.overlong.penalty)
-    return shape_rewards(
+    shaped = shape_rewards(
         rows.score,
         rows.response_length,
         rows.truncated,
@@ -53,12 +56,33 @@ def shaped_rewards(config: Config, rows: Rows) -> Tensor:
         truncated_factor=reward.truncated_factor,
         overlong=overlong,
     )
+    return torch.where(rows.cut, 0.0, shaped)
 
 
 def trainable_rows(config: Config, rows: Rows) -> Tensor:
-    """Return bool [n]: responses whose tokens carry a loss, i.e. graded and, with ``truncation: mask``, not truncated."""
+    """Return bool [n]: responses whose tokens carry a loss.
+
+    They are graded and, with ``truncation: mask``, not truncated; with ``horizon.stale: drop`` no token is too old.
+    """
     masked = config.algorithm.advantage.truncation == "mask"
-    return rows.graded & ~rows.truncated if masked else rows.graded.clone()
+    kept = rows.graded & ~rows.truncated if masked else rows.graded.clone()
+    horizon = config.rollout.horizon
+    if horizon is not None and horizon.max_staleness is not None and horizon.stale == "drop":
+        kept &= rows.stale_tokens(horizon.max_staleness) == 0
+    return kept
+
+
+def skipped_tokens(config: Config, rows: Rows) -> Tensor | None:
+    """Return int64 [n]: leading response tokens without a policy loss; None if there cannot be any.
+
+    They are too old (``horizon.stale: mask``), or of earlier steps (``horizon.train: segments``).
+    """
+    horizon = config.rollout.horizon
+    if horizon is not None and horizon.train == "segments":
+        return rows.stale_tokens(0)
+    if horizon is None or horizon.max_staleness is None or horizon.stale == "drop":
+        return None
+    return rows.stale_tokens(horizon.max_staleness)
 
 
 def imitable_rows(config: Config, rows: Rows, *, skip_overlong: bool) -> Tensor:
@@ -89,7 +113,7 @@ class AdvantageEstimator:
         per_response = experience.on_rows(experience.rows.reward)
         rewards = place_terminal_rewards(per_response, experience.mask, experience.cu_seqlens)
         batch = experience.batch
-        steps = experience.steps(experience.trainable)
+        steps = experience.trained_steps()
         if len(steps):
             positions, mine = experience.positions(steps)
             rewards += place_rewards(steps.rewards[mine].to(rewards), positions, experience.mask, experience.cu_seqlens)
@@ -101,7 +125,7 @@ class AdvantageEstimator:
     def lambdas(self, experience: Experience) -> Tensor:
         """Return float64 [n], replicated: lambda of the policy's GAE for each response."""
         settings = self.settings.lambda_policy
-        lengths = experience.trained_lengths
+        lengths = experience.rows.response_length * experience.trainable  # all tokens, also those too stale to train
         if settings.kind == "length_adaptive":
             return length_adaptive_lambda(lengths, settings.alpha)
         if settings.kind == "sigmoid":
@@ -253,11 +277,18 @@ class AdvantageEstimator:
             metrics.add_tokens("kl/reference", estimate, experience.mask)
 
     def _bootstrap(self, experience: Experience) -> Tensor | None:
-        """Return the value after each truncated response and 0 after finished ones; None without ``truncation: bootstrap``."""
-        if self.settings.truncation != "bootstrap":
+        """Return the value after each response that was cut or, with ``truncation: bootstrap``, truncated, and 0 after the others.
+
+        None if there are none.
+        """
+        rows = experience.rows
+        followed = rows.cut
+        if self.settings.truncation == "bootstrap":
+            followed |= rows.truncated
+        elif not bool(followed.any()):
             return None
         assert experience.bootstrap_values is not None, "the critic's pass stores bootstrap values"
-        return torch.where(experience.on_rows(experience.rows.truncated), experience.bootstrap_values, 0.0)
+        return torch.where(experience.on_rows(followed), experience.bootstrap_values, 0.0)
 
     def _whiten(self, experience: Experience, advantages: Tensor) -> Tensor:
         mask = experience.mask

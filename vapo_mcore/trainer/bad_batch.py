@@ -23,6 +23,7 @@ from vapo_mcore.data.rollout_batch import Rows
 from vapo_mcore.data.thd import ThdLayout
 from vapo_mcore.errors import CheckpointError
 from vapo_mcore.experience.step_dump import json_number, row_records
+from vapo_mcore.megatron.engine import choices_name
 from vapo_mcore.megatron.parallel import ParallelContext
 
 FORMAT = 1
@@ -64,9 +65,11 @@ def save_bad_batch(
     if any(model_parallel_ranks):
         return folder
     folder.mkdir(parents=True, exist_ok=True)
+    # without the choices of experts, which are of this pipeline rank's layers only
+    names = sorted(set(microbatches[0].tensors) - {choices_name("policy"), choices_name("critic")})
     tensors: dict[str, Tensor] = {}
     for number, microbatch in enumerate(microbatches):
-        parts = {name: tensor.detach().cpu().clone() for name, tensor in microbatch.tensors.items()}
+        parts = {name: microbatch.tensors[name].detach().cpu().clone() for name in names}
         parts |= {"rows": row_ids[microbatch.rows], "lengths": microbatch.layout.lengths.cpu().clone()}
         tensors |= {f"{number:04d}.{name}": tensor.contiguous() for name, tensor in parts.items()}
     _publish(folder / f"data_rank_{parallel.data_parallel_rank:04d}.safetensors", tensors)
@@ -77,7 +80,7 @@ def save_bad_batch(
             **{name: json_number(value) for name, value in vars(update).items()},
             "data_parallel_size": parallel.data_parallel_size,
             "microbatches": len(microbatches),
-            "tensors": sorted(microbatches[0].tensors),
+            "tensors": names,
             "rows": row_records(rows),
         }
         unfinished = folder / f".{_INFO}"

@@ -9,6 +9,7 @@ from typing import Any
 
 from vapo_mcore import heartbeat
 from vapo_mcore.checkpoint.saver import Checkpointer
+from vapo_mcore.checkpoint.state import Part
 from vapo_mcore.checkpoint_files import Stage, model_folder
 from vapo_mcore.collectives import fail_together
 from vapo_mcore.config.schema import Config
@@ -227,7 +228,12 @@ class TrainingLoop:
                 written_again = self.unevaluated is not None and self.unwritten is None
                 files = self.run_dir.position(without_last_row=written_again)
                 state = {"objects": self.trainer.state.state_dict(), "files": files, "run_id": self.run_dir.run_id}
-        self.checkpointer.commit(state, row)
+        self.checkpointer.commit(state, row, self._open_part())
+
+    def _open_part(self) -> Part | None:
+        """Return the tokens of this replica's open responses, on its leader."""
+        responses, engine = self.trainer.open_responses, self.trainer.sampler.engine
+        return Part.of(engine.replica_index, responses.part()) if responses is not None and engine.is_replica_leader else None
 
     def _save_now(self, row: dict[str, Any], *, final: bool = False) -> None:
         """Publish a checkpoint of the current state; retries once. May free the rollout engine, so nothing can be sampled afterwards."""

@@ -23,6 +23,7 @@ from vapo_mcore.checkpoint.resume import (
     choose,
     leave_newer,
     load_models,
+    load_parts,
     load_state,
     restore_random,
 )
@@ -35,9 +36,10 @@ from vapo_mcore.config.schema import Config
 from vapo_mcore.data.chat_template import chat_tokenizer
 from vapo_mcore.data.prompts import PromptDataset, load_prompts, overlaps
 from vapo_mcore.data.tokenizer import unknown_token_ids
-from vapo_mcore.errors import EXIT_REQUEUE, ConfigError, DataError, RunStopped, TrainingError
+from vapo_mcore.errors import EXIT_REQUEUE, CheckpointError, ConfigError, DataError, RunStopped, TrainingError
 from vapo_mcore.experience.evaluator import Evaluator
 from vapo_mcore.experience.extension_checks import check_extensions
+from vapo_mcore.experience.open_responses import OpenResponses
 from vapo_mcore.experience.sampling import ResponseSampler
 from vapo_mcore.launch.local import become_stoppable
 from vapo_mcore.launch.ranks import SIBLINGS
@@ -60,7 +62,7 @@ from vapo_mcore.trainer.critic_probe import CriticProbe, probe_prompts
 from vapo_mcore.trainer.loop import TrainingLoop
 from vapo_mcore.trainer.models import build_models
 from vapo_mcore.trainer.signals import StopSignals
-from vapo_mcore.trainer.step import StepRunner
+from vapo_mcore.trainer.step import OPEN_RESPONSES, StepRunner
 from vapo_mcore.trainer.weight_sync import WeightSync
 
 _SECONDS_UNTIL_TERMINATED = 30.0
@@ -142,6 +144,8 @@ def train(config: Config, parallel: ParallelContext, *, clean: bool, resume: Res
         sync = WeightSync(models.policy, engine, verify=config.rollout.verify_weights)
         trainer = StepRunner(config, parallel, models, sampler, sync, prompts.next_batch)
         trainer.state.register("prompts", prompts)
+        if config.rollout.horizon is not None:
+            trainer.keep_open(build_open_responses(config, engine, tokenizer, prompts))
         if probed:
             trainer.probe = CriticProbe(config, probed, parallel, sampler, trainer.dp_rank_of_rank)
         evaluator = Evaluator(config, sampler, held_out.items) if held_out is not None else None
@@ -151,7 +155,13 @@ def train(config: Config, parallel: ParallelContext, *, clean: bool, resume: Res
         stack.callback(checkpointer.close)
         run = TrainingLoop(config, trainer, evaluator, console, checkpointer)
         if past is not None:
-            trainer.state.load_state_dict(past.state["objects"] | {"prompts": prompts.state_dict()})
+            restart = resume is not None and resume.restart_data
+            objects = _objects(trainer, past, restart=restart, console=console)
+            trainer.state.load_state_dict(objects | {"prompts": prompts.state_dict()})
+            if trainer.open_responses is not None:
+                parts = load_parts(past.checkpoint, trainer.open_responses.parts_needed())
+                with fail_together():
+                    trainer.open_responses.load_parts(parts)
         fresh = (clean or resume is not None) and locked
         run.run_dir = _open_run_directory(config, parallel, past, stack, watchdog, console, fresh=fresh, locked=locked)
         if run.run_dir is not None:
@@ -304,6 +314,36 @@ def build_multi_turn(config: Config, tokenizer: Any) -> MultiTurn | None:
             )
             multi_turn = MultiTurn(settings, observation_format)
     return multi_turn
+
+
+def build_open_responses(config: Config, engine: RolloutEngine, tokenizer: Any, prompts: PromptDataset) -> OpenResponses:
+    """Build the table of open responses of a run with ``rollout.horizon``."""
+    responses = OpenResponses(
+        config, replica=engine.replica_index, replicas=engine.num_replicas, stop_texts=StopTexts.of(config, tokenizer)
+    )
+    responses.prompts = {prompt.prompt_id: prompt for prompt in prompts.items}
+    return responses
+
+
+def _objects(trainer: StepRunner, past: _Past, *, restart: bool, console: Console) -> dict[str, Any]:
+    """Return the saved state of the trainer's objects, with the open responses that this configuration continues.
+
+    Raises CheckpointError if there are some and it continues none.
+    """
+    found = dict(past.state["objects"])
+    saved, name = found.pop(OPEN_RESPONSES, None), OPEN_RESPONSES
+    count = 0 if saved is None else len(saved["responses"])
+    if restart and count:
+        console.print(f"open responses: {count} dropped (--restart-data)")
+    if trainer.open_responses is not None:
+        empty = trainer.open_responses.state_dict()  # where the saved run had no horizon
+        return found | {name: empty if saved is None else saved | ({"responses": []} if restart else {})}
+    if count and not restart:
+        raise CheckpointError(
+            f"{past.checkpoint.path} has {count} open responses, which only a run with rollout.horizon can continue; give the run's "
+            "rollout.horizon, or drop them, and restart the prompts, with --restart-data"
+        )
+    return found
 
 
 def _verifiers(*datasets: PromptDataset | None) -> list[str]:

@@ -173,6 +173,7 @@ def replay_batch(sample: ReplaySample) -> RolloutBatch:
         missed_end=torch.zeros(n, dtype=torch.bool),
         source=["replay"] * n,
         step_rewards=[()] * n,
+        segments=[()] * n,
     )
     tensors = {"tokens": sample.tokens, "response_mask": sample.response_mask, "returns": sample.returns}
     return RolloutBatch(rows, sample.cu_seqlens, tensors)

@@ -11,20 +11,25 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from safetensors import SafetensorError
+from torch import Tensor
 
 from vapo_mcore import heartbeat
 from vapo_mcore.checkpoint.state import StateRegistry
 from vapo_mcore.checkpoint_files import Stage
 from vapo_mcore.collectives import all_gather_objects, gather_objects
 from vapo_mcore.config.schema import Config
+from vapo_mcore.data.packing import Schedule
 from vapo_mcore.data.prompts import Prompt
+from vapo_mcore.data.rollout_batch import Rows
 from vapo_mcore.diagnosis.monitor import Monitor
 from vapo_mcore.errors import StepAbandoned, StepBroken, TrainingError, VapoError
 from vapo_mcore.experience.batches import Experience, distribute, plan_minibatches
 from vapo_mcore.experience.collecting import SamplingCounts, collect
-from vapo_mcore.experience.sampling import ResponseSampler, Round
+from vapo_mcore.experience.open_responses import OpenResponses
+from vapo_mcore.experience.sampling import ResponseSampler, Round, ended_responses
 from vapo_mcore.experience.step_dump import StepDump, dump_folder, save_step
-from vapo_mcore.experience.token_records import token_columns
+from vapo_mcore.experience.token_records import merged, token_columns
+from vapo_mcore.megatron.engine import MegatronModel, choices_name
 from vapo_mcore.megatron.parallel import ParallelContext
 from vapo_mcore.megatron.roles import Models
 from vapo_mcore.records.metric_table import metrics_of
@@ -32,12 +37,20 @@ from vapo_mcore.records.metrics import StepMetrics
 from vapo_mcore.records.run_dir import faults_folder
 from vapo_mcore.records.timing import PhaseTimer
 from vapo_mcore.rollout.base import SyncReport
-from vapo_mcore.trainer.advantages import AdvantageEstimator, check_experience, imitable_rows, shaped_rewards, trainable_rows
+from vapo_mcore.trainer.advantages import (
+    AdvantageEstimator,
+    check_experience,
+    imitable_rows,
+    shaped_rewards,
+    skipped_tokens,
+    trainable_rows,
+)
 from vapo_mcore.trainer.bad_batch import BadUpdate, save_bad_batch
 from vapo_mcore.trainer.bad_updates import UpdateGuard
 from vapo_mcore.trainer.critic_probe import CriticProbe
 from vapo_mcore.trainer.self_imitation import SelfImitation
 from vapo_mcore.trainer.step_metrics import (
+    record_horizon,
     record_mismatch,
     record_packing,
     record_rows,
@@ -51,6 +64,9 @@ from vapo_mcore.trainer.weight_sync import WeightSync
 
 Row = dict[str, Any]
 logger = logging.getLogger(__name__)
+
+OPEN_RESPONSES = "open_responses"
+"""Name of the state of fixed-horizon rollouts."""
 
 HALTED = 2
 """Exit code of a run stopped by ``diagnosis.halt_on``."""
@@ -81,6 +97,11 @@ class _Step:
     updates_stopped: bool = False  # too many consecutive updates were skipped: no further update in this step
     sampled: tuple[Round, SamplingCounts] | None = None  # the step's rollout, kept for a dump
     dumped: bool = False
+    ended: Experience | None = None  # with horizon.critic: ended, these responses with all their tokens
+
+    def of_critic(self, experience: Experience) -> Experience:
+        """Return what the critic trains on, if the policy trains on ``experience``."""
+        return experience if self.ended is None else self.ended
 
 
 class StepRunner:
@@ -121,8 +142,16 @@ class StepRunner:
         self.before_sync: Callable[[str, int, PhaseTimer], None] | None = None
         """Called in each step with its stage, number and timer, after the last update and while the rollout engine sleeps."""
         self.probe: CriticProbe | None = None
+        self.open_responses: OpenResponses | None = None  # with rollout.horizon
         self.rollouts = 0  # over both stages; seeds the sampling and the mini-batch shuffle
         self.dp_rank_of_rank = all_gather_objects(parallel.data_parallel_rank)
+        horizon = config.rollout.horizon
+        self.segments = horizon is not None and horizon.train == "segments"
+
+    def keep_open(self, responses: OpenResponses) -> None:
+        """Sample RL steps with a fixed horizon; the open responses become part of the state."""
+        self.open_responses = responses
+        self.state.register(OPEN_RESPONSES, responses)
 
     def rl_step(self, number: int) -> StepOutcome:
         """Run one RL step: sample a rollout, update critic and policy on it, and sync the weights."""
@@ -136,8 +165,10 @@ class StepRunner:
             if penalised:
                 self._log_probs(step, experience)
             if self.models.critic is not None:
-                self._start_at_mean_return(step, experience)
+                self._start_at_mean_return(step, step.of_critic(experience))
                 self._values(step, experience)
+                if step.ended is not None:
+                    self._values(step, step.ended)
             self._advantages_and_critic(step, experience)
             if probed:
                 self._measure_probe(step, "critic/probe_explained_variance")
@@ -183,6 +214,7 @@ class StepRunner:
             self.estimator.correct_importance(experience, step.metrics)
             self._check(step, experience)
             stopped = update_policy(self.config, self.models.policy, experience, step.metrics, self.guards["policy"], self.rollouts)
+            experience.batch.drop(choices_name("policy"))
             self.models.residency.mark_changed("policy")
             self._stop_updates(step, experience, "policy", stopped)
 
@@ -191,6 +223,7 @@ class StepRunner:
         self.models.residency.enter("critic_update")
         with step.timer.phase("critic_update"):
             stopped = update_critic(self.config, self.models.critic, experience, step.metrics, self.guards["critic"])
+            experience.batch.drop(choices_name("critic"))
             self.models.residency.mark_changed("critic")
             self._stop_updates(step, experience, "critic", stopped)
 
@@ -217,9 +250,10 @@ class StepRunner:
             return
         parallel = self.parallel
         replicas = (parallel.tensor_model_parallel_rank, parallel.pipeline_model_parallel_rank, parallel.context_parallel_rank)
-        parts = gather_objects({} if any(replicas) else token_columns(experience, step.samples, self.sampler.tokenizer))
-        for row, columns in (item for part in parts or [] for item in part.items()):
-            step.samples[row]["tokens"] = columns
+        for source in [experience] if step.ended is None else [experience, step.ended]:
+            parts = gather_objects({} if any(replicas) else token_columns(source, step.samples, self.sampler.tokenizer))
+            for row, columns in (item for part in parts or [] for item in part.items()):
+                step.samples[row]["tokens"] = merged(step.samples[row].get("tokens", {}), columns)
 
     def _keep_batch(self, step: _Step, experience: Experience, update: BadUpdate, stopped: StoppedUpdate) -> str:
         """Write the batch of a skipped update and the rollout of its step. Returns a sentence with their paths or the failure."""
@@ -278,13 +312,17 @@ class StepRunner:
             self._dump(step)
         with step.timer.phase("exchange"):
             rows = replace(sampled.rows, reward=shaped_rewards(config, sampled.rows))
-            trainable = trainable_rows(config, rows)
-            plan = plan_minibatches(config, self.models.architecture, self.parallel, rows, self.rollouts)
-            positive = imitable_rows(config, rows, skip_overlong=config.algorithm.positive_lm.skip_overlong)
-            experience = distribute(sampled, rows, trainable, positive, plan, self.parallel, self.dp_rank_of_rank)
+            plan, experience = self._distribute(sampled, rows, skipped_tokens(config, rows))
+            if self.segments and step.stage == "rl":
+                ended = ended_responses(sampled)
+                rows = rows.select(range(len(ended.rows)))
+                if config.rollout.horizon is not None and config.rollout.horizon.critic == "ended":
+                    _, step.ended = self._distribute(ended, rows, None)
             shown = {row: record for part in all_gather_objects(sampled.shown) for row, record in part.items()}
         step.samples = {row: record | {"reward": float(rows.reward[row])} for row, record in sorted(shown.items())}
-        record_rows(step.metrics, rows, trainable, counts, config.rollout.max_response_length)
+        record_rows(step.metrics, rows, experience.trained_lengths, counts, config.rollout.max_response_length)
+        if config.rollout.horizon is not None:
+            record_horizon(step.metrics, experience, counts, config.rollout.horizon)
         record_sources(step.metrics, rows, self._sources)
         step.metrics.put("sampling/engine_rebuilds", self.engine_rebuilds - self._rebuilds_recorded)
         self._rebuilds_recorded = self.engine_rebuilds
@@ -294,9 +332,25 @@ class StepRunner:
         record_packing(step.metrics, experience, plan.owner, ranks, cap)
         return experience
 
+    def _distribute(self, sampled: Round, rows: Rows, skipped: Tensor | None) -> tuple[Schedule, Experience]:
+        """Draw mini-batches of ``rows`` and send the tokens to their owners. ``skipped``: as of ``distribute``."""
+        config, parallel, ranks = self.config, self.parallel, self.dp_rank_of_rank
+        plan = plan_minibatches(config, self.models.architecture, parallel, rows, self.rollouts)
+        positive = imitable_rows(config, rows, skip_overlong=config.algorithm.positive_lm.skip_overlong)
+        trainable, whole = trainable_rows(config, rows), self.segments
+        return plan, distribute(sampled, rows, trainable, positive, plan, parallel, ranks, skipped, whole_positive=whole)
+
     def _sample(self, step: _Step, *, dynamic: bool) -> tuple[Round, SamplingCounts]:
         """Sample new responses, then put the rollout engine to sleep."""
-        found = collect(self.config, self.sampler, self.next_prompts, seed_step=self.rollouts, timer=step.timer, dynamic=dynamic)
+        found = collect(
+            self.config,
+            self.sampler,
+            self.next_prompts,
+            seed_step=self.rollouts,
+            timer=step.timer,
+            dynamic=dynamic,
+            open_responses=self.open_responses if step.stage == "rl" else None,
+        )
         self.sync.put_to_sleep()
         return found
 
@@ -330,12 +384,17 @@ class StepRunner:
         with step.timer.phase("logprobs"):
             microbatches = experience.microbatches()
             if rollout.old_logprobs == "recompute":
-                found = self.models.policy.forward(microbatches, temperature=rollout.temperature, outputs=("logprobs", "entropy"))
+                policy, names = self.models.policy, ("logprobs", "entropy")
+                replays = self._replays_routers(policy)
+                found = policy.forward(microbatches, temperature=rollout.temperature, outputs=names, record_choices=replays)
+                if replays:
+                    experience.store(choices_name("policy"), found.pop(choices_name("policy")))
                 experience.store("old_logprobs", found["logprobs"])
                 experience.store("entropy", found["entropy"])
                 step.metrics.add_tokens("policy/entropy", experience.batch["entropy"], experience.mask)
                 cap = self.config.algorithm.policy_loss.importance_correction.cap
-                record_mismatch(step.metrics, experience, cap, self.parallel.data_parallel_group)
+                older = rollout.horizon is not None and not self.segments and step.stage == "rl"
+                record_mismatch(step.metrics, experience, cap, self.parallel.data_parallel_group, horizon=older)
             else:
                 experience.batch["old_logprobs"] = experience.batch["rollout_logprobs"]
             if self.models.reference is not None:
@@ -344,13 +403,23 @@ class StepRunner:
                 experience.store("ref_logprobs", found["logprobs"])
                 self.estimator.record_reference_kl(experience, step.metrics)
 
-    def _values(self, step: _Step, experience: Experience) -> None:
+    def _replays_routers(self, model: MegatronModel) -> bool:
+        """Whether the model's updates repeat the experts of the pass before them."""
+        return model.routing is not None and self.config.model.router.replay == "trainer"
+
+    def _values(self, step: _Step, experience: Experience, *, before_update: bool = True) -> None:
+        """Compute the critic's values; ``before_update``: its update comes after this pass, and may repeat its choices of experts."""
         assert self.models.critic is not None
-        bootstrap = self.config.algorithm.advantage.truncation == "bootstrap"
+        if not experience.minibatches:
+            return
+        bootstrap = self.config.algorithm.advantage.truncation == "bootstrap" or self.segments
         self.models.residency.enter("values")
         with step.timer.phase("values"):
             names = ("values", "bootstrap_values") if bootstrap else ("values",)
-            found = self.models.critic.forward(experience.microbatches(), outputs=names)
+            replays = before_update and self._replays_routers(self.models.critic)
+            found = self.models.critic.forward(experience.microbatches(), outputs=names, record_choices=replays)
+            if replays:
+                experience.store(choices_name("critic"), found.pop(choices_name("critic")))
             experience.store("values", found["values"])
             if bootstrap:
                 experience.bootstrap_values = experience.store_rows(found["bootstrap_values"])
@@ -362,7 +431,12 @@ class StepRunner:
 
     def _start_at_mean_return(self, step: _Step, experience: Experience) -> None:
         """In the first rollout, set the bias of a new value head to the mean return of the response tokens, if configured."""
-        if self.rollouts > 1 or self.config.critic.head_bias != "mean_return" or self.config.critic.init != "policy":
+        if (
+            not experience.minibatches
+            or self.rollouts > 1
+            or self.config.critic.head_bias != "mean_return"
+            or self.config.critic.init != "policy"
+        ):
             return
         assert self.models.critic is not None
         self.models.residency.enter("critic_update")
@@ -374,22 +448,28 @@ class StepRunner:
 
     def _advantages_and_critic(self, step: _Step, experience: Experience) -> None:
         """Compute advantages and update the critic. ``values`` chooses values from before or after this step's critic update."""
-        estimator, critic = self.estimator, self.models.critic
+        estimator, critic, learned = self.estimator, self.models.critic, step.of_critic(experience)
         late = critic is not None and self.config.algorithm.advantage.values == "after_update"
         with step.timer.phase("advantages"):
             estimator.place_rewards(experience)
-            if critic is not None:
-                estimator.returns(experience)
-                self._record_values(step, experience)
+            if step.ended is not None:
+                estimator.place_rewards(step.ended)
+            if critic is not None and learned.minibatches:
+                estimator.returns(learned)
+                self._record_values(step, learned)
             if not late:
                 estimator.advantages(experience, step.metrics)
             self._check(step, experience)
-            self._remember(step, experience)
+            if step.ended is not None:
+                self._check(step, step.ended)
+            if learned.minibatches:
+                self._remember(step, learned)
         if critic is None:
             return
-        self._update_critic(step, experience)
+        if learned.minibatches:
+            self._update_critic(step, learned)
         if late and not step.updates_stopped:
-            self._values(step, experience)
+            self._values(step, experience, before_update=False)
             with step.timer.phase("advantages"):
                 estimator.advantages(experience, step.metrics)
                 self._check(step, experience)

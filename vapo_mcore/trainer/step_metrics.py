@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,16 +14,21 @@ from torch import Tensor
 from vapo_mcore.algorithm.importance import mismatch_statistics
 from vapo_mcore.algorithm.losses import explained_variance
 from vapo_mcore.algorithm.profiles import LENGTH_BINS, length_bins, value_profiles
+from vapo_mcore.config.schema import HorizonConfig
 from vapo_mcore.config.verifiers import UNGRADED
 from vapo_mcore.data.rollout_batch import Rows
 from vapo_mcore.experience.batches import Experience
 from vapo_mcore.experience.collecting import SamplingCounts
+from vapo_mcore.megatron.routing import RouterCoefs, RoutingStatistics
 from vapo_mcore.records.metrics import StepMetrics
 from vapo_mcore.records.timing import PhaseTimer
 
 
-def record_rows(metrics: StepMetrics, rows: Rows, trainable: Tensor, counts: SamplingCounts, max_length: int) -> None:
-    """Record response metrics from the replicated rows. ``max_length``: upper end of the length histogram."""
+def record_rows(metrics: StepMetrics, rows: Rows, trained_lengths: Tensor, counts: SamplingCounts, max_length: int) -> None:
+    """Record response metrics from the replicated rows.
+
+    ``trained_lengths``: int64 [n], tokens that carry a loss; ``max_length``: upper end of the length histogram.
+    """
     graded = rows.graded
     rewards, scores, verdicts = rows.reward[graded].double(), rows.score[graded].double(), rows.verdict[graded].double()
     some = bool(graded.any())
@@ -51,7 +57,7 @@ def record_rows(metrics: StepMetrics, rows: Rows, trainable: Tensor, counts: Sam
     metrics.put("tokens/response", int(rows.response_length.sum()))
     metrics.put("tokens/tool", int(rows.tool_length.sum()))
     metrics.put("tokens/total", int(rows.length.sum()))
-    metrics.put("tokens/trained", int((rows.response_length * trainable).sum()))
+    metrics.put("tokens/trained", int(trained_lengths.sum()))
     metrics.put("sampling/rounds", counts.rounds)
     metrics.put("sampling/prompts_tried", counts.prompts_tried)
     metrics.put("sampling/responses", counts.responses)
@@ -61,6 +67,33 @@ def record_rows(metrics: StepMetrics, rows: Rows, trainable: Tensor, counts: Sam
     metrics.put("sampling/dropped_all_wrong", counts.dropped_all_wrong)
     metrics.put("sampling/dropped_ungraded", counts.dropped_ungraded)
     metrics.put("sampling/dropped_surplus", counts.dropped_surplus)
+
+
+def record_horizon(metrics: StepMetrics, experience: Experience, counts: SamplingCounts, horizon: HorizonConfig) -> None:
+    """Record the open responses of a step with ``rollout.horizon``, and how old the tokens are that train."""
+    found, rows, limit = counts.horizon, experience.rows, horizon.max_staleness
+    if found is None:
+        return
+    for name in ("open", "finished", "cut", "waiting"):
+        metrics.put(f"horizon/{name}", getattr(found, name))
+    metrics.put("tokens/reprefilled", found.reprefilled)
+    ended = (~rows.cut).tolist()
+    sizes = [len(segments) for segments, whole in zip(rows.segments, ended, strict=True) if whole]
+    metrics.put("horizon/segments_mean", sum(sizes) / len(sizes) if sizes else None)
+    metrics.put("horizon/segments_max", max(sizes, default=None))
+    if horizon.train == "segments":
+        trained = int(experience.trained_lengths.sum())
+        metrics.put("horizon/bootstrapped_frac", int(experience.trained_lengths[rows.cut].sum()) / trained if trained else None)
+        return
+    trainable = experience.trainable.tolist()
+    parts = [part for segments, trained in zip(rows.segments, trainable, strict=True) if trained for part in segments]
+    parts = [(tokens, age) for tokens, age in parts if limit is None or age <= limit]
+    tokens = sum(tokens for tokens, _ in parts)
+    metrics.put("horizon/staleness_mean", sum(tokens * age for tokens, age in parts) / tokens if tokens else None)
+    metrics.put("horizon/staleness_max", max((age for _, age in parts), default=None))
+    stale = torch.zeros(len(rows), dtype=torch.int64) if limit is None else rows.stale_tokens(limit)
+    metrics.put("horizon/stale_tokens", int(stale[rows.graded].sum()))
+    metrics.put("horizon/stale_responses", int((stale[rows.graded] > 0).sum()))
 
 
 def record_sources(metrics: StepMetrics, rows: Rows, sources: Sequence[str]) -> None:
@@ -106,12 +139,21 @@ def record_packing(metrics: StepMetrics, experience: Experience, owner: Tensor, 
     metrics.put("packing/imbalance", int(tokens.max()) * ranks / total if total else None)
 
 
-def record_mismatch(metrics: StepMetrics, experience: Experience, cap: float, group: dist.ProcessGroup) -> None:
-    """Compare the trainer's log-probs (from the log-prob pass) with the rollout's. Collective over data parallelism."""
+def record_mismatch(metrics: StepMetrics, experience: Experience, cap: float, group: dist.ProcessGroup, *, horizon: bool = False) -> None:
+    """Compare the trainer's log-probs (from the log-prob pass) with the rollout's. Collective over data parallelism.
+
+    Tokens that an older policy sampled are left out: their difference is the policy's change, not a mismatch of the engines. It is
+    recorded for all tokens as ``mismatch/off_policy_*`` with a horizon.
+    """
     batch = experience.batch
-    found = mismatch_statistics(batch["old_logprobs"], batch["rollout_logprobs"], experience.mask, cap=cap, group=group)
+    read = (batch["old_logprobs"], batch["rollout_logprobs"])
+    found = mismatch_statistics(*read, experience.sampled_now(), cap=cap, group=group)
     for name in ("logprob_abs_mean", "logprob_abs_max", "kl", "ess", "beyond_cap_frac"):
         metrics.put(f"mismatch/{name}", found[name])
+    if horizon:
+        found = mismatch_statistics(*read, experience.mask, cap=cap, group=group)
+        for name in ("kl", "ess", "beyond_cap_frac"):
+            metrics.put(f"mismatch/off_policy_{name}", found[name])
 
 
 def record_values(
@@ -132,6 +174,26 @@ def record_values(
         metrics.add_tokens(f"critic/returns_{name}", returns, mask)
     for name, profile in value_profiles(values, returns, mask, experience.cu_seqlens, max_length, group, monte_carlo, reward_range).items():
         metrics.put(f"critic/{name}", profile)
+
+
+def record_routing(metrics: StepMetrics, role: str, found: RoutingStatistics, coefs: RouterCoefs, updates: int, *, replayed: bool) -> None:
+    """Record the load of a mixture's experts, and the losses of its routers, in the updates of a step."""
+    if not found.tokens:
+        return
+    layers, experts = found.load.shape
+    busiest = (found.load / found.tokens).amax(1)
+    shares = found.load / found.load.sum(1, keepdim=True)
+    entropy = -torch.xlogy(shares, shares).sum(1) / math.log(experts)
+    metrics.put(f"{role}/experts_busiest_max", float(busiest.max()))
+    metrics.put(f"{role}/experts_busiest_mean", float(busiest.mean()))
+    metrics.put(f"{role}/experts_entropy_min", float(entropy.min()))
+    metrics.put(f"{role}/experts_entropy_mean", float(entropy.mean()))
+    if replayed:
+        metrics.put(f"{role}/experts_replayed_frac", found.changed / (found.tokens * layers))
+    if coefs.balance > 0:
+        metrics.put(f"{role}/balance_loss", found.balance / updates)
+    if coefs.z > 0:
+        metrics.put(f"{role}/router_z_loss", found.z / updates)
 
 
 def record_time_and_memory(metrics: StepMetrics, timer: PhaseTimer) -> None:

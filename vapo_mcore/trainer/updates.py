@@ -25,16 +25,18 @@ from vapo_mcore.data.ragged import segment_positions, token_index
 from vapo_mcore.errors import StepBroken
 from vapo_mcore.experience.batches import Experience, MiniBatch, shuffle_seed
 from vapo_mcore.extensions.points import ROW_PREFIX
-from vapo_mcore.megatron.engine import LossFunction, MegatronModel, StepResult
+from vapo_mcore.megatron.engine import LossFunction, MegatronModel, StepResult, choices_name
 from vapo_mcore.megatron.losses import COVARIANCE_KINDS, TERM_STATISTIC, CriticLoss, PolicyLoss
 from vapo_mcore.megatron.optimizer import Skipped
 from vapo_mcore.megatron.parallel import ParallelContext
+from vapo_mcore.megatron.routing import RouterCoefs
 from vapo_mcore.records.metrics import StepMetrics
 from vapo_mcore.trainer.bad_updates import UpdateGuard
+from vapo_mcore.trainer.step_metrics import record_routing
 
 MOST_OUTSIDE = 0.01
 """Largest share of a rollout's returns outside the bounds of a categorical head."""
-_WEIGHTS = ("policy_weights", "positive_weights", "value_weights")
+_WEIGHTS = ("policy_weights", "positive_weights", "value_weights", "policy_mask")
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,7 @@ def update_critic(
         metrics.add("critic/clip_frac", result.metrics["clip"], result.metrics["tokens"])
 
     order = update_order(experience.minibatches, config.critic.epochs, config.critic.updates_per_rollout)
-    return _update("critic", model, experience, loss, order, weigh, record, metrics, guard)
+    return _update(config, "critic", model, experience, loss, order, weigh, record, metrics, guard)
 
 
 def require_returns_within(bins: ValueBins, experience: Experience, parallel: ParallelContext, metrics: StepMetrics) -> None:
@@ -113,12 +115,15 @@ def update_policy(
 
     def weigh(microbatch: MicroBatch, minibatch: MiniBatch) -> MicroBatch:
         mask, cu_seqlens = microbatch.tensors["response_mask"], microbatch.layout.cu_seqlens
-        return microbatch.with_tensors(
+        positive_mask = microbatch.tensors["positive_mask"]
+        whole = mask | positive_mask if loss.segments else mask
+        weighed = microbatch.with_tensors(
             policy_weights=token_weights(
                 mask, cu_seqlens, settings.aggregation, config.rollout.max_response_length, minibatch.denominators
             ),
-            positive_weights=positive_token_weights(mask, microbatch.tensors["positive_mask"], minibatch.denominators),
+            positive_weights=positive_token_weights(whole, positive_mask, minibatch.denominators),
         )
+        return weighed.with_tensors(response_mask=whole, policy_mask=mask) if loss.segments else weighed
 
     def record(result: StepResult) -> None:
         nonlocal first
@@ -133,7 +138,7 @@ def update_policy(
     positive = sum(minibatch.denominators.positive_tokens for minibatch in experience.minibatches)
     metrics.put("policy/positive_tokens", positive)
     order = update_order(experience.minibatches, config.policy.epochs, None)
-    return _update("policy", model, experience, loss, order, weigh, record, metrics, guard, extra=("positive_mask",))
+    return _update(config, "policy", model, experience, loss, order, weigh, record, metrics, guard, extra=("positive_mask",))
 
 
 def choose_covarying(config: Config, experience: Experience, parallel: ParallelContext, metrics: StepMetrics, rollout: int) -> None:
@@ -183,6 +188,7 @@ def update_order(minibatches: Sequence[MiniBatch], epochs: int, updates: int | N
 
 
 def _update(
+    config: Config,
     role: str,
     model: MegatronModel,
     experience: Experience,
@@ -196,7 +202,13 @@ def _update(
 ) -> StoppedUpdate | None:
     """Run one update per mini-batch. Mini-batches without a trainable token are skipped on all ranks: the counts are replicated."""
     names = [name for name in (*loss.tensors, *extra) if name not in _WEIGHTS]
-    masked = 0
+    choices = choices_name(model.role)
+    names += [choices] if choices in experience.batch else []
+    router = config.model.router
+    coefs = RouterCoefs(router.balance_coef, router.z_coef)
+    if model.routing is not None:
+        model.routing.reset_statistics()
+    masked = updates = 0
     skipped: list[Skipped] = []
     rate: float | None = None
     stopped: StoppedUpdate | None = None
@@ -205,7 +217,8 @@ def _update(
             masked += 1
             continue
         microbatches = [weigh(experience.with_tensors(part, names), minibatch) for part in minibatch.microbatches]
-        result = model.train_step(microbatches, loss, is_spike=guard.is_spike)
+        result = model.train_step(microbatches, loss, is_spike=guard.is_spike, router_coefs=coefs)
+        updates += 1
         guard.note(result.metrics["loss"], result.skipped)
         if result.skipped is None:
             rate = result.learning_rate
@@ -215,6 +228,8 @@ def _update(
         if guard.must_stop:
             stopped = StoppedUpdate(epoch, number, result, microbatches)
             break
+    if model.routing is not None:
+        record_routing(metrics, role, model.routing.statistics(), coefs, updates, replayed=choices in experience.batch)
     metrics.put(f"{role}/lr", rate)
     metrics.put(f"{role}/updates_skipped", len(skipped))
     if guard.spike is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -32,7 +33,7 @@ def tensor_checksum(tensor: Tensor) -> str:
         words = words.clone()
     words = words.view(torch.int64)
     if raw.device.type == "cpu" and words.numel() >= _COMPILED_WORDS:
-        total = torch.from_numpy(_compiled_sum()(words.numpy()))
+        total = torch.from_numpy(_compiled_sum()(_memory_of(words)))
     else:
         total = _sum_in_pieces(words)
     if whole < raw.numel():
@@ -41,6 +42,16 @@ def tensor_checksum(tensor: Tensor) -> str:
         total += _mixed_sum(tail.view(torch.int64), words.numel())
     shape = "x".join(str(size) for size in tensor.shape)
     return f"{str(tensor.dtype).removeprefix('torch.')}:{shape}:{int(total.item()) & _MASK:016x}"
+
+
+def _memory_of(words: Tensor) -> Any:
+    """Return a numpy array of the memory of a contiguous int64 CPU tensor, which must outlive it.
+
+    ``words.numpy()`` would make the whole storage not resizable, also if it holds a model's parameters, which offloading empties.
+    """
+    import numpy as np
+
+    return np.ctypeslib.as_array((ctypes.c_int64 * words.numel()).from_address(words.data_ptr()))
 
 
 def _sum_in_pieces(words: Tensor) -> Tensor:

@@ -26,6 +26,8 @@ MODELS = ("qwen2", "qwen2_tied", "qwen3", "llama_tied", "one_kv_head")
 MIXTURE = "qwen3_moe"
 """A mixture of four experts a layer, two of which a token takes; ``qwen3_moe_raw``: their weights are not normalised."""
 MIXTURES = (MIXTURE, "qwen3_moe_raw")
+ROUTER_NOISE, BALANCE, Z_LOSS = 0.1, 0.02, 0.003
+"""Standard deviation of what is added to the routers' weights between two passes; coefficients of the routers' losses."""
 MLP_HEAD = "qwen2_tied_mlp"
 """A model whose critic has a head of two layers."""
 HISTOGRAM_HEAD = "qwen2_tied_histogram"
@@ -127,6 +129,12 @@ def dense_weights(hidden_size: int) -> tuple[Tensor, Tensor]:
     return torch.randn(hidden_size, hidden_size, generator=generator) * 0.1, torch.randn(hidden_size, generator=generator) * 0.1
 
 
+def router_noise(layer: int, weight: Tensor) -> Tensor:
+    """What is added to the router of a layer (from 0), in the model's dtype."""
+    noise = torch.randn(weight.shape, generator=torch.Generator().manual_seed(100 + layer)) * ROUTER_NOISE
+    return noise.to(weight)
+
+
 def per_token_weights(batch: dict[str, list[Tensor]], aggregation: str) -> list[Tensor]:
     """Weight of each token's term in the loss, from the definitions of the three aggregations."""
     counts = [int(mask.sum()) for mask in batch["response_mask"]]
@@ -180,10 +188,51 @@ class Oracle:
         if getattr(self.model.config, "value_head", "linear") == "mlp":
             self.dense = tuple(torch.nn.Parameter(tensor.double()) for tensor in dense_weights(self.model.config.hidden_size))
 
+    def watch_routers(self) -> None:
+        """Replace the routers' forward pass by one in float64 that notes choices and logits, and takes the choices of ``forced``."""
+        self.row = 0
+        self.forced: list[Tensor] | None = None  # by row: [tokens, layers, topk]
+        self.seen: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # by row and layer
+        for number, layer in enumerate(self.model.model.layers):
+            layer.mlp.gate.forward = self._gate(number, layer.mlp.gate)
+
+    def _gate(self, layer: int, gate: Any) -> Any:
+        def forward(hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            logits = hidden.reshape(-1, hidden.shape[-1]) @ gate.weight.T
+            probabilities = logits.softmax(-1)
+            chosen = probabilities.topk(gate.top_k).indices if self.forced is None else self.forced[self.row][:, layer].long()
+            weights = probabilities.gather(1, chosen)
+            self.seen[self.row, layer] = chosen, logits
+            return logits, weights / weights.sum(-1, keepdim=True) if gate.norm_topk_prob else weights, chosen
+
+        return forward
+
+    def choices(self) -> list[Tensor]:
+        """By row: the experts of the last pass, int64 [tokens, layers, topk]."""
+        layers = len(self.model.model.layers)
+        return [torch.stack([self.seen[row, layer][0] for layer in range(layers)], dim=1) for row in range(len(SHAPES))]
+
+    def perturb_routers(self) -> None:
+        with torch.no_grad():
+            for number, layer in enumerate(self.model.model.layers):
+                layer.mlp.gate.weight += router_noise(number, layer.mlp.gate.weight)
+
+    def router_losses(self) -> tuple[Tensor, Tensor]:
+        """Balance loss E sum_i f_i P_i and z-loss of the last pass, over all tokens of the batch, summed over the layers."""
+        balance = z_loss = torch.zeros((), dtype=torch.float64)
+        for layer in range(len(self.model.model.layers)):
+            chosen, logits = (torch.cat([self.seen[row, layer][part] for row in range(len(SHAPES))]) for part in (0, 1))
+            experts = logits.shape[1]
+            shares = torch.bincount(chosen.flatten(), minlength=experts).double() / chosen.numel()
+            balance = balance + experts * (shares * logits.softmax(-1).mean(0)).sum()
+            z_loss = z_loss + logits.logsumexp(-1).square().mean()
+        return balance, z_loss
+
     def policy_outputs(self) -> tuple[list[Tensor], list[Tensor]]:
         """Log-probs of each token (0 for the first) and entropies of the distributions they were drawn from."""
         logprobs, entropies = [], []
-        for tokens in self.batch["tokens"]:
+        for row, tokens in enumerate(self.batch["tokens"]):
+            self.row = row
             logp = torch.log_softmax(self.model(tokens[None]).logits[0, :-1], -1)
             logprobs.append(torch.cat([logp.new_zeros(1), logp.gather(1, tokens[1:, None])[:, 0]]))
             entropies.append(torch.cat([logp.new_zeros(1), -(logp.exp() * logp).sum(-1)]))
@@ -193,7 +242,8 @@ class Oracle:
         """V(s_t) of each token (0 for the first), and the outputs at the last tokens."""
         values, last = [], []
         self.logits: list[Tensor] = []
-        for tokens in self.batch["tokens"]:
+        for row, tokens in enumerate(self.batch["tokens"]):
+            self.row = row
             hidden = self.model.model(tokens[None]).last_hidden_state[0]
             if self.dense:
                 hidden = torch.tanh(hidden @ self.dense[0].T + self.dense[1])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -59,6 +60,7 @@ class Case:
     equal: bool = False  # micro-batches padded to one size
     ep: int = 1
     etp: int | None = None
+    replay: bool = False  # routers repeat the choices of a pass with other weights and other micro-batches (``replay.py``)
     parts_of_dp: int = 1  # one process takes the micro-batches of so many data-parallel ranks
 
     @property
@@ -72,6 +74,7 @@ class Case:
         parts += ["no_sp"] if self.sequence_parallel is False else []
         parts += [self.recompute] if self.recompute != "none" else []
         parts += [self.dtype] if self.dtype != "float32" else []
+        parts += ["replay"] if self.replay else []
         return "-".join([self.model, *parts, f"mb{self.microbatches}", self.aggregation])
 
 
@@ -84,6 +87,31 @@ def bfloat16_cases(world: int) -> list[Case]:
         return [Case("qwen2", dtype=BF16, parts_of_dp=2)]
     layouts: dict[int, tuple[dict[str, Any], ...]] = {2: ({}, {"tp": 2}, {"pp": 2}, {"cp": 2}), 4: ({"tp": 2, "pp": 2},)}
     return [Case("qwen2", **degrees, dtype=BF16) for degrees in layouts.get(world, ())]
+
+
+def replay_cases(world: int) -> list[Case]:
+    """Router replay; the first case of one process writes the weights that all others are compared with."""
+    layouts: dict[int, tuple[dict[str, Any], ...]] = {
+        1: ({}, {"microbatches": 1, "recompute": "full"}),
+        2: (
+            {"ep": 2},
+            {"ep": 2, "recompute": "selective"},
+            {"pp": 2, "recompute": "full"},
+            {"pp": 2, "vpp": 2},
+            {"tp": 2, "ep": 2, "etp": 1},
+        ),
+        4: (
+            {"tp": 2, "ep": 2},
+            {"pp": 2, "ep": 2},
+            {"cp": 2, "ep": 2},
+            {"pp": 2, "vpp": 2, "ep": 2, "recompute": "full"},
+            {"tp": 2, "cp": 2, "ep": 2, "etp": 1, "recompute": "selective"},
+            {"pp": 2, "ep": 2, "equal": True},
+        ),
+        8: ({"tp": 2, "pp": 2, "cp": 2, "ep": 2},),
+    }
+    result = [Case(problem.MIXTURE, **degrees, replay=True) for degrees in layouts[world]]
+    return result + ([Case(problem.MIXTURES[1], replay=True)] if world == 1 else [])
 
 
 def cases(world: int) -> list[Case]:
@@ -260,6 +288,10 @@ def microbatches(case: Case, parallel: ParallelContext, tensors: dict[str, list[
     return parts, result
 
 
+BUILT: list[weakref.ref[Any]] = []
+"""Models with their gradient buffers, which must be gone after a case."""
+
+
 def build(role: str, case: Case, folder: Path, parallel: ParallelContext) -> MegatronModel:
     architecture = read_architecture(folder)
 
@@ -277,7 +309,9 @@ def build(role: str, case: Case, folder: Path, parallel: ParallelContext) -> Meg
 
     model = SimpleNamespace(dtype=case.dtype, attention="auto", recompute=case.recompute)
     unknown = problem.unknown_ids(case.model)
-    return MegatronModel(role, architecture, model, parallel, load_weights=load, optimizer=OPTIMIZER, unknown_token_ids=unknown)  # type: ignore[arg-type]
+    built = MegatronModel(role, architecture, model, parallel, load_weights=load, optimizer=OPTIMIZER, unknown_token_ids=unknown)  # type: ignore[arg-type]
+    BUILT.extend(weakref.ref(chunk) for chunk in built.wrapped)
+    return built
 
 
 class GradientExporter(Exporter):
@@ -372,7 +406,12 @@ def check(case: Case, reference: Reference, workdir: Path) -> dict[str, float]:
     }
     parallel = initialize_parallel(SimpleNamespace(**degrees))  # type: ignore[arg-type]
     with counted_shape_exchanges() as exchanges:
-        errors = compare(case, parallel, reference, workdir)
+        if case.replay:
+            import replay
+
+            errors = replay.compare(case, parallel, reference.folder, workdir)
+        else:
+            errors = compare(case, parallel, reference, workdir)
     assert (len(exchanges) > 0) == (case.pp > 1 and case.vpp is None and not case.equal), (case.name, len(exchanges))
     table = torch.tensor(list(errors.values()), dtype=torch.float64)
     dist.all_reduce(table, op=dist.ReduceOp.MAX)
@@ -513,10 +552,12 @@ def main() -> None:
     initialize_distributed(5)
     only = sys.argv[2] if len(sys.argv) > 2 else ""
     world = dist.get_world_size()
-    for case in cases(world) + bfloat16_cases(world):
+    for case in cases(world) + bfloat16_cases(world) + replay_cases(world):
         if only in case.name:
             say(case.name, check(case, Reference(workdir, case.model), workdir))
             release_groups()
+            assert [model() for model in BUILT if model() is not None] == [], f"{case.name}: models that nothing uses are still in memory"
+            BUILT.clear()
     for degrees in {1: [{}], 2: [{"tp": 2}, {"pp": 2}, {"cp": 2}]}.get(world, []):
         name = f"longest-{'-'.join(degrees) or 'one'}"
         if only in name:

@@ -95,13 +95,22 @@ class Oracle:
         betas = (ON_CPU.beta1, ON_CPU.beta2)
         self.adam = torch.optim.AdamW([group for group in groups if group["params"]], betas=betas, eps=ON_CPU.eps, foreach=False)
 
-    def step(self, gradients: dict[str, Tensor], norm: float, rate: float) -> None:
+    def step(self, gradients: dict[str, Tensor], norm: float, rate: float, *, outside: bool) -> None:
+        """One update; one ``outside`` the schedule follows its own gradient, without momentum and weight decay."""
         share = min(1.0, ON_CPU.clip_grad / (norm + 1e-6))
         for name, gradient in gradients.items():
             self.weights[name].grad = gradient * share
+        decays = [group["weight_decay"] for group in self.adam.param_groups]
+        moments = [(values["exp_avg"], values["exp_avg"].clone()) for values in self.adam.state.values()] if outside else []
         for group in self.adam.param_groups:
-            group["lr"] = rate
+            group.update({"lr": rate, **({"weight_decay": 0.0} if outside else {})})
+        for moment, _ in moments:
+            moment.zero_()
         self.adam.step()
+        for moment, before in moments:
+            moment.add_(before)
+        for group, decay in zip(self.adam.param_groups, decays, strict=True):
+            group["weight_decay"] = decay
 
 
 def main_parameters(model: MegatronModel) -> dict[str, Tensor]:
@@ -130,7 +139,7 @@ def loss_of(role: str) -> Any:
 
 
 def updates(role: str, dtype: str, parallel: ParallelContext, batches: list[MicroBatch]) -> dict[str, Any]:
-    """Warm-up, clipping, weight decay, one update beside the schedule, and one that an infinite gradient of the last rank skips.
+    """Warm-up, clipping, weight decay, one update outside the schedule, and one that an infinite gradient of the last rank skips.
 
     The model on the device is given the gradients of the other before every update, so that AdamW alone is compared; a free run of its
     own shows what training makes of the rounding.
@@ -164,7 +173,7 @@ def updates(role: str, dtype: str, parallel: ParallelContext, batches: list[Micr
         facts["clipped"] &= norm > ON_CPU.clip_grad
         facts["norm"] = max(facts["norm"], abs(norm - expected_norm) / norm)
         count += aside is None
-        oracle.step(gradients, norm, ON_CPU.lr * min(1.0, count / WARMUP) if aside is None else aside)
+        oracle.step(gradients, norm, ON_CPU.lr * min(1.0, count / WARMUP) if aside is None else aside, outside=aside is not None)
     mains = main_parameters(on_cpu)
     facts["oracle"] = max((float((mains[name] - weight).abs().max()) for name, weight in oracle.weights.items()), default=0.0)
     facts["moved"] = max(

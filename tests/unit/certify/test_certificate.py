@@ -10,13 +10,14 @@ from pathlib import Path
 import pytest
 
 from tests.torchrun import ROOT
-from tests.unit.config_helpers import BASE, write_model_config
+from tests.unit.config_helpers import BASE, write_base, write_model_config
 from vapo_mcore.certify import certificate as certificates
-from vapo_mcore.certify import tolerances
+from vapo_mcore.certify import runner, tolerances
 from vapo_mcore.certify.against import differences
 from vapo_mcore.certify.names import BUILT_IN, chosen_checks
 from vapo_mcore.certify.record import CheckRecord, Verdict, exit_code, fails, holds, not_applicable, warns
 from vapo_mcore.certify.table import lines_of, summary
+from vapo_mcore.cli import main
 from vapo_mcore.config import Config, load_config
 from vapo_mcore.errors import ConfigError
 
@@ -57,6 +58,8 @@ def certify(folder: Path, config: Config, records: list[CheckRecord]) -> Path:
         (("holds", "warning"), 1),
         (("holds", "warning", "fails"), 2),
         (("not applicable",), 1),  # nothing was measured: nothing is certified
+        (("not applicable", "information"), 0),
+        (("information", "warning"), 1),
         ((), 1),
     ],
 )
@@ -141,6 +144,9 @@ def test_settings_and_versions_that_changed_since_are_named(folder: Path) -> Non
     [
         (None, "cannot be read: No such file"),
         ("{", "is not JSON"),
+        ("[" * 100_000, "is not JSON"),
+        ('{"format": 1, "made": "", "versions": {}, "mach', "is not JSON"),
+        ("\udcff", "is not JSON"),
         ("[]", "it has no format"),
         ('{"format": 7}', "has format 7, this version reads 1"),
         ('{"format": 1}', "is damaged"),
@@ -153,10 +159,74 @@ def test_settings_and_versions_that_changed_since_are_named(folder: Path) -> Non
 def test_a_certificate_that_cannot_be_read_is_an_error(tmp_path: Path, text: str | None, says: str) -> None:
     path = tmp_path / "old.json"
     if text is not None:
-        path.write_text(text)
+        path.write_text(text, errors="surrogateescape")
     with pytest.raises(ConfigError) as refused:
         certificates.read(path)
-    assert says in str(refused.value)
+    assert says in str(refused.value) and str(path) in str(refused.value)
+
+
+def test_a_folder_and_a_certificate_of_another_program_are_errors(tmp_path: Path, folder: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read: Is a directory"):
+        certificates.read(tmp_path)
+    path = certify(folder, config_of(folder), all_checks())
+    content = json.loads(path.read_text())
+    for name, value in (("config", "a: [1"), ("config", "- 1"), ("versions", {"torch": 2}), ("more", 1), ("checks", [])):
+        path.write_text(json.dumps({**content, name: value}))
+        with pytest.raises(ConfigError, match="is damaged"):
+            certificates.read(path)
+    del content["machine"]
+    path.write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match=r"is damaged: TypeError: .* 'machine'"):
+        certificates.read(path)
+
+
+def test_a_user_s_check_that_cannot_be_imported_is_named(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text("def check(bench):\n    return 1\n")
+    (tmp_path / "broken.py").write_text("import no_such_package\n")
+    for name, says in (
+        (f"{tmp_path}/own.py:chekc", "has no function 'chekc'; it defines check"),
+        (f"{tmp_path}/broken.py:check", "cannot be imported: ModuleNotFoundError: No module named 'no_such_package'"),
+        (f"{tmp_path}/gone.py:check", "no such file"),
+        ("no_such_package.checks:check", "cannot be imported: ModuleNotFoundError"),
+    ):
+        with pytest.raises(ConfigError) as refused:
+            runner.load(name)
+        assert str(refused.value).startswith(f"--checks {name}: ") and says in str(refused.value)
+    assert runner.load(f"{tmp_path}/own.py:check")(None) == 1
+
+
+def test_an_output_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"--output '.*file/certificate' cannot be written: Not a directory"):
+        runner.prepare(tmp_path / "file" / "certificate")
+    (tmp_path / "sealed").mkdir()
+    with pytest.raises(ConfigError, match=r"--output '.*file' cannot be written: File exists"):
+        runner.prepare(tmp_path / "file")
+    (tmp_path / "sealed" / certificates.FILE_NAME).mkdir()
+    with pytest.raises(ConfigError, match=r"--output: .*certificate.json cannot be written: Is a directory"):
+        certificates.write(certificates.Certificate("", {}, {}, "", {}), tmp_path / "sealed")
+    runner.prepare(tmp_path / "new" / "folder")
+    assert (tmp_path / "new" / "folder" / ".scratch").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--checks", "engin"], "--checks engin: unknown; did you mean 'engine'?"),
+        (["--against", "{folder}/none.json"], "none.json' cannot be read: No such file or directory"),
+        (["model.path={folder}/gone"], "model.path"),
+        (["data.train.0.path={folder}/gone.jsonl"], "gone.jsonl"),
+    ],
+)
+def test_the_command_refuses_before_it_starts_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], options: list[str], says: str
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    path = write_base(tmp_path)
+    given = [option.replace("{folder}", str(tmp_path)) for option in options]
+    assert main(["certify", str(path), "parallel.world_size=2", *given]) == 2
+    error = capsys.readouterr().err
+    assert says in error and "Traceback" not in error
 
 
 def test_differences_come_from_cause_to_effect(folder: Path) -> None:

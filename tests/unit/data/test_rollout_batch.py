@@ -32,6 +32,7 @@ def rows_of(prompt_lengths: list[int], response_lengths: list[int], **changes: A
         "missed_end": torch.zeros(n, dtype=torch.bool),
         "source": ["p"] * n,
         "step_rewards": [()] * n,
+        "segments": [()] * n,
     }
     return Rows(**{**columns, **changes})
 

@@ -162,6 +162,17 @@ def test_uniform_groups():
     assert holds("uniform_groups", easy, dataclasses.replace(FP32, group_size=1)) is None, "a group of one has equal verdicts"
 
 
+def test_busiest_expert():
+    collapsed = rows(policy__experts_busiest_max=[0.5, 0.92, 0.94, 0.96, 0.98, 1.0], policy__experts_entropy_min=0.55)
+    assert holds("busiest_expert", collapsed) == (
+        "one expert of a layer took 0.96 of the tokens in steps 2 to 6, above 0.9; the lowest entropy of a layer's load was 0.55 of an "
+        "even one's"
+    )
+    assert holds("busiest_expert", collapsed[:5]) is None, "0.86 in the mean"
+    assert holds("busiest_expert", collapsed, above=0.97) is None
+    assert holds("busiest_expert", rows(response__length_mean=[12.0] * 6)) is None, "a dense model"
+
+
 def test_grader_failures():
     failed = rows(grading__failed=[0, 3], response__count=128, grading__failed_timeout=[0, 2], grading__failed_ground_truth=[0, 1])
     assert holds("grader_failures", failed) == (

@@ -23,7 +23,15 @@ from vapo_mcore.planning.measure import (
     pipeline_rank,
     training_peak,
 )
-from vapo_mcore.planning.memory import STAGES, RankModel, build_bytes, rank_memory, vllm_memory
+from vapo_mcore.planning.memory import (
+    STAGES,
+    RankModel,
+    build_bytes,
+    choice_bytes_a_token,
+    choices_host_bytes,
+    rank_memory,
+    vllm_memory,
+)
 from vapo_mcore.planning.planner import Cluster, Plan, Planner, Subject, candidate_changes, single_changes
 from vapo_mcore.planning.state import Role, StateBytes, configured_state, num_parameters, snapshot_bytes
 from vapo_mcore.planning.timing import StepTimer
@@ -286,6 +294,24 @@ def test_state_of_a_mixture_is_that_of_megatrons_buffers(world: int, tp: int, pp
             for role in roles:
                 built = build_state(config, role, arch, parallel, on_gpu=True).by_data_rank
                 assert list(built) == configured_state(config, arch, role, stage=stage, overlap=True)
+
+
+def test_memory_of_router_replay_by_hand() -> None:
+    """48 layers, 8 of 128 experts: 384 bytes a token on the host; on the device those of the pass's own part, or of a mini-batch."""
+    arch, device = find_architecture("qwen3-30b-a3b"), DEVICES["h100"]
+    layout = "parallel={world_size: 16, tensor_model_parallel_size: 2, pipeline_model_parallel_size: 2, context_parallel_size: 2}"
+    config = _config(layout, "model.router.replay=trainer")
+    work = workload(config, 4000)
+    tokens = 8192 * (1024 + 4000) / 2
+    assert choice_bytes_a_token(config, arch) == 48 // 2 * 8
+    assert choice_bytes_a_token(_config(layout), arch) == choice_bytes_a_token(config, find_architecture("qwen2.5-32b")) == 0
+    assert choices_host_bytes(config, [arch, arch], work, 8) == 8 * tokens * 192 * 2
+    penalised = _config(layout, "model.router.replay=trainer", "algorithm.kl={place: reward, coef: 0.1}")
+    assert choices_host_bytes(penalised, [arch, arch], work, 8) == 8 * tokens * 192 * 3
+    models: dict[Role, RankModel] = {"policy": replace(_model(10**9), choice_bytes_a_token=192)}
+    stages = rank_memory(config, models, vllm_memory(config, arch, device), work, device, 0)
+    found = {stage: memory.parts["expert choices"] for stage, memory in stages.items() if "expert choices" in memory.parts}
+    assert found == {"logprobs": tokens * 192 / 4, "policy_update": tokens * 192 / 16}
 
 
 def test_time_follows_the_work() -> None:

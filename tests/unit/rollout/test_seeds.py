@@ -17,6 +17,16 @@ def test_values_never_change_between_versions() -> None:
     )
 
 
+def test_segments_have_seeds_of_their_own_and_the_first_that_of_a_run_without_them() -> None:
+    assert sampling_seed(1234, 7, "a", 3, 0) == sampling_seed(1234, 7, "a", 3)
+    assert (
+        sampling_seed(1234, 7, "a", 3, 2)
+        == int.from_bytes(hashlib.blake2b(b"1234\x007\x003/2\x00a", digest_size=8).digest(), "little") // 2
+    )
+    seeds = [sampling_seed(1, step, "a", sample, segment) for step, sample, segment in product(range(9), range(9), range(9))]
+    assert len(set(seeds)) == 9**3
+
+
 def test_all_distinct_and_in_range() -> None:
     keys = list(product((0, 1, 1234), range(12), [f"set/{i}" for i in range(50)] + ["", "1", "é"], range(16)))
     seeds = [sampling_seed(*key) for key in keys]

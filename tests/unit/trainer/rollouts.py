@@ -28,7 +28,7 @@ def make_config(*, rollout: dict | None = None, reward: dict | None = None, **al
     )
 
 
-def make_rows(lengths, scores, *, groups=None, graded=None, cut=(), prompt_length=2, steps=None) -> Rows:
+def make_rows(lengths, scores, *, groups=None, graded=None, cut=(), prompt_length=2, steps=None, segments=None) -> Rows:
     """One row a response; ``cut``: numbers of those that the length limit ended; ``steps``: (token of the response, reward) pairs."""
     n = len(lengths)
     groups = list(groups or range(n))
@@ -49,6 +49,7 @@ def make_rows(lengths, scores, *, groups=None, graded=None, cut=(), prompt_lengt
         observations_cut=torch.zeros(n, dtype=torch.int64),
         missed_end=torch.zeros(n, dtype=torch.bool),
         source=["set"] * n,
+        segments=segments or [()] * n,
         step_rewards=[tuple((prompt_length + t, reward) for t, reward in (steps or {}).get(i, ())) for i in range(n)],
     )
 

@@ -104,6 +104,7 @@ def rows(count: int) -> Rows:
         observations_cut=torch.zeros_like(number),
         missed_end=number < 0,
         step_rewards=[()] * count,
+        segments=[()] * count,
         source=["s"] * count,
     )
 
@@ -138,6 +139,7 @@ def test_a_bad_batch_comes_back_as_the_loss_read_it(tmp_path: Path) -> None:
         "observations_cut": 0,
         "missed_end": False,
         "step_rewards": [],
+        "segments": [],
         "source": "s",
     }
     assert [batch.rows.tolist() for batch in found] == [[0, 2], []]  # numbers of the whole rollout

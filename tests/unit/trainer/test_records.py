@@ -16,7 +16,7 @@ from vapo_mcore.trainer.step_metrics import record_rows
 
 def recorded(rows):
     metrics = StepMetrics(METRICS)
-    record_rows(metrics, rows, rows.graded, SamplingCounts(1, 1), 32)
+    record_rows(metrics, rows, rows.response_length * rows.graded, SamplingCounts(1, 1), 32)
     return metrics.reduce(None)
 
 
@@ -44,7 +44,7 @@ def test_dynamic_sampling_does_not_hide_the_accuracy_of_what_was_sampled():
     rounds = [Round(rows, torch.zeros(len(rows), dtype=torch.int64), make_batch(rows), {}) for rows in (first, second)]
     kept = keep_groups(rounds, [(0, 1)])
     metrics = StepMetrics(METRICS)
-    record_rows(metrics, kept.rows, kept.rows.graded, SamplingCounts(2, 3, 1, 1).with_responses(rounds), 32)
+    record_rows(metrics, kept.rows, kept.rows.response_length * kept.rows.graded, SamplingCounts(2, 3, 1, 1).with_responses(rounds), 32)
     row = metrics.reduce(None)
     assert (row["accuracy/mean"], row["sampling/accuracy"]) == (0.5, 3 / 5)
     assert (row["response/count"], row["sampling/responses"], row["sampling/tokens"]) == (2, 6, 21)

@@ -13,9 +13,11 @@ import torch.distributed as dist
 
 from tests.rollout_models import PROMPTS, in_buckets, load_model, named_weights, write_model
 from tests.training_setup import write_tokenizer
+from tests.unit.trainer.rollouts import make_config
 from vapo_mcore.config.schema import FaultsConfig
 from vapo_mcore.data.prompts import Prompt
 from vapo_mcore.errors import EXIT_REQUEUE, EngineRemains, RewardError, StepAbandoned
+from vapo_mcore.experience.open_responses import OpenResponses
 from vapo_mcore.experience.sampling import ResponseSampler, Round
 from vapo_mcore.records.timing import PhaseTimer
 from vapo_mcore.rewards import VerifierPool
@@ -111,6 +113,56 @@ def test_an_engine_is_rebuilt_so_often_and_no_more(
     with pytest.raises(StepAbandoned, match=rf"{message}.*rank 0: RuntimeError: the device is lost"):
         sample(sampler)
     assert trainer.engine_rebuilds == rebuilds
+
+
+def opened() -> OpenResponses:
+    """Two segments of the same responses fit: 12 tokens, at most 5 a step."""
+    config = make_config(
+        rollout={"max_response_length": 12, "horizon": {"tokens": 5, "in_flight": 16}},
+        policy_loss={"importance_correction": {"kind": "token_truncate"}},
+        advantage={"lambda_policy": {"kind": "fixed"}},
+    )
+    return OpenResponses(config, replica=0, replicas=1)
+
+
+def continued(sampler: ResponseSampler, responses: OpenResponses, step: int) -> Round:
+    drawn = ASKED if step == 1 else []
+    return sampler.continue_open(responses, drawn, SAMPLING, seed_step=step, timer=PhaseTimer(), show=lambda rows: range(rows))[0]
+
+
+def test_after_a_rebuild_open_responses_are_continued_with_the_same_tokens(
+    sampler: ResponseSampler, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = opened()
+    rounds = [continued(sampler, expected, step) for step in (1, 2, 3)]
+    assert [len(part.rows) for part in rounds][2] > 0 and not expected.table  # 12 tokens are three segments
+    trainer = trainer_of(sampler, folder, rebuilds=1)
+    found = opened()
+    continued(sampler, found, 1)
+    fail(sampler, monkeypatch, 1)
+    again = [continued(sampler, found, step) for step in (2, 3)]
+    assert trainer.engine_rebuilds == 1
+    for one, other in zip(again, rounds[1:], strict=True):
+        assert one.rows.prompt_id == other.rows.prompt_id
+        assert one.rows.segments == other.rows.segments
+        for name in ("tokens", "rollout_logprobs", "response_mask"):
+            assert torch.equal(one.local[name], other.local[name])
+        assert one.shown == other.shown and len(one.shown) == len(one.rows)
+
+
+def test_a_step_that_is_lost_leaves_the_open_responses_alone(
+    sampler: ResponseSampler, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    responses = opened()
+    continued(sampler, responses, 1)
+    before, part = responses.state_dict(), responses.part()
+    assert len(before["responses"]) > 3
+    trainer_of(sampler, folder, rebuilds=0)
+    fail(sampler, monkeypatch, 9)
+    with pytest.raises(StepAbandoned, match="the device is lost"):
+        continued(sampler, responses, 2)
+    assert responses.state_dict() == before
+    assert all(torch.equal(part[name], found) for name, found in responses.part().items())
 
 
 def test_a_new_engine_that_cannot_be_had_ends_the_step(sampler: ResponseSampler, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,12 +16,21 @@ from vapo_mcore.commands.replay_checks import ReplayOptions, check_replay, check
 from vapo_mcore.errors import CheckpointError
 from vapo_mcore.experience import step_dump
 from vapo_mcore.experience.collecting import SamplingCounts
+from vapo_mcore.experience.open_responses import HorizonCounts
 from vapo_mcore.experience.sampling import Round, no_rows
 from vapo_mcore.experience.step_dump import StepDump, load_step, save_step
 
-ROWS = make_rows([3, 1, 2, 0], [0.1, 1.0, 0.0, 0.7], groups=[0, 0, 1, 1], graded=[True, True, False, True], cut=(2,), steps={0: [(1, 0.3)]})
+ROWS = make_rows(
+    [3, 1, 2, 0],
+    [0.1, 1.0, 0.0, 0.7],
+    groups=[0, 0, 1, 1],
+    graded=[True, True, False, True],
+    cut=(2,),
+    steps={0: [(1, 0.3)]},
+    segments=[((2, 1), (1, 0)), ((1, 0),), ((1, 3), (1, 2)), ()],
+)
 VOCAB = 400  # token ids of make_batch are 100 x row + position
-COUNTS = SamplingCounts(rounds=2, prompts_tried=5, dropped_all_right=1)
+COUNTS = SamplingCounts(rounds=2, prompts_tried=5, dropped_all_right=1, horizon=HorizonCounts(9, 4, 5, 1, 30, 12))
 
 
 def write(run: Path, *, ranks: int = 2) -> None:

@@ -66,3 +66,17 @@ def test_splitmix_finaliser_by_hand() -> None:
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
     z ^= z >> 31
     assert tensor_checksum(torch.tensor([word])) == f"int64:1:{z:016x}"
+
+
+def test_a_model_can_be_offloaded_after_its_large_tensors_were_summed() -> None:
+    """A tensor large enough for the compiled loop, inside a storage that is emptied and filled again."""
+    storage = torch.randn(checksums._COMPILED_WORDS * 2 + 10, generator=torch.Generator().manual_seed(4))
+    inside = storage[10:]
+    assert inside.numel() * 4 // 8 >= checksums._COMPILED_WORDS
+    total = int(checksums._sum_in_pieces(inside.view(torch.int64)).item()) % (1 << 64)
+    assert tensor_checksum(inside) == f"float32:{inside.numel()}:{total:016x}"
+    kept, bytes_of_storage = storage.clone(), storage.untyped_storage().nbytes()
+    storage.untyped_storage().resize_(0)
+    storage.untyped_storage().resize_(bytes_of_storage)
+    storage.copy_(kept)
+    assert tensor_checksum(inside) == f"float32:{inside.numel()}:{total:016x}"

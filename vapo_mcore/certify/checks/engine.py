@@ -44,6 +44,7 @@ class _Gap:
 
 def run(bench: Bench) -> list[Measurement]:
     """The recipe's weights, then perturbed ones (what a stale or half-loaded engine cannot follow), then the recipe's again."""
+    _ = bench.sync  # what cannot be built is no finding about weights
     found = _synced(bench, "the recipe's weights", keep=True)
     if any(measurement.verdict == "fails" for measurement in found):
         return found

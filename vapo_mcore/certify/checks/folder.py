@@ -152,7 +152,7 @@ def _end_of_turn(tokenizer: Any, whole: str, before: str, after: str, stopping: 
     ]
     token = next((token for token in following if tokenizer.decode([token]).strip()), None)
     if token is None:
-        return warns(what, f"no token of its own is found for {after!r}", tolerance, "check with `vapo-mcore data check` how prompts look")
+        return warns(what, f"no single token was found for {after!r}", tolerance, "check with `vapo-mcore data check` how prompts look")
     if token in stopping:
         return holds(what, f"{_names(tokenizer, [token])} stops generation", tolerance)
     shown = f"the template ends an answer with {_names(tokenizer, [token])}, which is not among the stop ids {_names(tokenizer, stopping)}"

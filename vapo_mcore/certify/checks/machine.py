@@ -24,7 +24,7 @@ _VERDICTS: dict[str, Literal["holds", "warning", "fails"]] = {"ok": "holds", "wa
 
 
 def run(bench: Bench) -> list[Measurement]:
-    """The doctor looks once at each node; rank 0 plans in a process of its own, which the models on the meta device need."""
+    """Run the doctor once per node; run ``plan`` on rank 0 in a separate process, because it builds models on the meta device."""
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     first_of_node = os.environ.get("LOCAL_RANK", "0") == "0"
     mine = machine_findings(bench.config, processes, IMPORT_SECONDS) if first_of_node else None

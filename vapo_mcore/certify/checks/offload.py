@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 
 from vapo_mcore.certify.batches import critic_batches
@@ -21,18 +24,25 @@ def run(bench: Bench) -> list[Measurement]:
     """With offloading on, whatever the recipe says; moments exist after an update with a learning rate of 0."""
     models = bench.models
     _fill_moments(bench)
-    residency = models.residency
     before = state_checksums(models)
-    usual, residency.enabled = residency.enabled, True
-    try:
+    with offloading(models):
         on_device, host, allocated = _cycle(models)
         after = state_checksums(models)
+    return [_bits(before, after), _flat(on_device, host, allocated)]
+
+
+@contextmanager
+def offloading(models: Models) -> Iterator[None]:
+    """Offload inside the block, whatever the recipe says."""
+    residency = models.residency
+    usual, residency.enabled = residency.enabled, True
+    try:
+        yield
     finally:
         residency.enabled = usual
         if not usual:
             for offloader in residency.offloaders.values():
                 offloader.onload(PARTS)
-    return [_bits(before, after), _flat(on_device, host, allocated)]
 
 
 def _fill_moments(bench: Bench) -> None:
@@ -40,7 +50,7 @@ def _fill_moments(bench: Bench) -> None:
 
     def update(role: str, model: MegatronModel) -> None:
         if role == "critic":
-            model.train_step(critic_batches(model, microbatches), CriticLoss(None), unscheduled_lr=0.0)
+            model.train_step(critic_batches(model, microbatches), CriticLoss(None, model.architecture.value_bins), unscheduled_lr=0.0)
         else:
             batches = [batch.with_tensors(loss_weights=batch.tensors["value_weights"]) for batch in critic_batches(model, microbatches)]
             model.train_step(batches, SupervisedLoss(), unscheduled_lr=0.0)

@@ -10,7 +10,9 @@ from vapo_mcore.config.rules import (  # noqa: F401  (importing a module registe
     checkpoint,
     critic,
     diagnosis,
+    horizon,
     layout,
+    mixtures,
     sampling,
 )
 from vapo_mcore.config.rules.base import RULES, Rule, Subject, broken_rules, rule

@@ -60,7 +60,7 @@ def expert_degrees_fill_the_world(s: Subject) -> str | None:
     p = s.config.parallel
     ep, etp = p.expert_model_parallel_size, p.expert_tensor_parallel_size or p.tensor_model_parallel_size
     product = etp * ep * p.pipeline_model_parallel_size
-    default = ep == 1 and p.expert_tensor_parallel_size is None  # the degrees of the other parameters, with a rule of their own
+    default = ep == 1 and p.expert_tensor_parallel_size is None  # the degrees of the other parameters, which another rule checks
     if default or p.world_size % product == 0:
         return None
     return (

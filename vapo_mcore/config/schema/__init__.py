@@ -35,13 +35,23 @@ from vapo_mcore.config.schema.faults import FaultsConfig, LossSpikeConfig
 from vapo_mcore.config.schema.rollout import (
     DynamicSamplingConfig,
     EnvironmentConfig,
+    HorizonConfig,
     OverlongConfig,
     RewardConfig,
     RewardScaleConfig,
     RolloutConfig,
     VllmConfig,
 )
-from vapo_mcore.config.schema.run import BatchConfig, BestExportConfig, ExportConfig, ModelConfig, ParallelConfig, RunConfig, WandbConfig
+from vapo_mcore.config.schema.run import (
+    BatchConfig,
+    BestExportConfig,
+    ExportConfig,
+    ModelConfig,
+    ParallelConfig,
+    RouterConfig,
+    RunConfig,
+    WandbConfig,
+)
 from vapo_mcore.config.schema.training import (
     CriticConfig,
     CriticOptimizerConfig,
@@ -75,6 +85,7 @@ __all__ = [
     "FaultsConfig",
     "FieldsConfig",
     "FileSource",
+    "HorizonConfig",
     "ImportanceCorrectionConfig",
     "KlConfig",
     "LambdaConfig",
@@ -93,6 +104,7 @@ __all__ = [
     "RewardConfig",
     "RewardScaleConfig",
     "RolloutConfig",
+    "RouterConfig",
     "RunConfig",
     "Section",
     "SelfImitationConfig",

@@ -20,6 +20,7 @@ Illness = Literal[
     "stale_weights",
     "lambda_zero",
     "uniform_groups",
+    "busiest_expert",
     "grader_failures",
     "missed_ends",
     "skipped_updates",
@@ -82,6 +83,11 @@ class UniformGroupsRule(Section):
     above: UnitFloat = 0.9  # mean share of groups that are all right or all wrong
 
 
+class BusiestExpertRule(Section):
+    window: PositiveInt = 5  # RL steps
+    above: UnitFloat = 0.9  # mean of policy/experts_busiest_max
+
+
 class CountRule(Section):
     window: PositiveInt = 1  # steps, of value pretraining too
     above: NonNegativeFloat = 0.0  # share of what the rule counts
@@ -109,6 +115,7 @@ class DiagnosisConfig(Section):
     stale_weights: StaleWeightsRule | None = StaleWeightsRule()
     lambda_zero: LambdaZeroRule | None = LambdaZeroRule()
     uniform_groups: UniformGroupsRule | None = UniformGroupsRule()
+    busiest_expert: BusiestExpertRule | None = BusiestExpertRule()  # of a mixture
     grader_failures: GraderRule | None = GraderRule()  # responses without a verdict
     missed_ends: MissedEndRule | None = MissedEndRule()  # truncated responses with an end-of-turn text
     skipped_updates: CountRule | None = CountRule()  # of updates

@@ -44,6 +44,23 @@ class DynamicSamplingConfig(Section):
     on_exhausted: Literal["train", "stop"] = "train"  # batch not full after max_rounds: train on what there is, or stop the run
 
 
+class HorizonConfig(Section):
+    """A step samples at most ``tokens`` of each open response; what has not ended goes on in the next step (horizon.md)."""
+
+    tokens: PositiveInt  # H: most tokens of a response that a step samples
+    # completed: responses train in the step in which they end (of group estimators, their whole group). segments: the policy trains on the
+    # step's tokens, with the critic's value where a response was cut.
+    train: Literal["completed", "segments"] = "completed"
+    # With train: segments. ended: the critic trains on all tokens of the responses that have ended; segments: on the step's tokens, with
+    # its own value where a response was cut.
+    critic: Literal["ended", "segments"] = "ended"
+    in_flight: PositiveInt | None = None  # responses open at a time; null: batch.prompts_per_step x batch.responses_per_prompt
+    max_segments: PositiveInt | None = None  # a response is not cut in its segment of this number, but sampled to its end; null: no limit
+    # Oldest tokens that are trained, in steps since they were sampled; null: all.
+    max_staleness: NonNegativeInt | None = None
+    stale: Literal["mask", "drop"] = "mask"  # of older tokens: they carry no loss, or their whole response carries none
+
+
 def _known_environment(name: str) -> str:
     fault = environment_name_fault(name)
     if fault is not None:
@@ -92,6 +109,7 @@ class RolloutConfig(Section):
     vllm: VllmConfig = VllmConfig()
     dynamic_sampling: DynamicSamplingConfig = DynamicSamplingConfig()
     environment: EnvironmentConfig | None = None
+    horizon: HorizonConfig | None = None
 
 
 class RewardScaleConfig(Section):

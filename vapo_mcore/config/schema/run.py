@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
-from vapo_mcore.config.schema.base import NonNegativeInt, Path, PositiveInt, Section
+from vapo_mcore.config.schema.base import NonNegativeFloat, NonNegativeInt, Path, PositiveInt, Section
 
 
 def _possible_project(name: str) -> str:
@@ -45,6 +45,15 @@ class RunConfig(Section):
         return step in self.dump_steps or (self.dump_every_steps > 0 and step % self.dump_every_steps == 0)
 
 
+class RouterConfig(Section):
+    """Routers of mixtures of experts, of policy and critic alike (checkpoints.md); refused for dense models."""
+
+    # trainer: all updates of a step send each token to the experts that the log-prob pass (for a critic the value pass) chose for it.
+    replay: Literal["off", "trainer"] = "off"
+    balance_coef: NonNegativeFloat = 0.0  # of the load-balancing loss over a mini-batch, in each layer; requires replay
+    z_coef: NonNegativeFloat = 0.0  # of the mean squared log-sum-exp of a layer's router logits over a mini-batch
+
+
 class ModelConfig(Section):
     path: Path  # Hugging Face folder with config.json, safetensors and tokenizer
     dtype: Literal["float32", "bfloat16"] = "bfloat16"  # of weights and activations
@@ -54,6 +63,7 @@ class ModelConfig(Section):
     # Activations computed again in the backward pass; selective: the MLP, and attention with sdpa; full: all but each layer's input.
     recompute: Literal["none", "selective", "full"] = "none"
     offload: bool | None = None  # policy, critic and vLLM take turns on the device, the others wait in host memory; null: with CUDA
+    router: RouterConfig = RouterConfig()
 
 
 class ParallelConfig(Section):

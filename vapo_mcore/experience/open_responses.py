@@ -1,0 +1,329 @@
+"""Open responses of fixed-horizon rollouts: which ones there are, which replica continues each, and which ones train.
+
+A response is sampled in segments, one a step, of at most ``rollout.horizon.tokens`` tokens. Every rank has the same table of responses;
+the tokens of a response are only on the ranks of the replica that samples it, and stay there until it trains. Everything here is a
+function of the table, the step and what the engines sampled; there is no communication.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vapo_mcore.config.schema import GROUP_ESTIMATORS, Config
+from vapo_mcore.data.prompts import Prompt, split_evenly
+from vapo_mcore.errors import CheckpointError
+from vapo_mcore.rollout.base import FinishReason, Generation, GenerationRequest, Trajectory, Turn
+from vapo_mcore.rollout.seeds import sampling_seed
+from vapo_mcore.rollout.stopping import StopTexts
+
+Key = tuple[int, int]
+"""Of a response: number of its prompt, counted over the run in the order of drawing, and sample index."""
+
+Tokens = tuple["array[int]", "array[float]"]
+"""Token ids (int64) and log-probs (float32) of a response; lists would take about 100 bytes a token."""
+
+
+@dataclass(frozen=True)
+class OpenResponse:
+    """A response that has not trained yet.
+
+    Attributes:
+        prompt_number: of its prompt, counted over the run in the order of drawing.
+        seed: of its first segment; the verifier's source of randomness.
+        replica: the engine replica that samples it and holds its tokens.
+        segments: (rollout that sampled it, tokens) of each segment.
+        finish_reason: None while it is open.
+    """
+
+    prompt_number: int
+    prompt: Prompt
+    sample_index: int
+    seed: int
+    replica: int
+    segments: tuple[tuple[int, int], ...] = ()
+    finish_reason: FinishReason | None = None
+
+    @property
+    def key(self) -> Key:
+        return self.prompt_number, self.sample_index
+
+    @property
+    def length(self) -> int:
+        """Tokens sampled so far."""
+        return sum(tokens for _, tokens in self.segments)
+
+
+@dataclass(frozen=True)
+class Segment:
+    """What a step sampled of a response; ``finish_reason`` is None if it was cut."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    finish_reason: FinishReason | None
+
+
+Ends = Mapping[Key, tuple[int, FinishReason | None]]
+"""By response: the tokens that a step sampled of it, and how it ended (None: it was cut)."""
+
+
+@dataclass(frozen=True)
+class HorizonCounts:
+    """Counts of a step: responses that were open in it, that ended in it, that were cut, that have ended and wait for their group.
+
+    ``sampled``: tokens sampled; ``reprefilled``: tokens of prompts and earlier segments that were prefilled again.
+    """
+
+    open: int
+    finished: int
+    cut: int
+    waiting: int
+    sampled: int
+    reprefilled: int
+
+
+class OpenResponses:
+    """The table of responses, and the tokens of those that this rank's replica samples.
+
+    A step calls ``opened``, ``requests``, ``segments``, ``settled`` and, when nothing can fail any more, ``commit``. The state
+    before the step can be restored with ``load_state_dict`` until the next ``commit``.
+    """
+
+    def __init__(self, config: Config, *, replica: int, replicas: int, stop_texts: StopTexts | None = None) -> None:
+        assert config.rollout.horizon is not None
+        self.settings = config.rollout.horizon
+        self.longest = config.rollout.max_response_length
+        self.samples = config.batch.responses_per_prompt
+        self.in_flight = self.settings.in_flight or config.batch.responses_per_step
+        # A custom estimator may read groups.
+        self.by_group = config.algorithm.advantage.estimator in (*GROUP_ESTIMATORS, "custom")
+        self.run_seed = config.seed
+        self.replica, self.replicas = replica, replicas
+        self.stop_texts = stop_texts
+        self.prompts: Mapping[str, Prompt] = {}  # by name without epoch; a resumed run finds its open prompts here
+        self.table: tuple[OpenResponse, ...] = ()  # by key
+        self.drawn = 0  # prompts, over the run
+        self._tokens: dict[Key, Tokens] = {}  # of this replica's responses
+        self._before: dict[Key, Tokens] = {}  # before the last commit
+        self._saved_at: dict[Key, int] = {}  # of a state just loaded: the replica that saved the tokens
+
+    @property
+    def vacancies(self) -> int:
+        """Number of prompts whose responses can be opened."""
+        still_open = sum(response.finish_reason is None for response in self.table)
+        return max(0, self.in_flight - still_open) // self.samples
+
+    def opened(self, prompts: Sequence[Prompt], step: int) -> tuple[OpenResponse, ...]:
+        """Return the table with all responses to ``prompts`` opened in ``step``, dealt to the replicas that have the fewest open ones.
+
+        New responses are dealt in contiguous parts, so that most responses to a prompt share a replica's prefix cache.
+        """
+        fresh = [
+            OpenResponse(
+                self.drawn + number, prompt, index, sampling_seed(self.run_seed, step, prompt.prompt_id, index), replica=self.replica
+            )
+            for number, prompt in enumerate(prompts)
+            for index in range(self.samples)
+        ]
+        loads = [0] * self.replicas
+        for response in self.table:
+            loads[response.replica] += response.finish_reason is None
+        shares = [len(part) for part in split_evenly(sum(loads) + len(fresh), self.replicas)]
+        places = [replica for replica in range(self.replicas) for _ in range(shares[replica] - loads[replica])]
+        return self.table + tuple(replace(response, replica=place) for response, place in zip(fresh, places, strict=False))
+
+    def requests(self, table: Sequence[OpenResponse], step: int) -> list[GenerationRequest]:
+        """Return this replica's requests for the next segments of the open responses, by key."""
+        return [self._request(response, step) for response in self._mine(table)]
+
+    def _request(self, response: OpenResponse, step: int) -> GenerationRequest:
+        number, prompt = len(response.segments), response.prompt
+        remaining = self.longest - response.length
+        last = self.settings.max_segments is not None and number + 1 >= self.settings.max_segments
+        return GenerationRequest(
+            prompt.prompt_id,
+            response.sample_index,
+            [*prompt.token_ids, *self._tokens[response.key][0]] if number else prompt.token_ids,
+            sampling_seed(self.run_seed, step, prompt.prompt_id, response.sample_index, number) if number else response.seed,
+            max_tokens=remaining if last else min(self.settings.tokens, remaining),
+        )
+
+    def _mine(self, table: Sequence[OpenResponse]) -> list[OpenResponse]:
+        return [response for response in table if response.replica == self.replica and response.finish_reason is None]
+
+    def segments(self, table: Sequence[OpenResponse], generations: Sequence[Generation]) -> dict[Key, Segment]:
+        """Return what this replica sampled; ``generations`` answer ``requests``."""
+        return {
+            response.key: self._segment(response, generation) for response, generation in zip(self._mine(table), generations, strict=True)
+        }
+
+    def _segment(self, response: OpenResponse, generation: Generation) -> Segment:
+        ids, logprobs = generation.token_ids, generation.logprobs
+        finish: FinishReason | None = generation.finish_reason
+        if response.segments and self.stop_texts is not None:
+            # The engine sees only its own tokens; a stop text may have begun before the cut.
+            before = self._tokens[response.key][0]
+            end = self.stop_texts.end([*before, *ids])
+            if end is not None and end <= len(before) + len(ids):
+                ids, logprobs, finish = ids[: end - len(before)], logprobs[: end - len(before)], "stop"
+        if finish == "length" and response.length + len(ids) < self.longest:
+            finish = None
+        return Segment(list(ids), list(logprobs), finish)
+
+    def settled(
+        self, table: Sequence[OpenResponse], ends: Ends, step: int
+    ) -> tuple[tuple[OpenResponse, ...], list[OpenResponse], HorizonCounts]:
+        """Return (the table after the step, the responses that train in it, counts).
+
+        ``ends``: of all replicas. Without groups a response trains when it ends, with a group estimator when all of its group have ended.
+        With ``train: segments`` those that were cut train too; they come last. Each of the two parts is ordered by key.
+        """
+        advanced = []
+        for response in table:
+            if response.finish_reason is None:
+                tokens, finish = ends[response.key]
+                response = replace(response, segments=(*response.segments, (step, tokens)), finish_reason=finish)
+            advanced.append(response)
+        unfinished = {response.prompt_number for response in advanced if response.finish_reason is None}
+        trained = [
+            response
+            for response in advanced
+            if response.finish_reason is not None and not (self.by_group and response.prompt_number in unfinished)
+        ]
+        keys = {response.key for response in trained}
+        remaining = tuple(response for response in advanced if response.key not in keys)
+        sampled = [response for response in table if response.finish_reason is None]
+        still_open = [response for response in advanced if response.finish_reason is None]
+        cut = len(still_open)
+        counts = HorizonCounts(
+            open=len(sampled),
+            finished=len(sampled) - cut,
+            cut=cut,
+            waiting=sum(response.finish_reason is not None for response in remaining),
+            sampled=sum(ends[response.key][0] for response in sampled),
+            reprefilled=sum(len(response.prompt.token_ids) + response.length for response in sampled if response.segments),
+        )
+        return remaining, trained + (still_open if self.settings.train == "segments" else []), counts
+
+    def trajectory(self, response: OpenResponse, segments: Mapping[Key, Segment], step: int) -> Trajectory:
+        """Return a response of this replica with all its tokens; ``segments``: of this step."""
+        ids, logprobs = self._joined(response.key, segments)
+        request = GenerationRequest(response.prompt.prompt_id, response.sample_index, response.prompt.token_ids, response.seed)
+        return Trajectory(
+            request,
+            ids,
+            logprobs,
+            [True] * len(ids),
+            response.finish_reason or "cut",
+            (Turn(0, len(ids)),),
+            segments=tuple((tokens, step - rollout) for rollout, tokens in response.segments),
+        )
+
+    def _joined(self, key: Key, segments: Mapping[Key, Segment]) -> tuple[list[int], list[float]]:
+        ids, logprobs = self._tokens.get(key, ((), ()))
+        segment = segments.get(key)
+        more: tuple[list[int], list[float]] = ([], []) if segment is None else (segment.token_ids, segment.logprobs)
+        return [*ids, *more[0]], [*logprobs, *more[1]]
+
+    def commit(self, remaining: Sequence[OpenResponse], segments: Mapping[Key, Segment], drawn: int) -> None:
+        """Make the step's result the state. ``drawn``: number of prompts opened in it."""
+        self._before = self._tokens
+        mine = [response.key for response in remaining if response.replica == self.replica]
+        self._tokens = {key: _stored(*self._joined(key, segments)) for key in mine}
+        self.table = tuple(remaining)
+        self.drawn += drawn
+
+    # ------------------------------------------------------------------------------------------------------------ checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the table as plain values, equal on all ranks; the tokens are in ``part``."""
+        rows = []
+        for response in self.table:
+            row = asdict(replace(response, prompt=None))  # type: ignore[arg-type]
+            rows.append(row | {"prompt": response.prompt.prompt_id, "segments": [list(segment) for segment in response.segments]})
+        return {"responses": rows, "drawn": self.drawn, "replicas": self.replicas}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the table. The tokens must still be here, as before the last step, or follow by ``load_parts``.
+
+        With another number of replicas, open responses are dealt evenly. Raises CheckpointError for prompts that the data lacks.
+        """
+        missing = sorted({row["prompt"] for row in state["responses"] if self._find(row["prompt"]) is None})
+        if missing:
+            raise CheckpointError(
+                f"the checkpoint has open responses to prompts that data.train lacks ({', '.join(map(repr, missing[:3]))}"
+                f"{f' and {len(missing) - 3} more' if len(missing) > 3 else ''}); resume with the run's data, or drop them with "
+                "--restart-data"
+            )
+        table = []
+        for row in state["responses"]:
+            segments = tuple((int(rollout), int(tokens)) for rollout, tokens in row["segments"])
+            table.append(OpenResponse(**{**row, "prompt": self._find(row["prompt"]), "segments": segments}))
+        self.drawn = state["drawn"]
+        self._saved_at = {response.key: response.replica for response in table}
+        if state["replicas"] != self.replicas:
+            table = _dealt(table, self.replicas)
+        self.table = tuple(table)
+        kept = self._before | self._tokens
+        self._tokens = {
+            response.key: (kept[response.key][0][: response.length], kept[response.key][1][: response.length])
+            for response in self.table
+            if response.replica == self.replica and response.key in kept
+        }
+
+    def _find(self, name: str) -> Prompt | None:
+        known = {response.prompt.prompt_id: response.prompt for response in self.table}
+        prompt = known.get(name) or self.prompts.get(name.rpartition("#")[0])
+        return None if prompt is None else replace(prompt, prompt_id=name)
+
+    def part(self) -> dict[str, Tensor]:
+        """Return the tokens of this replica's responses: ``keys`` int64 [n, 2], ``lengths`` int64 [n], ``tokens``, ``logprobs``."""
+        keys = sorted(self._tokens)
+        ids = [token for key in keys for token in self._tokens[key][0]]
+        logprobs = [value for key in keys for value in self._tokens[key][1]]
+        return {
+            "keys": torch.tensor(keys, dtype=torch.int64).reshape(len(keys), 2),
+            "lengths": torch.tensor([len(self._tokens[key][0]) for key in keys], dtype=torch.int64),
+            "tokens": torch.tensor(ids, dtype=torch.int64),
+            "logprobs": torch.tensor(logprobs, dtype=torch.float32),
+        }
+
+    def parts_needed(self) -> list[int]:
+        """Return the replicas of the saved run that hold tokens of this replica's responses; call it after ``load_state_dict``."""
+        return sorted({self._saved_at[response.key] for response in self.table if response.replica == self.replica})
+
+    def load_parts(self, parts: Iterable[Mapping[str, Tensor]]) -> None:
+        """Load the tokens that ``parts_needed`` named. Raises CheckpointError if they do not match the table."""
+        found: dict[Key, Tokens] = {}
+        for part in parts:
+            sizes = part["lengths"].tolist()
+            columns = zip(part["keys"].tolist(), part["tokens"].split(sizes), part["logprobs"].split(sizes), strict=True)
+            found |= {(prompt, sample): _stored(ids.tolist(), logprobs.tolist()) for (prompt, sample), ids, logprobs in columns}
+        mine = [response for response in self.table if response.replica == self.replica]
+        wrong = [response for response in mine if response.key not in found or len(found[response.key][0]) != response.length]
+        if wrong:
+            raise CheckpointError(
+                f"the checkpoint is damaged: it has no tokens, or too many or few, of {len(wrong)} open responses, such as sample "
+                f"{wrong[0].sample_index} of {wrong[0].prompt.prompt_id!r}"
+            )
+        self._tokens = {response.key: found[response.key] for response in mine}
+        self._before = {}
+
+
+def _stored(ids: Sequence[int], logprobs: Sequence[float]) -> Tokens:
+    return array("q", ids), array("f", logprobs)
+
+
+def _dealt(table: Sequence[OpenResponse], replicas: int) -> list[OpenResponse]:
+    """Deal the responses to ``replicas`` in contiguous parts: as many open ones to each, and as many of those that wait."""
+    placed: dict[Key, int] = {}
+    for is_open in (True, False):
+        chosen = [response.key for response in table if (response.finish_reason is None) == is_open]
+        for replica, part in enumerate(split_evenly(len(chosen), replicas)):
+            placed |= {chosen[number]: replica for number in part}
+    return [replace(response, replica=placed[response.key]) for response in table]
