@@ -18,12 +18,13 @@ from typing import Any
 
 import pytest
 
+from tests.docs.pages import PAGES
 from tests.docs.sessions import first_difference, recorded_sessions
 from tests.docs.table import COMMANDS, Command
 from tests.slurm.fake_cluster import FakeCluster
 from tests.torchrun import ROOT, run_bounded
 
-SESSIONS = recorded_sessions(ROOT / "docs" / "first_run.md")
+SESSIONS = {command: lines for page in PAGES for command, lines in recorded_sessions(page).items()}
 
 
 def _name(command: Command) -> str:
