@@ -23,7 +23,7 @@ def _accuracies(run: Path) -> list[float]:
 
 def quickstart_learned(tree: Path, output: str) -> None:
     run = tree / "runs" / "quickstart"
-    assert [row["step"] for row in _rows(run)] == list(range(1, 41))
+    assert [row["step"] for row in _rows(run)] == list(range(1, 61))
     assert len(_rows(run, "value_pretraining")) == 8
     accuracies = _accuracies(run)
     assert accuracies[-1] > accuracies[0] + 0.3, accuracies
