@@ -63,6 +63,19 @@ def run(folder: Path, name: str, *overrides: str, resume: ResumeOptions | None =
     return folder / name
 
 
+def run_until_step_2(folder: Path, name: str, *overrides: str) -> None:
+    """A run that a signal in step 2 stops after that step."""
+    original = StepRunner.rl_step
+
+    def stopping(self: StepRunner, number: int) -> StepOutcome:
+        if number == 2:
+            self.stop_requests.request("SIGUSR1", exit_code=EXIT_REQUEUE)
+        return original(self, number)
+
+    with mock.patch.object(StepRunner, "rl_step", stopping), pytest.raises(RunStopped):
+        run(folder, name, *overrides)
+
+
 @pytest.fixture(scope="module")
 def plain(folder: Path) -> Path:
     return run(folder, "plain")
@@ -75,8 +88,10 @@ def short(folder: Path) -> Path:
 
     def kept(config: Any, model: Any, experience: Any, *more: Any) -> Any:
         names = ("tokens", "response_mask", "old_logprobs", "rollout_logprobs", "importance_weights")
-        found = {name: experience.batch[name].clone() for name in names}
-        torch.save((found, experience.batch.rows, experience.cu_seqlens), folder / f"learned_{more[-1]}.pt")
+        found: dict[str, Any] = {name: experience.batch[name].clone() for name in names}
+        rows = experience.batch.rows
+        found |= {"prompt_length": rows.prompt_length, "response_length": rows.response_length, "segments": rows.segments}
+        torch.save(found | {"cu_seqlens": experience.cu_seqlens}, folder / f"learned_{more[-1]}.pt")
         return original(config, model, experience, *more)
 
     with mock.patch.object(step_module, "update_policy", kept):
@@ -121,23 +136,23 @@ def test_a_short_horizon_trains_what_has_ended_with_the_two_log_probs(folder: Pa
     first = {row["step"]: row for row in rows(short)}
     assert first[1]["critic/updates"] > 0
     for step, row in enumerate(steps, 1):
-        tensors, table, cu_seqlens = torch.load(folder / f"learned_{step + 1}.pt", weights_only=False)
+        learned = torch.load(folder / f"learned_{step + 1}.pt", weights_only=True)
         ages = torch.cat(
             [
                 torch.tensor([-1] * prompt + [age for tokens, age in segments for _ in range(tokens)])
-                for prompt, segments in zip(table.prompt_length.tolist(), table.segments, strict=True)
+                for prompt, segments in zip(learned["prompt_length"].tolist(), learned["segments"], strict=True)
             ]
         )
-        assert torch.equal(tensors["response_mask"], ages >= 0)
-        change = (tensors["old_logprobs"] - tensors["rollout_logprobs"])[ages >= 0]
+        assert torch.equal(learned["response_mask"], ages >= 0)
+        change = (learned["old_logprobs"] - learned["rollout_logprobs"])[ages >= 0]
         older = ages[ages >= 0] > 0
         assert change[~older].abs().max() <= 1e-4
         if bool(older.any()):
             assert change[older].abs().mean() > 1e-3
         expected = change.exp().clamp(max=2.0)
-        torch.testing.assert_close(tensors["importance_weights"][ages >= 0], expected, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(learned["importance_weights"][ages >= 0], expected, rtol=1e-6, atol=1e-6)
         assert row["horizon/staleness_mean"] == pytest.approx(float(ages[ages >= 0].double().mean()))
-        assert int(cu_seqlens[-1]) == row["tokens/total"]
+        assert int(learned["cu_seqlens"][-1]) == row["tokens/total"]
 
 
 def test_no_response_trains_twice(folder: Path, short: Path) -> None:
@@ -146,15 +161,7 @@ def test_no_response_trains_twice(folder: Path, short: Path) -> None:
 
 
 def test_a_stopped_run_with_open_responses_continues_bit_for_bit(folder: Path, short: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    original = StepRunner.rl_step
-
-    def stopping(self: StepRunner, number: int) -> StepOutcome:
-        if number == 2:
-            self.stop_requests.request("SIGUSR1", exit_code=EXIT_REQUEUE)
-        return original(self, number)
-
-    with mock.patch.object(StepRunner, "rl_step", stopping), pytest.raises(RunStopped):
-        run(folder, "stopped", *SHORT)
+    run_until_step_2(folder, "stopped", *SHORT)
     saved = list_checkpoints(folder / "stopped")[-1]
     assert saved.name == "step_000002"
     manifest = json.loads((saved / "manifest.json").read_text())
@@ -238,15 +245,7 @@ def test_the_critic_may_learn_from_segments(folder: Path, segments: Path) -> Non
 
 
 def test_a_stopped_run_of_segments_continues_bit_for_bit(folder: Path, segments: Path) -> None:
-    original = StepRunner.rl_step
-
-    def stopping(self: StepRunner, number: int) -> StepOutcome:
-        if number == 2:
-            self.stop_requests.request("SIGUSR1", exit_code=EXIT_REQUEUE)
-        return original(self, number)
-
-    with mock.patch.object(StepRunner, "rl_step", stopping), pytest.raises(RunStopped):
-        run(folder, "stopped_segments", *SEGMENTS)
+    run_until_step_2(folder, "stopped_segments", *SEGMENTS)
     run(folder, "stopped_segments", *SEGMENTS, resume=ResumeOptions())
     assert rows(folder / "stopped_segments") == rows(segments)
     assert weights(folder / "stopped_segments") == weights(segments)
@@ -274,10 +273,11 @@ def test_tokens_that_are_too_old_carry_no_loss(folder: Path, short: Path, stale:
     without = [row for row in rows(short) if row["stage"] == "rl"]
     for name in ("policy/loss", "tokens/trained", "response/count", "policy/grad_norm"):
         assert [row[name] for row in found[:2]] == [row[name] for row in without[:2]]
-    _, table, _ = torch.load(folder / "learned_4.pt", weights_only=False)
-    old = [sum(tokens for tokens, age in segments if age > 1) for segments in table.segments]
-    whole = sum(table.response_length.tolist())
-    lost = sum(old) if stale == "mask" else sum(length for length, count in zip(table.response_length.tolist(), old, strict=True) if count)
+    learned = torch.load(folder / "learned_4.pt", weights_only=True)
+    lengths = learned["response_length"].tolist()
+    old = [sum(tokens for tokens, age in segments if age > 1) for segments in learned["segments"]]
+    whole = sum(lengths)
+    lost = sum(old) if stale == "mask" else sum(length for length, count in zip(lengths, old, strict=True) if count)
     assert found[2]["horizon/stale_tokens"] == sum(old) > 0
     assert found[2]["horizon/stale_responses"] == sum(count > 0 for count in old)
     assert found[2]["tokens/trained"] == whole - lost

@@ -203,7 +203,7 @@ INAPPLICABLE: tuple[Inapplicable, ...] = (
     Inapplicable(
         ("rollout.horizon.max_staleness", "rollout.horizon.stale"),
         ("rollout.horizon.train",),
-        lambda c: c.rollout.horizon is not None and c.rollout.horizon.train == "segments",
+        lambda c: c.rollout.trains_segments,
         "the policy trains on tokens of the step alone",
     ),
     Inapplicable(

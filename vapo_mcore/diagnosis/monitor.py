@@ -96,8 +96,8 @@ _READ = frozenset(
         "accuracy/mean", "policy/clip_frac_high", "policy/clip_frac_low", "mismatch/logprob_abs_mean", "policy/approx_kl_first",
         "gae/lambda_zero_frac", "groups/all_right_frac", "groups/all_wrong_frac", "grading/failed", "response/count", "response/missed_end",
         "policy/updates_skipped", "critic/updates_skipped", "policy/updates", "critic/updates", "policy/minibatches_masked",
-        "critic/minibatches_masked", "tokens/trained", "policy/experts_busiest_max",
-        "policy/experts_entropy_min", *(f"grading/failed_{cause}" for cause in UNGRADED),
+        "critic/minibatches_masked", "tokens/trained", "policy/experts_busiest_max", "policy/experts_entropy_min", "horizon/open",
+        *(f"grading/failed_{cause}" for cause in UNGRADED),
     }
 )  # fmt: skip
 """The metrics that rules read: the history of a long run stays small."""

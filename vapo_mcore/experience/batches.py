@@ -105,6 +105,8 @@ class Experience:
 
     def sampled_now(self) -> Tensor:
         """Return ``mask`` without the tokens that an older policy sampled (``rollout.horizon``); bool [total]."""
+        if not any(self.batch.rows.segments):
+            return self.mask
         return self.mask & ~leading_tokens(self.batch.rows, self.batch.rows.stale_tokens(0), self.cu_seqlens)
 
     def microbatches(self) -> list[MicroBatch]:

@@ -216,25 +216,24 @@ class OpenResponses:
         request = GenerationRequest(response.prompt.prompt_id, response.sample_index, response.prompt.token_ids, response.seed)
         return Trajectory(
             request,
-            ids,
-            logprobs,
+            ids.tolist(),
+            logprobs.tolist(),
             [True] * len(ids),
             response.finish_reason or "cut",
             (Turn(0, len(ids)),),
             segments=tuple((tokens, step - rollout) for rollout, tokens in response.segments),
         )
 
-    def _joined(self, key: Key, segments: Mapping[Key, Segment]) -> tuple[list[int], list[float]]:
-        ids, logprobs = self._tokens.get(key, ((), ()))
+    def _joined(self, key: Key, segments: Mapping[Key, Segment]) -> Tokens:
+        ids, logprobs = self._tokens.get(key, (array("q"), array("f")))
         segment = segments.get(key)
-        more: tuple[list[int], list[float]] = ([], []) if segment is None else (segment.token_ids, segment.logprobs)
-        return [*ids, *more[0]], [*logprobs, *more[1]]
+        return (ids, logprobs) if segment is None else (ids + array("q", segment.token_ids), logprobs + array("f", segment.logprobs))
 
     def commit(self, remaining: Sequence[OpenResponse], segments: Mapping[Key, Segment], drawn: int) -> None:
         """Make the step's result the state. ``drawn``: number of prompts opened in it."""
         self._before = self._tokens
         mine = [response.key for response in remaining if response.replica == self.replica]
-        self._tokens = {key: _stored(*self._joined(key, segments)) for key in mine}
+        self._tokens = {key: self._joined(key, segments) for key in mine}
         self.table = tuple(remaining)
         self.drawn += drawn
 
@@ -284,13 +283,15 @@ class OpenResponses:
     def part(self) -> dict[str, Tensor]:
         """Return the tokens of this replica's responses: ``keys`` int64 [n, 2], ``lengths`` int64 [n], ``tokens``, ``logprobs``."""
         keys = sorted(self._tokens)
-        ids = [token for key in keys for token in self._tokens[key][0]]
-        logprobs = [value for key in keys for value in self._tokens[key][1]]
+        ids, logprobs = array("q"), array("f")
+        for key in keys:
+            ids += self._tokens[key][0]
+            logprobs += self._tokens[key][1]
         return {
             "keys": torch.tensor(keys, dtype=torch.int64).reshape(len(keys), 2),
             "lengths": torch.tensor([len(self._tokens[key][0]) for key in keys], dtype=torch.int64),
-            "tokens": torch.tensor(ids, dtype=torch.int64),
-            "logprobs": torch.tensor(logprobs, dtype=torch.float32),
+            "tokens": torch.frombuffer(ids, dtype=torch.int64) if ids else torch.empty(0, dtype=torch.int64),
+            "logprobs": torch.frombuffer(logprobs, dtype=torch.float32) if logprobs else torch.empty(0),
         }
 
     def parts_needed(self) -> list[int]:
@@ -303,7 +304,10 @@ class OpenResponses:
         for part in parts:
             sizes = part["lengths"].tolist()
             columns = zip(part["keys"].tolist(), part["tokens"].split(sizes), part["logprobs"].split(sizes), strict=True)
-            found |= {(prompt, sample): _stored(ids.tolist(), logprobs.tolist()) for (prompt, sample), ids, logprobs in columns}
+            found |= {
+                (prompt, sample): (array("q", ids.numpy().tobytes()), array("f", logprobs.numpy().tobytes()))
+                for (prompt, sample), ids, logprobs in columns
+            }
         mine = [response for response in self.table if response.replica == self.replica]
         wrong = [response for response in mine if response.key not in found or len(found[response.key][0]) != response.length]
         if wrong:
@@ -313,10 +317,6 @@ class OpenResponses:
             )
         self._tokens = {response.key: found[response.key] for response in mine}
         self._before = {}
-
-
-def _stored(ids: Sequence[int], logprobs: Sequence[float]) -> Tokens:
-    return array("q", ids), array("f", logprobs)
 
 
 def _dealt(table: Sequence[OpenResponse], replicas: int) -> list[OpenResponse]:

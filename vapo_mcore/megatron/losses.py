@@ -64,7 +64,7 @@ class PolicyLoss:
         names = ["old_logprobs", "advantages", "policy_weights", "positive_weights"]
         names += ["importance_weights"] if self.clip.importance_correction.kind != "off" else []
         # Only the positive-example loss reads the tokens of earlier segments.
-        self.segments = rollout.horizon is not None and rollout.horizon.train == "segments"
+        self.segments = rollout.trains_segments
         names += ["policy_mask"] if self.segments else []
         names += ["covarying"] if self.clip.kind in COVARIANCE_KINDS else []
         names += ["ref_logprobs"] if self.kl_coef > 0 else []

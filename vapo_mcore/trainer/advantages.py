@@ -78,7 +78,7 @@ def skipped_tokens(config: Config, rows: Rows) -> Tensor | None:
     They are too old (``horizon.stale: mask``), or of earlier steps (``horizon.train: segments``).
     """
     horizon = config.rollout.horizon
-    if horizon is not None and horizon.train == "segments":
+    if config.rollout.trains_segments:
         return rows.stale_tokens(0)
     if horizon is None or horizon.max_staleness is None or horizon.stale == "drop":
         return None

@@ -145,8 +145,7 @@ class StepRunner:
         self.open_responses: OpenResponses | None = None  # with rollout.horizon
         self.rollouts = 0  # over both stages; seeds the sampling and the mini-batch shuffle
         self.dp_rank_of_rank = all_gather_objects(parallel.data_parallel_rank)
-        horizon = config.rollout.horizon
-        self.segments = horizon is not None and horizon.train == "segments"
+        self.segments = config.rollout.trains_segments
 
     def keep_open(self, responses: OpenResponses) -> None:
         """Sample RL steps with a fixed horizon; the open responses become part of the state."""

@@ -59,14 +59,13 @@ def _transformers(bench: Bench, weights: dict[str, Tensor] | None) -> tuple[list
     reference: list[Tensor] | None = None
     states: dict[int, Tensor] | None = None
     rounding = 0.0
-    sequences = bench.sequences  # made by all ranks together at first use
     if bench.parallel.rank == 0:
         model = load_transformers(bench.config.model.path, torch.float32, weights)
-        reference = [_logprobs(bench, model, ids) for ids in sequences]
-        states = transformers_layers(model, sequences[0])
+        reference = [_logprobs(bench, model, ids) for ids in bench.sequences]
+        states = transformers_layers(model, bench.sequences[0])
         if bench.dtype != "float32":
             model = model.to(bench.torch_dtype)
-            rounding = distance([_logprobs(bench, model, ids) for ids in sequences], reference).mean
+            rounding = distance([_logprobs(bench, model, ids) for ids in bench.sequences], reference).mean
         del model
         gc.collect()
     return reference, states, broadcast_object(rounding)

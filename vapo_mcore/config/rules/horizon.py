@@ -60,8 +60,8 @@ def horizon_draws_no_groups_again(s: Subject) -> str | None:
 
 @rule("rollout.horizon", "rollout.old_logprobs")
 def horizon_recomputes_logprobs(s: Subject) -> str | None:
-    horizon = s.config.rollout.horizon
-    if horizon is None or horizon.train == "segments" or s.config.rollout.old_logprobs == "recompute":
+    rollout = s.config.rollout
+    if rollout.horizon is None or rollout.trains_segments or rollout.old_logprobs == "recompute":
         return None
     return (
         "needs rollout.old_logprobs = 'recompute': tokens of earlier steps have two log-probs, the one they were sampled with and that of "
@@ -71,8 +71,8 @@ def horizon_recomputes_logprobs(s: Subject) -> str | None:
 
 @rule("rollout.horizon", "algorithm.policy_loss.importance_correction.kind", "rollout.old_logprobs")
 def horizon_corrects_older_tokens(s: Subject) -> str | None:
-    horizon, kind = s.config.rollout.horizon, s.config.algorithm.policy_loss.importance_correction.kind
-    if horizon is None or horizon.train == "segments" or kind != "off" or s.config.rollout.old_logprobs != "recompute":
+    rollout, kind = s.config.rollout, s.config.algorithm.policy_loss.importance_correction.kind
+    if rollout.horizon is None or rollout.trains_segments or kind != "off" or rollout.old_logprobs != "recompute":
         return None
     return (
         "needs algorithm.policy_loss.importance_correction.kind other than 'off': tokens of earlier steps were sampled by older policies, "
@@ -82,8 +82,8 @@ def horizon_corrects_older_tokens(s: Subject) -> str | None:
 
 @rule("rollout.horizon.train", "algorithm.advantage.estimator")
 def segments_have_a_critic(s: Subject) -> str | None:
-    horizon, estimator = s.config.rollout.horizon, s.config.algorithm.advantage.estimator
-    if horizon is None or horizon.train != "segments" or estimator == "gae":
+    estimator = s.config.algorithm.advantage.estimator
+    if not s.config.rollout.trains_segments or estimator == "gae":
         return None
     if estimator in GROUP_ESTIMATORS:
         reason = "compares the rewards of a prompt's responses, but a response that was cut has none yet"
@@ -96,8 +96,7 @@ def segments_have_a_critic(s: Subject) -> str | None:
 
 @rule("rollout.horizon.train", "algorithm.advantage.truncation")
 def segments_train_before_a_truncation(s: Subject) -> str | None:
-    horizon = s.config.rollout.horizon
-    if horizon is None or horizon.train != "segments" or s.config.algorithm.advantage.truncation != "mask":
+    if not s.config.rollout.trains_segments or s.config.algorithm.advantage.truncation != "mask":
         return None
     return (
         "'segments' cannot be used with algorithm.advantage.truncation = 'mask': when a response is truncated, its earlier segments have "
@@ -107,8 +106,7 @@ def segments_train_before_a_truncation(s: Subject) -> str | None:
 
 @rule("rollout.horizon.train", "algorithm.kl.place")
 def segments_have_no_kl_in_the_reward(s: Subject) -> str | None:
-    horizon = s.config.rollout.horizon
-    if horizon is None or horizon.train != "segments" or s.config.algorithm.kl.place != "reward":
+    if not s.config.rollout.trains_segments or s.config.algorithm.kl.place != "reward":
         return None
     return (
         "'segments' cannot be used with algorithm.kl.place = 'reward': the critic's returns cover all tokens of a response, but the "
@@ -118,8 +116,8 @@ def segments_have_no_kl_in_the_reward(s: Subject) -> str | None:
 
 @rule("rollout.horizon.train", "algorithm.policy_loss.kind", "algorithm.loss_terms")
 def segments_are_no_responses(s: Subject) -> str | None:
-    horizon, algorithm = s.config.rollout.horizon, s.config.algorithm
-    if horizon is None or horizon.train != "segments":
+    algorithm = s.config.algorithm
+    if not s.config.rollout.trains_segments:
         return None
     if algorithm.policy_loss.kind == "gspo":
         return (

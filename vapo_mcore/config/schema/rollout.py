@@ -111,6 +111,11 @@ class RolloutConfig(Section):
     environment: EnvironmentConfig | None = None
     horizon: HorizonConfig | None = None
 
+    @property
+    def trains_segments(self) -> bool:
+        """Whether the policy trains on the step's tokens alone, and not on whole responses."""
+        return self.horizon is not None and self.horizon.train == "segments"
+
 
 class RewardScaleConfig(Section):
     """Affine map of the verifier's score: ``source`` interval onto ``target`` interval."""
