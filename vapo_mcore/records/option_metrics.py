@@ -1,0 +1,85 @@
+"""Metrics that only runs with ``rollout.horizon`` or a mixture of experts have; ``metric_table`` puts them into the table of all."""
+
+from __future__ import annotations
+
+from vapo_mcore.records.metrics import Metric, Reduction
+
+POOLED, SAME = Reduction.POOLED, Reduction.REPLICATED
+
+HORIZON = (
+    Metric("horizon/open", SAME, "responses", "With `rollout.horizon`: responses open in the step, new ones included (horizon.md)."),
+    Metric("horizon/finished", SAME, "responses", "Those of them that ended in the step."),
+    Metric("horizon/cut", SAME, "responses", "Those of them that were cut; they go on in the next step."),
+    Metric("horizon/waiting", SAME, "responses", "Ended responses that wait for the rest of their group, after the step."),
+    Metric("horizon/segments_mean", SAME, "responses", "Mean number of segments of the step's responses, without those that were cut."),
+    Metric("horizon/segments_max", SAME, "responses", "Largest such number."),
+    Metric(
+        "horizon/bootstrapped_frac",
+        SAME,
+        "response tokens",
+        "With `train: segments`: share of the policy's tokens whose response was cut, so that the critic's value stands for the rest.",
+    ),
+    Metric("horizon/staleness_mean", SAME, "response tokens", "Mean age of the tokens that carry a loss: steps since they were sampled."),
+    Metric("horizon/staleness_max", SAME, "response tokens", "Age of the oldest of them."),
+    Metric("horizon/stale_tokens", SAME, "response tokens", "Tokens older than `rollout.horizon.max_staleness`, of graded responses."),
+    Metric("horizon/stale_responses", SAME, "responses", "Graded responses with such tokens: masked in part, or dropped (`stale`)."),
+    Metric(
+        "tokens/reprefilled",
+        SAME,
+        "tokens",
+        "Tokens of prompts and earlier segments that were prefilled again to continue responses (`rollout.horizon`).",
+    ),
+    Metric(
+        "mismatch/off_policy_kl",
+        POOLED,
+        "response tokens",
+        "As `mismatch/kl`, but tokens that older policies sampled included (`rollout.horizon`); the other `mismatch/*`, up to those of a "
+        "mask, leave them out.",
+    ),
+    Metric("mismatch/off_policy_ess", POOLED, "response tokens", "As `mismatch/ess`, those tokens included."),
+    Metric("mismatch/off_policy_beyond_cap_frac", POOLED, "response tokens", "As `mismatch/beyond_cap_frac`, those tokens included."),
+)
+
+
+def _routing(role: str, passed: str) -> tuple[Metric, ...]:
+    """Metrics of the routers of one model, if it is a mixture of experts."""
+    pairs = "tokens (prompts too, without pads) and layers of all updates"
+    return (
+        Metric(
+            f"{role}/experts_busiest_max",
+            POOLED,
+            pairs,
+            "Share of a layer's tokens that its busiest expert takes, in the layer where it is largest; topk / experts for an even load.",
+        ),
+        Metric(f"{role}/experts_busiest_mean", POOLED, pairs, "The same in the mean over the layers."),
+        Metric(
+            f"{role}/experts_entropy_min",
+            POOLED,
+            pairs,
+            "Entropy of a layer's load over its experts, as a share of log(experts), in the layer where it is smallest; 1 is an even load.",
+        ),
+        Metric(f"{role}/experts_entropy_mean", POOLED, pairs, "The same in the mean over the layers."),
+        Metric(
+            f"{role}/experts_replayed_frac",
+            POOLED,
+            pairs,
+            f"Share of (token, layer) pairs that the present weights would send to other experts than the {passed} did: what "
+            "`model.router.replay` changes.",
+        ),
+        Metric(
+            f"{role}/balance_loss",
+            POOLED,
+            "updates",
+            "Load-balancing loss of a mini-batch summed over the layers, before its coefficient (1 a layer if the load is even); not part "
+            f"of `{role}/loss`.",
+        ),
+        Metric(
+            f"{role}/router_z_loss",
+            POOLED,
+            "updates",
+            f"z-loss of a mini-batch summed over the layers, before its coefficient; not part of `{role}/loss`.",
+        ),
+    )
+
+
+ROUTERS = (*_routing("policy", "log-prob pass"), *_routing("critic", "value pass"))
