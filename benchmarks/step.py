@@ -204,7 +204,7 @@ def build(config: Config, stack: ExitStack) -> ObservedStepRunner:
     verifiers = start_verifiers(config, engine.is_replica_leader, stack, sorted({prompt.verifier for prompt in prompts.items}))
     models = build_models(config, parallel, lambda text: None)
     sampler = ResponseSampler(engine, verifiers, tokenizer, config.seed)
-    sync = WeightSync(models.policy, engine, verify=False)
+    sync = WeightSync(models.policy, engine, models.residency, verify=False)
     return ObservedStepRunner(config, parallel, models, sampler, sync, prompts.next_batch)
 
 

@@ -21,6 +21,7 @@ from vapo_mcore.checkpoint.saver import Checkpointer
 from vapo_mcore.checkpoint_files import Manifest, list_checkpoints
 from vapo_mcore.errors import EXIT_REQUEUE, CheckpointError, ConfigError, RecordError, RunStopped, StepAbandoned, StepBroken
 from vapo_mcore.experience.evaluator import Evaluation, Evaluator
+from vapo_mcore.experience.sampling import ResponseSampler
 from vapo_mcore.megatron.parallel import initialize_parallel
 from vapo_mcore.trainer.main import train
 from vapo_mcore.trainer.step import StepOutcome, StepRunner
@@ -152,7 +153,7 @@ def test_a_refused_resume_changes_nothing(folder: Path, whole: Path) -> None:
 def test_an_evaluation_that_was_lost_is_made_up(folder: Path, whole: Path) -> None:
     """Twice it cannot be done, the third start does it: the run is the one that nobody stopped, its row of that step included."""
 
-    def failing(_: Evaluator) -> Evaluation:
+    def failing(_: Evaluator, sampler: ResponseSampler) -> Evaluation:
         raise StepAbandoned("the rollout engine is gone")
 
     after_step_one = "eval={every_steps: 1, samples_per_prompt: 2, top_p: 1.0, at_start: false}"

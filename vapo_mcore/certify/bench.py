@@ -186,7 +186,9 @@ class Bench:
     @cached_property
     def sync(self) -> WeightSync:
         """The weight sync of training, which compares what the engine got with the policy."""
-        return self._once("sync", lambda: WeightSync(self.models.policy, self.ready_to_use(self.engine), verify=True))
+        return self._once(
+            "sync", lambda: WeightSync(self.models.policy, self.ready_to_use(self.engine), self.models.residency, verify=True)
+        )
 
     def forget_models(self) -> None:
         """Let go of models that a check has trained; the next one that asks for them gets new ones. No collective."""
@@ -214,8 +216,7 @@ class Bench:
         sync = self.sync
         self.ready_to_use(self.engine)
         sync.put_to_sleep()
-        self.models.residency.enter("sync")
-        sync.make_ready(after_loading=lambda: self.models.residency.enter("generate"))
+        sync.run()
 
     @contextmanager
     def on_device(self, stage: Any) -> Iterator[Models]:

@@ -28,6 +28,7 @@ from vapo_mcore.errors import CheckpointError
 from vapo_mcore.megatron.engine import MegatronModel
 from vapo_mcore.megatron.parallel import ParallelContext
 from vapo_mcore.megatron.roles import Models
+from vapo_mcore.records.timing import PhaseTimer
 from vapo_mcore.weights.writer import copy_companions
 
 LAYOUT = (
@@ -59,16 +60,25 @@ class Checkpointer:
     Args:
         models: the models to save; the critic may be replaced between stages.
         say: prints on rank 0.
+        resumed: manifest of the checkpoint that the run continues from; it counts as published.
     """
 
-    def __init__(self, config: Config, parallel: ParallelContext, models: Models, say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        config: Config,
+        parallel: ParallelContext,
+        models: Models,
+        say: Callable[[str], None],
+        *,
+        resumed: Manifest | None = None,
+    ) -> None:
         self.config = config
         self.settings = config.checkpoint
         self.parallel = parallel
         self.models = models
         self.say = say
         self.failures = 0
-        self.published: tuple[Stage, int] | None = None
+        self.published: tuple[Stage, int] | None = None if resumed is None else (resumed.stage, resumed.step)
         self._saver = ModelSaver(parallel)
         self._critic: MegatronModel | None = models.critic
         self._pending: _Save | None = None
@@ -90,6 +100,15 @@ class Checkpointer:
         if every and step % every == 0:
             return True
         return bool(minutes) and broadcast_object(time.monotonic() - self._last >= 60 * minutes)
+
+    def snapshot_if_due(self, stage: Stage, step: int, timer: PhaseTimer) -> None:
+        """Take a snapshot after this step if one is due, or if the step is the run's last and ``checkpoint.at_end`` is set."""
+        steps = self.config.run.steps
+        last = step == (steps if stage == "rl" else self.config.critic.value_pretraining.max_steps)
+        final = last and (stage == "rl" or steps == 0) and self.settings.at_end
+        if self.is_due(step) or final:
+            with timer.phase("checkpoint"):
+                self.begin(stage, step, final=final)
 
     # -------------------------------------------------------------------------------------------------------------- saving
 

@@ -63,7 +63,7 @@ def evaluate(config: Config, parallel: ParallelContext, checkpoint: str, output:
             check_verifier_names(verifiers)
         console.print(f"vapo-mcore eval: {checkpoint} ({config.model.dtype}), rollout by {config.rollout.engine}; results in {output}")
         console.print(dataset.summary)
-        evaluator = Evaluator(config, None, dataset.items)
+        evaluator = Evaluator(config, dataset.items)
         chunks = evaluator.chunks(_replicas(config, parallel))
         store = None
         with fail_together():
@@ -75,14 +75,15 @@ def evaluate(config: Config, parallel: ParallelContext, checkpoint: str, output:
         done = broadcast_object(0 if store is None else len(store.chunks))
         if done:
             console.print(f"resuming: {done} of {len(chunks)} chunks are done already")
+        sampler = None
         if done < len(chunks):
             engine = build_engine(config, parallel, tokenizer)
             pool = start_verifiers(config, engine.is_replica_leader, stack, verifiers)
             with heartbeat.entering("load"):
                 _load(engine, view, DTYPES[config.model.dtype])
             turns, region = build_multi_turn(config, tokenizer), AnswerRegion.of(config, tokenizer)
-            evaluator.sampler = ResponseSampler(engine, pool, tokenizer, config.seed, turns, region)
-        evaluation = evaluator.run_stored(store, done, chunks, console.print)
+            sampler = ResponseSampler(engine, pool, tokenizer, config.seed, turns, region)
+        evaluation = evaluator.run_stored(sampler, store, done, chunks, console.print)
         if store is not None:
             settings = {"checkpoint": checkpoint, **evaluation_settings(config)}
             title = f"Evaluation of {checkpoint}"

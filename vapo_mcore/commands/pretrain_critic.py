@@ -64,8 +64,7 @@ def pretrain(config: Config, parallel: ParallelContext, options: PretrainOptions
         f"{len(held_out)} responses to {held_out.prompts} other prompts"
     )
     models = build_critic_alone(config, parallel, console.print)
-    trainer = StoredStepRunner(config, parallel, models, training)
-    trainer.probe = StoredProbe(config, parallel, held_out, trainer)
+    trainer = StoredStepRunner(config, parallel, models, training, StoredProbe(config, parallel, held_out))
     with ExitStack() as stack:
         run_dir = _open_run_directory(config, parallel, options, stack, console)
         stack.callback(console.stop_progress)
@@ -106,8 +105,8 @@ def read_responses(config: Config, options: PretrainOptions, say: Callable[[str]
 class StoredStepRunner(StepRunner):
     """A StepRunner that takes its responses from disk. It has no policy and no rollout engine."""
 
-    def __init__(self, config: Config, parallel: ParallelContext, models: Models, training: ScoredResponses) -> None:
-        super().__init__(config, parallel, models, cast(ResponseSampler, _NoSampler()), cast(WeightSync, None), _no_prompts)
+    def __init__(self, config: Config, parallel: ParallelContext, models: Models, training: ScoredResponses, probe: StoredProbe) -> None:
+        super().__init__(config, parallel, models, cast(ResponseSampler, _NoSampler()), cast(WeightSync, None), _no_prompts, probe=probe)
         self.imitation = None  # trains the policy
         self.stored = training.round(parallel.rank, parallel.world_size)
         self.counts = SamplingCounts(rounds=0, prompts_tried=training.prompts).with_responses([self.stored])
@@ -125,8 +124,8 @@ class StoredStepRunner(StepRunner):
 class StoredProbe(CriticProbe):
     """A probe whose responses come from disk."""
 
-    def __init__(self, config: Config, parallel: ParallelContext, held_out: ScoredResponses, trainer: StepRunner) -> None:
-        super().__init__(config, [], parallel, trainer.sampler, trainer.dp_rank_of_rank)
+    def __init__(self, config: Config, parallel: ParallelContext, held_out: ScoredResponses) -> None:
+        super().__init__(config, [], parallel, cast(ResponseSampler, _NoSampler()))
         self.stored = held_out.round(parallel.rank, parallel.world_size)
 
     def sample(self, models: Models) -> None:
@@ -135,6 +134,7 @@ class StoredProbe(CriticProbe):
 
 
 class _NoSampler:
+    engine_rebuilds = 0
     grader_restarts = 0
 
 

@@ -159,6 +159,7 @@ class ReplayStepRunner(StepRunner):
 
 
 class _NoSampler:
+    engine_rebuilds = 0
     grader_restarts = 0
 
 

@@ -46,10 +46,8 @@ class Evaluator:
     configuration and the number of replicas.
     """
 
-    def __init__(self, config: Config, sampler: ResponseSampler | None, prompts: Sequence[Prompt]) -> None:
-        """``sampler`` may be None if all chunks are in the store already."""
+    def __init__(self, config: Config, prompts: Sequence[Prompt]) -> None:
         self.config = config
-        self.sampler = sampler
         self.prompts = first_of_each_set(prompts, config.eval.max_prompts)
         self.samples = config.eval.samples_per_prompt
         self.sampling = SamplingConfig(
@@ -61,26 +59,29 @@ class Evaluator:
         size = max(1, self.config.eval.responses_per_chunk * replicas // self.samples)
         return [range(start, min(start + size, len(self.prompts))) for start in range(0, len(self.prompts), size)]
 
-    def run(self) -> Evaluation:
+    def run(self, sampler: ResponseSampler) -> Evaluation:
         """Evaluate with the engine's current weights. Keeps the texts of ``run.samples_per_step`` responses."""
-        assert self.sampler is not None
         show = shown_rows(len(self.prompts) * self.samples, self.config.run.samples_per_step)
         records: list[dict[str, Any]] = []
         seconds: dict[str, float] = {}
-        for chunk in self.chunks(self.sampler.engine.num_replicas):
-            found, took = self._sample(chunk, show)
+        for chunk in self.chunks(sampler.engine.num_replicas):
+            found, took = self._sample(sampler, chunk, show)
             records += found
             seconds = add_seconds(seconds, took)
         return self._evaluation(records, seconds)
 
-    def run_stored(self, store: ResponseStore | None, done: int, chunks: list[range], say: Callable[[str], None]) -> Evaluation:
+    def run_stored(
+        self, sampler: ResponseSampler | None, store: ResponseStore | None, done: int, chunks: list[range], say: Callable[[str], None]
+    ) -> Evaluation:
         """Evaluate the chunks after the first ``done``, which the store contains already. Keeps the texts of all responses.
 
-        ``store`` is None on ranks other than 0. ``say`` prints a line after each chunk.
+        ``sampler`` may be None if the store contains all chunks, and ``store`` is None on ranks other than 0. ``say`` prints a line
+        after each chunk.
         """
         for number, chunk in enumerate(chunks[done:], start=done + 1):
             everything = range(chunk.start * self.samples, chunk.stop * self.samples)
-            found, took = self._sample(chunk, everything)
+            assert sampler is not None, "chunks are missing"
+            found, took = self._sample(sampler, chunk, everything)
             with fail_together():
                 if store is not None:
                     store.append(found, took)
@@ -93,13 +94,12 @@ class Evaluator:
                 seconds = add_seconds(seconds, stored.seconds)
         return self._evaluation(records, seconds)
 
-    def _sample(self, chunk: range, texts: Collection[int]) -> tuple[list[dict[str, Any]], dict[str, float]]:
+    def _sample(self, sampler: ResponseSampler, chunk: range, texts: Collection[int]) -> tuple[list[dict[str, Any]], dict[str, float]]:
         """Sample a chunk. Returns its records in order (empty except on rank 0) and this rank's seconds by phase."""
-        assert self.sampler is not None
         timer = PhaseTimer()
         prompts = self.prompts[chunk.start : chunk.stop]
         everything = range(len(prompts) * self.samples)
-        sampled = self.sampler.sample(prompts, self.samples, self.sampling, seed_step=EVALUATION_SEED_STEP, timer=timer, show=everything)
+        sampled = sampler.sample(prompts, self.samples, self.sampling, seed_step=EVALUATION_SEED_STEP, timer=timer, show=everything)
         first = chunk.start * self.samples
         mine = {
             row: record_of(prompts[row // self.samples], shown, with_texts=first + row in texts) for row, shown in sampled.shown.items()

@@ -27,6 +27,8 @@ from vapo_mcore.rollout.base import Generation, GenerationRequest, RolloutEngine
 from vapo_mcore.rollout.multi_turn import MultiTurn
 from vapo_mcore.rollout.seeds import sampling_seed
 
+RecoverEngine = Callable[[dict[int, str], PhaseTimer], None]
+
 
 def _replica_group(engine: RolloutEngine) -> dist.ProcessGroup | None:
     """Return the process group of this rank's replica (contiguous ranks), or None if the replica is a single rank. Collective."""
@@ -67,14 +69,16 @@ class ResponseSampler:
         multi_turn: MultiTurn | None = None,
         region: AnswerRegion = ANYWHERE,
         end_texts: Sequence[str] = (),
+        recover_engine: RecoverEngine | None = None,
     ) -> None:
         """Collective. ``verifiers`` is None on ranks that do not lead a replica. With ``multi_turn``, responses have several turns.
 
-        The trainer sets ``recover_engine``, since it has the weights. It is called on all ranks with the error messages by rank, and
-        either restores a working engine or raises.
+        ``recover_engine`` is called on all ranks with the error messages by rank, and either restores a working engine or raises. Without
+        it, a failed engine ends the run.
         """
-        self.recover_engine: Callable[[dict[int, str], PhaseTimer], None] = _no_recovery
-        self.grader_restarts = 0  # over all replicas; the trainer resets it every step
+        self._recover = recover_engine or _no_recovery
+        self.engine_rebuilds = 0  # the trainer resets these two counters every step
+        self.grader_restarts = 0  # over all replicas
         self.engine = engine
         self.verifiers = verifiers
         self.tokenizer = tokenizer
@@ -125,7 +129,7 @@ class ResponseSampler:
                 if not failures:
                     rows, holder = gather_rows(local)
                     return Round(rows, holder, local, shown)
-            self.recover_engine(failures, timer)  # then repeat the same requests with the same seeds on every rank
+            self._recover_engine(failures, timer)  # then repeat the same requests with the same seeds on every rank
 
     def continue_open(
         self,
@@ -153,7 +157,7 @@ class ResponseSampler:
             failures = {rank: error for rank, (error, _) in enumerate(gathered) if error is not None}
             if not failures:
                 break
-            self.recover_engine(failures, timer)  # then repeat the same requests with the same seeds on every rank
+            self._recover_engine(failures, timer)  # then repeat the same requests with the same seeds on every rank
         ends = {key: end for _, part in gathered for key, end in part.items()}
         remaining, trained, counts = responses.settled(table, ends, seed_step)
         with timer.phase("reward"):
@@ -189,6 +193,10 @@ class ResponseSampler:
             return *self._grade(*arguments), None
         except RewardError as error:
             return no_rows(), {}, str(error)
+
+    def _recover_engine(self, failures: dict[int, str], timer: PhaseTimer) -> None:
+        self._recover(failures, timer)
+        self.engine_rebuilds += 1
 
     def _try_play(
         self, requests: list[GenerationRequest], prompts: list[Prompt], sampling: SamplingConfig, timer: PhaseTimer

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from vapo_mcore.algorithm.advantages import reward_to_go
 from vapo_mcore.algorithm.losses import explained_variance
+from vapo_mcore.collectives import all_gather_objects
 from vapo_mcore.config.schema import Config
 from vapo_mcore.data.prompts import Prompt, PromptDataset
 from vapo_mcore.errors import DataError
@@ -55,14 +56,12 @@ def probe_prompts(config: Config, train: PromptDataset, held_out: PromptDataset 
 class CriticProbe:
     """Samples held-out responses and measures the critic on them. Every method is a collective over all ranks."""
 
-    def __init__(
-        self, config: Config, prompts: Sequence[Prompt], parallel: ParallelContext, sampler: ResponseSampler, dp_rank_of_rank: Sequence[int]
-    ) -> None:
+    def __init__(self, config: Config, prompts: Sequence[Prompt], parallel: ParallelContext, sampler: ResponseSampler) -> None:
         self.config = config
         self.prompts = prompts
         self.parallel = parallel
         self.sampler = sampler
-        self.dp_rank_of_rank = dp_rank_of_rank
+        self.dp_rank_of_rank = all_gather_objects(parallel.data_parallel_rank)
         self.experience: Experience | None = None  # the last sampled responses
 
     def is_due(self, step: int) -> bool:

@@ -20,7 +20,7 @@ from vapo_mcore.megatron.host import HAS_CUDA
 from vapo_mcore.megatron.roles import refresh_critic
 from vapo_mcore.records.console import Console, format_step
 from vapo_mcore.records.run_dir import RunDirectory, critic_folder, export_folder
-from vapo_mcore.records.timing import PhaseTimer, RunClock
+from vapo_mcore.records.timing import RunClock
 from vapo_mcore.trainer.best_export import BestExport, best_folder, install_export, restore_best, staging_folder, step_of
 from vapo_mcore.trainer.step import StepOutcome, StepRunner
 from vapo_mcore.trainer.value_pretraining import PROBE, PretrainingEnd
@@ -48,7 +48,7 @@ class TrainingLoop:
         self.config = config
         self.trainer = trainer
         self.evaluator = evaluator
-        self.run_dir: RunDirectory | None = None  # rank 0 only; opened after the state of a resumed run is loaded
+        self.run_dir: RunDirectory | None = None
         self.console = console
         self.checkpointer = checkpointer
         self.rewards: list[float] = []
@@ -67,7 +67,6 @@ class TrainingLoop:
         self._before_step: dict[str, Any] = {}
         self._steps_done = 0  # since this process started
         trainer.state.register("run", self)
-        trainer.before_sync = self._snapshot_if_due
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -97,11 +96,15 @@ class TrainingLoop:
             self.best.load_state_dict(state["best"])
         self.resumed = True
 
-    def execute(self) -> None:
-        """Run all steps, or the remaining steps of a resumed run. Raises RunStopped or another VapoError if the run ends early."""
+    def execute(self, run_dir: RunDirectory | None) -> None:
+        """Run all steps, or the remaining steps of a resumed run. Raises RunStopped or another VapoError if the run ends early.
+
+        ``run_dir``: on rank 0, opened after the state of a resumed run was loaded, since opening drops what is newer than that.
+        """
+        self.run_dir = run_dir
         with fail_together():
             self._restore_best_export()
-        self.trainer.sync_weights()
+        self.trainer.sync.run()
         if self.evaluator is not None and self.config.eval.at_start and not self.resumed:
             metrics = self._evaluate(0)
             self._write({"step": 0, "stage": "rl"} | metrics)
@@ -210,14 +213,6 @@ class TrainingLoop:
 
     # ----------------------------------------------------------------------------------------------------------- checkpoints
 
-    def _snapshot_if_due(self, stage: str, step: int, timer: PhaseTimer) -> None:
-        steps = self.config.run.steps
-        last = step == steps if stage == "rl" else steps == 0 and step == self.pretraining.max_steps
-        final = last and self.config.checkpoint.at_end
-        if self.checkpointer.is_due(step) or final:
-            with timer.phase("checkpoint"):
-                self.checkpointer.begin("rl" if stage == "rl" else "value_pretraining", step, final=final)
-
     def _commit(self, row: dict[str, Any]) -> None:
         """Start writing the snapshot, if one was taken. Raises RecordError on all ranks if the metric rows cannot be written."""
         if not self.checkpointer.has_begun:
@@ -298,7 +293,7 @@ class TrainingLoop:
         """Evaluate, print and write the results, and return the metrics for the step's row."""
         assert self.evaluator is not None
         with heartbeat.entering("evaluation"):
-            evaluation: Evaluation = self.evaluator.run()
+            evaluation: Evaluation = self.evaluator.run(self.trainer.sampler)
         results = {f"{summary.name} avg@{summary.samples}": describe(summary.average) for summary in evaluation.summaries}
         self.evaluations.append((step, results))
         cost = self.clock.metrics()
@@ -391,7 +386,7 @@ class TrainingLoop:
             self.console.print(f"best policy so far: {metric} = {score:.4g} after step {step}, exported to {best_folder(run_dir)}")
         except CheckpointError as error:
             self.console.print(f"warning: cannot export the best policy so far ({metric} = {score:.4g} after step {step}): {error}")
-        self.trainer.sync_weights()  # wake the engine again
+        self.trainer.sync.run()  # wake the engine again
 
     def _note_probe(self, row: dict[str, Any]) -> None:
         """Keep the probe's values for the summary: before and after value pretraining, and at the last measured RL step."""

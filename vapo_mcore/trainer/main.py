@@ -59,6 +59,7 @@ from vapo_mcore.rollout.factory import build_rollout_engine
 from vapo_mcore.rollout.multi_turn import MultiTurn, ObservationFormat
 from vapo_mcore.rollout.stopping import StopTexts, described, end_of_turn_texts, stop_ids
 from vapo_mcore.trainer.critic_probe import CriticProbe, probe_prompts
+from vapo_mcore.trainer.engine_recovery import EngineRecovery
 from vapo_mcore.trainer.loop import TrainingLoop
 from vapo_mcore.trainer.models import build_models
 from vapo_mcore.trainer.signals import StopSignals
@@ -140,19 +141,25 @@ def train(config: Config, parallel: ParallelContext, *, clean: bool, resume: Res
             models = build_models(config, parallel, console.print)
         if past is not None:
             load_models(config, models, parallel, past.checkpoint)
-        sampler = ResponseSampler(engine, verifiers, tokenizer, config.seed, multi_turn, region, end_of_turn_texts(config, tokenizer))
-        sync = WeightSync(models.policy, engine, verify=config.rollout.verify_weights)
-        trainer = StepRunner(config, parallel, models, sampler, sync, prompts.next_batch)
-        trainer.state.register("prompts", prompts)
-        if config.rollout.horizon is not None:
-            trainer.keep_open(build_open_responses(config, engine, tokenizer, prompts))
-        if probed:
-            trainer.probe = CriticProbe(config, probed, parallel, sampler, trainer.dp_rank_of_rank)
-        evaluator = Evaluator(config, sampler, held_out.items) if held_out is not None else None
-        checkpointer = Checkpointer(config, parallel, models, console.print)
-        if past is not None:
-            checkpointer.published = (past.checkpoint.manifest.stage, past.checkpoint.manifest.step)
+        sync = WeightSync(models.policy, engine, models.residency, verify=config.rollout.verify_weights)
+        recovery = EngineRecovery(engine, sync.run, config.faults.engine_rebuilds)
+        texts = end_of_turn_texts(config, tokenizer)
+        sampler = ResponseSampler(engine, verifiers, tokenizer, config.seed, multi_turn, region, texts, recovery)
+        checkpointer = Checkpointer(config, parallel, models, console.print, resumed=None if past is None else past.checkpoint.manifest)
         stack.callback(checkpointer.close)
+        trainer = StepRunner(
+            config,
+            parallel,
+            models,
+            sampler,
+            sync,
+            prompts.next_batch,
+            probe=CriticProbe(config, probed, parallel, sampler) if probed else None,
+            open_responses=None if config.rollout.horizon is None else build_open_responses(config, engine, tokenizer, prompts),
+            before_sync=checkpointer.snapshot_if_due,
+        )
+        trainer.state.register("prompts", prompts)
+        evaluator = Evaluator(config, held_out.items) if held_out is not None else None
         run = TrainingLoop(config, trainer, evaluator, console, checkpointer)
         if past is not None:
             restart = resume is not None and resume.restart_data
@@ -163,14 +170,14 @@ def train(config: Config, parallel: ParallelContext, *, clean: bool, resume: Res
                 with fail_together():
                     trainer.open_responses.load_parts(parts)
         fresh = (clean or resume is not None) and locked
-        run.run_dir = _open_run_directory(config, parallel, past, stack, watchdog, console, fresh=fresh, locked=locked)
-        if run.run_dir is not None:
-            run.run_dir.write_engine(engine.settings())
+        run_dir = _open_run_directory(config, parallel, past, stack, watchdog, console, fresh=fresh, locked=locked)
+        if run_dir is not None:
+            run_dir.write_engine(engine.settings())
         if past is not None:
             restore_random(past.checkpoint, parallel.rank)
         stack.enter_context(StopSignals(lambda name: trainer.stop_requests.request(name, exit_code=EXIT_REQUEUE), console.print))
         become_stoppable()
-        run.execute()
+        run.execute(run_dir)
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from vapo_mcore.data.packing import Schedule
 from vapo_mcore.data.prompts import Prompt
 from vapo_mcore.data.rollout_batch import Rows
 from vapo_mcore.diagnosis.monitor import Monitor
-from vapo_mcore.errors import StepAbandoned, StepBroken, TrainingError, VapoError
+from vapo_mcore.errors import StepBroken, TrainingError
 from vapo_mcore.experience.batches import Experience, distribute, plan_minibatches
 from vapo_mcore.experience.collecting import SamplingCounts, collect
 from vapo_mcore.experience.open_responses import OpenResponses
@@ -36,7 +36,6 @@ from vapo_mcore.records.metric_table import metrics_of
 from vapo_mcore.records.metrics import StepMetrics
 from vapo_mcore.records.run_dir import faults_folder
 from vapo_mcore.records.timing import PhaseTimer
-from vapo_mcore.rollout.base import SyncReport
 from vapo_mcore.trainer.advantages import (
     AdvantageEstimator,
     check_experience,
@@ -115,7 +114,18 @@ class StepRunner:
         sampler: ResponseSampler,
         sync: WeightSync,
         next_prompts: Callable[[int], Sequence[Prompt]],
+        *,
+        probe: CriticProbe | None = None,
+        open_responses: OpenResponses | None = None,
+        before_sync: Callable[[Stage, int, PhaseTimer], None] | None = None,
     ) -> None:
+        """Collective.
+
+        Args:
+            probe: measures the critic on held-out prompts.
+            open_responses: those of a fixed horizon (``rollout.horizon``); they are part of the state.
+            before_sync: called in each step with its stage, number and timer, after the last update and while the rollout engine sleeps.
+        """
         self.config = config
         self.parallel = parallel
         self.models = models
@@ -128,9 +138,6 @@ class StepRunner:
         self.diagnosis = Monitor(config)
         self._sources = [source.name for source in config.data.train]
         self._table = metrics_of((term.name for term in config.algorithm.loss_terms), self._sources)
-        self.engine_rebuilds = 0  # in this process; at most faults.engine_rebuilds
-        self._rebuilds_recorded = 0
-        sampler.recover_engine = self.recover_engine
         self.guards = {role: UpdateGuard(config.faults) for role in ("policy", "critic")}
         self.state = StateRegistry()
         self.state.register("trainer", self)
@@ -139,18 +146,14 @@ class StepRunner:
             self.state.register("self_imitation", self.imitation)
         for role, guard in self.guards.items():
             self.state.register(f"update_guard/{role}", guard)
-        self.before_sync: Callable[[str, int, PhaseTimer], None] | None = None
-        """Called in each step with its stage, number and timer, after the last update and while the rollout engine sleeps."""
-        self.probe: CriticProbe | None = None
-        self.open_responses: OpenResponses | None = None  # with rollout.horizon
+        self.before_sync = before_sync
+        self.probe = probe
+        self.open_responses = open_responses
+        if open_responses is not None:
+            self.state.register(OPEN_RESPONSES, open_responses)
         self.rollouts = 0  # over both stages; seeds the sampling and the mini-batch shuffle
         self.dp_rank_of_rank = all_gather_objects(parallel.data_parallel_rank)
         self.segments = config.rollout.trains_segments
-
-    def keep_open(self, responses: OpenResponses) -> None:
-        """Sample RL steps with a fixed horizon; the open responses become part of the state."""
-        self.open_responses = responses
-        self.state.register(OPEN_RESPONSES, responses)
 
     def rl_step(self, number: int) -> StepOutcome:
         """Run one RL step: sample a rollout, update critic and policy on it, and sync the weights."""
@@ -323,10 +326,9 @@ class StepRunner:
         if config.rollout.horizon is not None:
             record_horizon(step.metrics, experience, counts, config.rollout.horizon)
         record_sources(step.metrics, rows, self._sources)
-        step.metrics.put("sampling/engine_rebuilds", self.engine_rebuilds - self._rebuilds_recorded)
-        self._rebuilds_recorded = self.engine_rebuilds
+        step.metrics.put("sampling/engine_rebuilds", self.sampler.engine_rebuilds)
         step.metrics.put("grading/restarts", self.sampler.grader_restarts)
-        self.sampler.grader_restarts = 0
+        self.sampler.engine_rebuilds = self.sampler.grader_restarts = 0
         ranks, cap = self.parallel.data_parallel_size, config.batch.max_tokens_per_microbatch
         record_packing(step.metrics, experience, plan.owner, ranks, cap)
         return experience
@@ -477,40 +479,9 @@ class StepRunner:
         if self.before_sync is not None:
             self.before_sync(step.stage, step.number, step.timer)
         with step.timer.phase("weight_sync"):
-            report = self.sync_weights()
+            report = self.sync.run()
         step.metrics.put("weights/tensors", report.names)
         step.metrics.put("weights/bytes", report.bytes)
-
-    def sync_weights(self) -> SyncReport:
-        """Load the policy's weights into the sleeping rollout engine and wake it. Collective."""
-        self.models.residency.enter("sync")
-        return self.sync.make_ready(after_loading=lambda: self.models.residency.enter("generate"))
-
-    def recover_engine(self, failures: dict[int, str], timer: PhaseTimer) -> None:
-        """Rebuild a failed rollout engine and load the policy's current weights. Collective over all ranks.
-
-        ``failures`` maps ranks to error messages and is the same on all ranks. Raises StepAbandoned after too many failures, or if the
-        engine cannot be rebuilt; the exit code is EXIT_REQUEUE if a new process can build one.
-        """
-        limit = self.config.faults.engine_rebuilds
-        text = "; ".join(f"rank {rank}: {reason}" for rank, reason in failures.items())
-        if self.engine_rebuilds >= limit:
-            again = f" again, after {self.engine_rebuilds} rebuilds (faults.engine_rebuilds = {limit})" if limit else ""
-            raise StepAbandoned(f"the rollout engine failed{again}: {text}")
-        self.engine_rebuilds += 1
-        if self.parallel.rank == 0:
-            logger.warning("the rollout engine failed; rebuilding it with the current weights (%s)", text)
-        with timer.phase("engine_rebuild"):
-            failure = None
-            try:
-                self.sampler.engine.rebuild()
-            except VapoError as error:
-                failure = str(error), error.exit_code
-            rebuild_failures = [found for found in all_gather_objects(failure) if found is not None]
-            if rebuild_failures:
-                reason, exit_code = rebuild_failures[0]
-                raise StepAbandoned(f"the rollout engine failed ({text}) and cannot be rebuilt: {reason}", exit_code)
-            self.sync_weights()
 
     def state_dict(self) -> dict[str, Any]:
         return {"rollouts": self.rollouts, "critic_updates": self.models.critic_updates}

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from vapo_mcore.collectives import all_gather_objects, fail_together
 from vapo_mcore.errors import RolloutError
 from vapo_mcore.megatron.engine import MegatronModel
+from vapo_mcore.megatron.offload import Residency
 from vapo_mcore.rollout.base import EngineState, RolloutEngine, SyncReport
 from vapo_mcore.rollout.weight_stream import listed
 from vapo_mcore.weights.checksums import tensor_checksum
@@ -17,10 +18,16 @@ from vapo_mcore.weights.export import Exporter
 class WeightSync:
     """Streams weights to the rollout engine and moves it between its states. Keeps the exporter: its manifest is exchanged only once."""
 
-    def __init__(self, policy: MegatronModel, engine: RolloutEngine, *, verify: bool) -> None:
+    def __init__(self, policy: MegatronModel, engine: RolloutEngine, residency: Residency, *, verify: bool) -> None:
         self.exporter = Exporter(policy.chunks, policy.architecture, policy.parallel, role="policy")
         self.engine = engine
+        self.residency = residency
         self.verify = verify
+
+    def run(self) -> SyncReport:
+        """Load the policy's weights into the sleeping rollout engine and wake it; the policy leaves the device. Collective."""
+        self.residency.enter("sync")
+        return self.make_ready(after_loading=lambda: self.residency.enter("generate"))
 
     def make_ready(self, after_loading: Callable[[], None]) -> SyncReport:
         """Load the policy's current weights into the sleeping engine and wake it. Collective.

@@ -64,7 +64,7 @@ def run(folder: Path, dtype: str, parallel: ParallelContext, *, offload: bool) -
     facts: dict[str, Any] = {"resident": {}, "device": [], "host": [], "moved": [], "synced": []}
     replica = Replica.of_rank(dist.get_rank(), dist.get_world_size(), 1)
     engine = TransformersEngine(folder, getattr(torch, dtype), replica, max_model_len=64, device=torch.device("cpu"))
-    sync = WeightSync(models["policy"], engine, verify=True)
+    sync = WeightSync(models["policy"], engine, residency, verify=True)
     residency.enter("sync")
     frozen = residency.offloaders["policy"].copy_params("reference") if offload else []
     for cycle in range(CYCLES):

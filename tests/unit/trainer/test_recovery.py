@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ import torch.distributed as dist
 from tests.rollout_models import PROMPTS, in_buckets, load_model, named_weights, write_model
 from tests.training_setup import write_tokenizer
 from tests.unit.trainer.rollouts import make_config
-from vapo_mcore.config.schema import FaultsConfig
 from vapo_mcore.data.prompts import Prompt
 from vapo_mcore.errors import EXIT_REQUEUE, EngineRemains, RewardError, StepAbandoned
 from vapo_mcore.experience.open_responses import OpenResponses
@@ -23,7 +21,7 @@ from vapo_mcore.records.timing import PhaseTimer
 from vapo_mcore.rewards import VerifierPool
 from vapo_mcore.rollout.base import Replica, SamplingConfig
 from vapo_mcore.rollout.transformers_engine import TransformersEngine
-from vapo_mcore.trainer.step import StepRunner
+from vapo_mcore.trainer.engine_recovery import EngineRecovery
 
 SAMPLING = SamplingConfig(temperature=1.0, top_p=1.0, top_k=-1, max_tokens=12)
 ASKED = [Prompt(f"p{i}", list(tokens), "?", "7", "s", "exact", {}) for i, tokens in enumerate(PROMPTS[:3])]
@@ -79,25 +77,18 @@ def fail(sampler: ResponseSampler, monkeypatch: pytest.MonkeyPatch, times: int) 
     monkeypatch.setattr(sampler.engine, "_generate_batch", fails)
 
 
-def trainer_of(sampler: ResponseSampler, folder: Path, rebuilds: int) -> Any:
-    """As much of a trainer as recovers an engine."""
-    trainer = SimpleNamespace(
-        config=SimpleNamespace(faults=FaultsConfig(engine_rebuilds=rebuilds)),
-        engine_rebuilds=0,
-        parallel=SimpleNamespace(rank=0),
-        sampler=sampler,
-        sync_weights=lambda: make_ready(sampler.engine, folder),  # type: ignore[arg-type]
-    )
-    sampler.recover_engine = lambda failures, timer: StepRunner.recover_engine(trainer, failures, timer)  # type: ignore[arg-type]
-    return trainer
+def with_recovery(sampler: ResponseSampler, folder: Path, rebuilds: int) -> ResponseSampler:
+    """A sampler of the same engine and graders that rebuilds the engine."""
+    recovery = EngineRecovery(sampler.engine, lambda: make_ready(sampler.engine, folder), rebuilds)  # type: ignore[arg-type]
+    return ResponseSampler(sampler.engine, sampler.verifiers, sampler.tokenizer, sampler.run_seed, recover_engine=recovery)
 
 
 def test_after_a_rebuild_the_same_is_sampled(sampler: ResponseSampler, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = sample(sampler)
-    trainer = trainer_of(sampler, folder, rebuilds=1)
+    sampler = with_recovery(sampler, folder, rebuilds=1)
     fail(sampler, monkeypatch, 1)
     found = sample(sampler)
-    assert trainer.engine_rebuilds == 1
+    assert sampler.engine_rebuilds == 1
     assert found.rows.prompt_id == expected.rows.prompt_id
     for name in ("tokens", "rollout_logprobs", "response_mask"):
         assert torch.equal(found.local[name], expected.local[name])
@@ -108,11 +99,11 @@ def test_after_a_rebuild_the_same_is_sampled(sampler: ResponseSampler, folder: P
 def test_an_engine_is_rebuilt_so_often_and_no_more(
     sampler: ResponseSampler, folder: Path, monkeypatch: pytest.MonkeyPatch, rebuilds: int, message: str
 ) -> None:
-    trainer = trainer_of(sampler, folder, rebuilds)
+    sampler = with_recovery(sampler, folder, rebuilds)
     fail(sampler, monkeypatch, 9)
     with pytest.raises(StepAbandoned, match=rf"{message}.*rank 0: RuntimeError: the device is lost"):
         sample(sampler)
-    assert trainer.engine_rebuilds == rebuilds
+    assert sampler.engine_rebuilds == rebuilds
 
 
 def opened() -> OpenResponses:
@@ -136,12 +127,12 @@ def test_after_a_rebuild_open_responses_are_continued_with_the_same_tokens(
     expected = opened()
     rounds = [continued(sampler, expected, step) for step in (1, 2, 3)]
     assert [len(part.rows) for part in rounds][2] > 0 and not expected.table  # 12 tokens are three segments
-    trainer = trainer_of(sampler, folder, rebuilds=1)
+    sampler = with_recovery(sampler, folder, rebuilds=1)
     found = opened()
     continued(sampler, found, 1)
     fail(sampler, monkeypatch, 1)
     again = [continued(sampler, found, step) for step in (2, 3)]
-    assert trainer.engine_rebuilds == 1
+    assert sampler.engine_rebuilds == 1
     for one, other in zip(again, rounds[1:], strict=True):
         assert one.rows.prompt_id == other.rows.prompt_id
         assert one.rows.segments == other.rows.segments
@@ -157,7 +148,7 @@ def test_a_step_that_is_lost_leaves_the_open_responses_alone(
     continued(sampler, responses, 1)
     before, part = responses.state_dict(), responses.part()
     assert len(before["responses"]) > 3
-    trainer_of(sampler, folder, rebuilds=0)
+    sampler = with_recovery(sampler, folder, rebuilds=0)
     fail(sampler, monkeypatch, 9)
     with pytest.raises(StepAbandoned, match="the device is lost"):
         continued(sampler, responses, 2)
@@ -169,7 +160,7 @@ def test_a_new_engine_that_cannot_be_had_ends_the_step(sampler: ResponseSampler,
     def no_memory() -> None:
         raise AssertionError("no memory for the KV cache")
 
-    trainer_of(sampler, folder, rebuilds=1)
+    sampler = with_recovery(sampler, folder, rebuilds=1)
     fail(sampler, monkeypatch, 1)
     monkeypatch.setattr(sampler.engine, "_rebuild", no_memory)
     with pytest.raises(
@@ -184,7 +175,7 @@ def test_an_engine_that_keeps_its_memory_asks_for_a_new_process(
     def remains() -> None:
         raise EngineRemains("the failed engine still holds device memory")
 
-    trainer_of(sampler, folder, rebuilds=1)
+    sampler = with_recovery(sampler, folder, rebuilds=1)
     fail(sampler, monkeypatch, 1)
     monkeypatch.setattr(sampler.engine, "_rebuild", remains)
     with pytest.raises(StepAbandoned, match=r"the device is lost.* and cannot be rebuilt: the failed engine still holds") as caught:

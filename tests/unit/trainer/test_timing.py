@@ -30,7 +30,7 @@ def test_a_resumed_run_counts_what_it_took_before_on_as_many_processes_as_it_had
 
 def test_a_run_goes_on_with_its_clock_and_without_that_of_an_older_checkpoint() -> None:
     def new_run() -> TrainingLoop:
-        trainer = SimpleNamespace(models=SimpleNamespace(critic=None), state=StateRegistry(), before_sync=None)
+        trainer = SimpleNamespace(models=SimpleNamespace(critic=None), state=StateRegistry())
         return TrainingLoop(make_config(), trainer, None, Console(enabled=False), SimpleNamespace())  # type: ignore[arg-type]
 
     first = new_run()
