@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 
 import torch.distributed as dist
 
@@ -18,6 +19,14 @@ def release_groups() -> None:
 
     dist.barrier()
     parallel_state.destroy_model_parallel()
-    for group in [group for group in dist.distributed_c10d._world.pg_map if group is not dist.group.WORLD]:
+    kept = [dist.group.WORLD, *_groups_of_vllm()]
+    for group in [group for group in dist.distributed_c10d._world.pg_map if all(group is not other for other in kept)]:
         dist.destroy_process_group(group)
     gc.collect()
+
+
+def _groups_of_vllm() -> list[dist.ProcessGroup]:
+    """Return the groups over all ranks that vLLM keeps from its first engine and uses for the next ones in this process."""
+    state = sys.modules.get("vllm.distributed.parallel_state")
+    world = None if state is None else state._WORLD
+    return [] if world is None else [world.device_group, world.cpu_group]
