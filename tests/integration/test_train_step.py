@@ -128,7 +128,7 @@ def test_samples_and_evaluations_are_written(folder: Path) -> None:
 
 def test_data_and_tensor_parallel_runs_agree(folder: Path) -> None:
     """Up to the first policy updates: after them a rounding may turn a sampled token."""
-    own = ("time/", "memory/", "packing/", "mismatch/", "tokens/per_second", "policy/approx_kl_first")
+    own = ("time/", "memory/", "packing/", "generate/", "mismatch/", "tokens/per_second", "policy/approx_kl_first")
     runs = [read_metrics(folder / name) for name in ("vapo_dp2", "vapo_tp2")]
     assert len(runs[0]) == len(runs[1]) == 5
     for one, other in list(zip(*runs, strict=True))[:4]:

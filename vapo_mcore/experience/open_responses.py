@@ -39,6 +39,7 @@ class OpenResponse:
         replica: the engine replica that samples it and holds its tokens.
         segments: (rollout that sampled it, tokens) of each segment.
         finish_reason: None while it is open.
+        cut_values: (tokens so far, the critic's value there) of each cut; with ``train: segments``.
     """
 
     prompt_number: int
@@ -48,6 +49,7 @@ class OpenResponse:
     replica: int
     segments: tuple[tuple[int, int], ...] = ()
     finish_reason: FinishReason | None = None
+    cut_values: tuple[tuple[int, float], ...] = ()
 
     @property
     def key(self) -> Key:
@@ -76,7 +78,8 @@ Ends = Mapping[Key, tuple[int, FinishReason | None]]
 class HorizonCounts:
     """Counts of a step: responses that were open in it, that ended in it, that were cut, that have ended and wait for their group.
 
-    ``sampled``: tokens sampled; ``reprefilled``: tokens of prompts and earlier segments that were prefilled again.
+    ``sampled``: tokens sampled; ``reprefilled``: tokens of prompts and earlier segments that were prefilled again; ``cut_values``: of the
+    responses that have ended, (row among those that train, tokens before the cut, the critic's value there).
     """
 
     open: int
@@ -85,6 +88,7 @@ class HorizonCounts:
     waiting: int
     sampled: int
     reprefilled: int
+    cut_values: tuple[tuple[int, int, float], ...] = ()
 
 
 class OpenResponses:
@@ -207,6 +211,7 @@ class OpenResponses:
             waiting=sum(response.finish_reason is not None for response in remaining),
             sampled=sum(ends[response.key][0] for response in sampled),
             reprefilled=sum(len(response.prompt.token_ids) + response.length for response in sampled if response.segments),
+            cut_values=tuple((row, *cut) for row, response in enumerate(trained) for cut in response.cut_values),
         )
         return remaining, trained + (still_open if self.settings.train == "segments" else []), counts
 
@@ -237,6 +242,24 @@ class OpenResponses:
         self.table = tuple(remaining)
         self.drawn += drawn
 
+    def keep_cut_values(self, values: Mapping[tuple[str, int], float]) -> None:
+        """Keep the critic's values of the states in which the step cut responses, by prompt id and sample index, until these end."""
+        table = []
+        for response in self.table:
+            value = values.get((response.prompt.prompt_id, response.sample_index))
+            if value is not None:
+                response = replace(response, cut_values=(*response.cut_values, (response.length, value)))
+            table.append(response)
+        self.table = tuple(table)
+
+    def sampled_tokens(self, table: Sequence[OpenResponse], ends: Ends) -> list[list[int]]:
+        """Return for each replica how many tokens the step sampled of its responses, in their order."""
+        tokens: list[list[int]] = [[] for _ in range(self.replicas)]
+        for response in table:
+            if response.finish_reason is None:
+                tokens[response.replica].append(ends[response.key][0])
+        return tokens
+
     # ------------------------------------------------------------------------------------------------------------ checkpoints
 
     def state_dict(self) -> dict[str, Any]:
@@ -244,7 +267,14 @@ class OpenResponses:
         rows = []
         for response in self.table:
             row = asdict(replace(response, prompt=None))  # type: ignore[arg-type]
-            rows.append(row | {"prompt": response.prompt.prompt_id, "segments": [list(segment) for segment in response.segments]})
+            rows.append(
+                row
+                | {
+                    "prompt": response.prompt.prompt_id,
+                    "segments": [list(segment) for segment in response.segments],
+                    "cut_values": [list(cut) for cut in response.cut_values],
+                }
+            )
         return {"responses": rows, "drawn": self.drawn, "replicas": self.replicas}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -262,7 +292,9 @@ class OpenResponses:
         table = []
         for row in state["responses"]:
             segments = tuple((int(rollout), int(tokens)) for rollout, tokens in row["segments"])
-            table.append(OpenResponse(**{**row, "prompt": self._find(row["prompt"]), "segments": segments}))
+            # Checkpoints of earlier versions have no values at cuts.
+            cuts = tuple((int(tokens), float(value)) for tokens, value in row.get("cut_values", ()))
+            table.append(OpenResponse(**{**row, "prompt": self._find(row["prompt"]), "segments": segments, "cut_values": cuts}))
         self.drawn = state["drawn"]
         self._saved_at = {response.key: response.replica for response in table}
         if state["replicas"] != self.replicas:

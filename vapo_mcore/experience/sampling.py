@@ -136,10 +136,11 @@ class ResponseSampler:
         seed_step: int,
         timer: PhaseTimer,
         show: Callable[[int], Collection[int]],
-    ) -> tuple[Round, HorizonCounts]:
+    ) -> tuple[Round, HorizonCounts, list[list[int]]]:
         """Sample the next segment of all open responses, those to the prompts ``drawn`` included. Collective over all ranks.
 
-        Returns the responses that train in this step; those that have ended come first, and are graded. ``show`` takes their number.
+        Returns the responses that train in this step, counts, and the tokens sampled of each response by replica. Responses that have ended
+        come first, and are graded. ``show`` takes their number.
         Raises StepAbandoned like ``sample``; ``responses`` then are unchanged.
         """
         table = responses.opened(drawn, seed_step)
@@ -171,7 +172,7 @@ class ResponseSampler:
             self._gather_failures(None, grading_error)
             rows, holder = gather_rows(local)
         responses.commit(remaining, segments, len(drawn))
-        return Round(rows, holder, local, shown), counts
+        return Round(rows, holder, local, shown), counts, responses.sampled_tokens(table, ends)
 
     def _gather_failures(self, engine_error: str | None, reward_error: str | None) -> dict[int, str]:
         """Gather the engine errors of all ranks, by rank. Collective. Raises StepAbandoned on all ranks if any cannot grade."""

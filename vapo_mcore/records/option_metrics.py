@@ -13,14 +13,51 @@ HORIZON = (
     Metric("horizon/waiting", SAME, "responses", "Ended responses that wait for the rest of their group, after the step."),
     Metric("horizon/segments_mean", SAME, "responses", "Mean number of segments of the step's responses, without those that were cut."),
     Metric("horizon/segments_max", SAME, "responses", "Largest such number."),
+    Metric("horizon/segments_histogram", SAME, "responses", "Number of these responses with 1, 2, ..., 15, and with at least 16 segments."),
     Metric(
         "horizon/bootstrapped_frac",
         SAME,
         "response tokens",
         "With `train: segments`: share of the policy's tokens whose response was cut, so that the critic's value stands for the rest.",
     ),
+    Metric(
+        "horizon/cut_weight",
+        SAME,
+        "response tokens",
+        "With `train: segments`: mean weight of the critic's value at a cut in the advantages, gamma (gamma lambda)^k for the token k "
+        "before the cut, 0 in a response that has ended. An error of that value times this is its error in the mean advantage.",
+    ),
+    Metric(
+        "horizon/cuts_ended",
+        SAME,
+        "cuts",
+        "With `train: segments`: earlier cuts of the responses that ended in the step, whose return is now known; those without a verdict "
+        "left out.",
+    ),
+    Metric(
+        "horizon/cut_value_bias",
+        SAME,
+        "cuts",
+        "Mean of the critic's value at these cuts, as the advantages read it then, minus the discounted rewards that came later.",
+    ),
+    Metric("horizon/cut_value_bias_se", SAME, "responses", "Its standard error over the responses; null with fewer than two."),
+    Metric(
+        "horizon/cut_value_error",
+        SAME,
+        "cuts",
+        "Calibration error: mean distance between value and return of the bins of `horizon/cuts_by_value`, weighted by their cuts.",
+    ),
+    Metric(
+        "horizon/cuts_by_value",
+        SAME,
+        "cuts",
+        "Number of these cuts by the critic's value there: 10 equal bins of the reward range, as of `critic/tokens_by_prediction`.",
+    ),
+    Metric("horizon/cut_values_by_value", SAME, "cuts", "Mean value at the cuts of each bin."),
+    Metric("horizon/cut_returns_by_value", SAME, "cuts", "Mean return that came later, of each bin."),
     Metric("horizon/staleness_mean", SAME, "response tokens", "Mean age of the tokens that carry a loss: steps since they were sampled."),
     Metric("horizon/staleness_max", SAME, "response tokens", "Age of the oldest of them."),
+    Metric("horizon/staleness_histogram", SAME, "response tokens", "Tokens of age 0, 1, ..., 14, and of at least 15."),
     Metric("horizon/stale_tokens", SAME, "response tokens", "Tokens older than `rollout.horizon.max_staleness`, of graded responses."),
     Metric("horizon/stale_responses", SAME, "responses", "Graded responses with such tokens: masked in part, or dropped (`stale`)."),
     Metric(
