@@ -1,7 +1,8 @@
 """Runs that are killed (-9) at random times, saves included, and resumed: what they leave is what an uninterrupted run leaves.
 
 ``make test`` has three of them and one with ``rollout.horizon``, ``make test-chaos`` all 25 and ten with open responses. The time of each
-kill is drawn from a fixed seed, but what the run does at that time is chance: a failure names the number of the kill, and the folder of the run stays.
+kill is drawn from a fixed seed, but what the run does at that time is chance: a failure names the number of the kill, and the folder of
+the run stays.
 """
 
 from __future__ import annotations
