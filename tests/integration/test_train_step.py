@@ -82,7 +82,7 @@ def test_metrics_are_complete_and_pretraining_spends_no_logprob_pass(folder: Pat
     absent |= {"policy/covarying_frac", "critic/cross_entropy", "critic/returns_outside_frac"}  # of clip_cov, kl_cov and a categorical head
     absent |= {f"mismatch/{what}_frac" for what in ("rejected_low", "rejected_high", "responses_rejected", "responses_lost")}  # of a mask
     absent |= {metric.name for metric in METRICS if metric.name.startswith(("imitation/", "horizon/", "mismatch/off_policy_"))}
-    absent.add("tokens/reprefilled")
+    absent |= {"tokens/reprefilled", *(metric.name for metric in METRICS if metric.name.endswith("_by_cut"))}
     routers = ("experts_", "balance_loss", "router_z_loss")  # of mixtures of experts
     absent |= {metric.name for metric in METRICS if metric.name.rpartition("/")[2].startswith(routers)}
     assert all({metric.name for metric in METRICS} - set(row) <= absent for row in rows[3:])
@@ -548,7 +548,8 @@ def test_a_saved_critic_goes_on_where_it_was_and_head_only_leaves_the_trunk(fold
 
 def horizon_rows(run: Path) -> list[dict[str, Any]]:
     own = ("time/", "memory/", "horizon/", "mismatch/off_policy_", "tokens/per_second", "tokens/reprefilled")
-    return [{name: value for name, value in row.items() if not name.startswith(own)} for row in read_metrics(run)]
+    kept = [{name: value for name, value in row.items() if not name.startswith(own)} for row in read_metrics(run)]
+    return [{name: value for name, value in row.items() if not name.endswith("_by_cut")} for row in kept]
 
 
 def exported(run: Path) -> dict[str, bytes]:

@@ -461,6 +461,6 @@ RULES: tuple[Rule, ...] = (
         horizon_bias,
         "the horizon is too short for this critic: what it expects after a cut is not what came, and the policy learns its error",
         "a longer rollout.horizon.tokens, a better critic (value pretraining, critic.updates_per_rollout), a smaller lambda or alpha, or "
-        "train: completed; look at horizon/cut_returns_by_value",
+        "train: completed; look at critic/returns_by_cut",
     ),
 )

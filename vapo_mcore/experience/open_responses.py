@@ -119,8 +119,12 @@ class OpenResponses:
     @property
     def vacancies(self) -> int:
         """Number of prompts whose responses can be opened."""
-        still_open = sum(response.finish_reason is None for response in self.table)
-        return max(0, self.in_flight - still_open) // self.samples
+        return max(0, self.in_flight - self.unfinished) // self.samples
+
+    @property
+    def unfinished(self) -> int:
+        """Number of responses that have not ended."""
+        return sum(response.finish_reason is None for response in self.table)
 
     def opened(self, prompts: Sequence[Prompt], step: int) -> tuple[OpenResponse, ...]:
         """Return the table with all responses to ``prompts`` opened in ``step``, dealt to the replicas that have the fewest open ones.

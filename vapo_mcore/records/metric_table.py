@@ -483,6 +483,7 @@ def render_markdown() -> str:
         "`samples/step_NNNN.jsonl`, `value_pretraining_NNNN.jsonl` (`run.samples_per_step` responses) and `eval_step_NNNN.jsonl` have",
         "one response a line: its prompt, text, verdict, score and length. Those of training have `reward` and, unless the response is",
         "left out of training, `tokens`: lists with an entry for each token after the prompt, null where it carries no loss.",
+        "With `rollout.horizon`, a response that was sampled in earlier steps has `segments`: tokens and age in steps of each.",
         "",
         "| list | meaning |",
         "|---|---|",

@@ -126,9 +126,9 @@ def record_cuts(metrics: StepMetrics, cuts: Sequence[Cut], interval: tuple[float
     spread = math.sqrt(math.fsum(error**2 for error in of_row.values())) / count if len(of_row) > 1 else None
     metrics.put("horizon/cut_value_bias_se", spread)
     metrics.put("horizon/cut_value_error", math.fsum(gaps) / count if count else None)
-    metrics.put("horizon/cuts_by_value", [len(part) for part in bins])
-    metrics.put("horizon/cut_values_by_value", means[0])
-    metrics.put("horizon/cut_returns_by_value", means[1])
+    metrics.put("critic/tokens_by_cut", [len(part) for part in bins])
+    metrics.put("critic/values_by_cut", means[0])
+    metrics.put("critic/returns_by_cut", means[1])
 
 
 def record_cut_weight(metrics: StepMetrics, experience: Experience, lam: Tensor, gamma: float) -> None:

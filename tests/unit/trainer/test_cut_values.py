@@ -59,10 +59,10 @@ def test_bias_its_error_and_the_bins() -> None:
     assert row["horizon/cut_value_bias"] == pytest.approx(bias)
     sums = [errors[0] + errors[1] - 2 * bias, errors[2] - bias, errors[3] - bias]  # by response
     assert row["horizon/cut_value_bias_se"] == pytest.approx(math.sqrt(sum(x * x for x in sums)) / 4)
-    assert row["horizon/cuts_by_value"] == [0] * 5 + [2, 0, 0, 0, 2]  # a value above the interval is in the last bin
-    assert row["horizon/cut_values_by_value"][5] == pytest.approx(0.525)
-    assert row["horizon/cut_returns_by_value"][5] == pytest.approx(0.5)
-    assert row["horizon/cut_values_by_value"][9] == pytest.approx(1.1)
+    assert row["critic/tokens_by_cut"] == [0] * 5 + [2, 0, 0, 0, 2]  # a value above the interval is in the last bin
+    assert row["critic/values_by_cut"][5] == pytest.approx(0.525)
+    assert row["critic/returns_by_cut"][5] == pytest.approx(0.5)
+    assert row["critic/values_by_cut"][9] == pytest.approx(1.1)
     assert row["horizon/cut_value_error"] == pytest.approx((2 * 0.025 + 2 * 0.1) / 4)
     empty = row_of([])
     assert (empty["horizon/cuts_ended"], empty["horizon/cut_value_bias"], empty["horizon/cut_value_error"]) == (0, None, None)
