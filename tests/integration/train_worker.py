@@ -284,7 +284,7 @@ def stopped_after_two(name: str, *overrides: str) -> None:
             pass
         else:
             raise AssertionError("the run did not stop")
-    release_groups()
+    release_groups(all_groups="rollout.engine=vllm" not in overrides)
     if int(os.environ["RANK"]) == 0:
         shutil.copytree(FOLDER / name, FOLDER / f"{name}_for_one")
     config = training_config(FOLDER, name, *overrides)
@@ -311,16 +311,16 @@ def horizon_vllm_tp2() -> None:
 
 def horizon_runs(name: str, *settings: str, stopped: bool = False) -> None:
     """In both modes: no horizon, one as long as the responses, a short one and, with ``stopped``, that one stopped and resumed."""
-    given = (*HORIZON, *settings)
+    given, all_groups = (*HORIZON, *settings), "rollout.engine=vllm" not in settings
     run(f"{name}_none", *given)
     for mode in ("completed", "segments"):
-        release_groups()
+        release_groups(all_groups=all_groups)
         run(f"{name}_long_{mode}", *given, f"rollout.horizon={{tokens: 24, train: {mode}}}")
         short = f"rollout.horizon={{tokens: 7, in_flight: 20, train: {mode}}}"
-        release_groups()
+        release_groups(all_groups=all_groups)
         run(f"{name}_{mode}", *given, short)
         if stopped:
-            release_groups()
+            release_groups(all_groups=all_groups)
             stopped_after_two(f"{name}_{mode}_stopped", *given, short)
 
 
