@@ -14,7 +14,8 @@ Reported, as means over the last half of the steps:
 - ``empty_slots``: share of slot time without a running response; includes ``idle_replicas``;
 - ``prefill``: share of replica time spent on prefills; ``reprefilled``: re-prefilled tokens per sampled token;
 - ``tokens_per_step``, and ``tokens_per_second``: sampled tokens per second and replica; ``speedup``: over the case without a horizon of
-  as many waves; ``cache_gib``: largest key-value cache of a replica.
+  as many waves; ``cache_gib``: largest key-value cache of a replica;
+- ``estimated``: the first three, ``step_s`` and ``tokens_per_second`` by the closed formulas of ``vapo-mcore plan --horizon``.
 
 Assumptions: a dense model of Qwen2.5-32B's shape in bfloat16, TP 8 on H100 with the rates of ``vapo_mcore.planning.devices``; lognormal
 lengths that do not depend on the prompt, with the mean before the cap; prompts of 512 tokens; the key-value cache holds all running
@@ -31,6 +32,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vapo_mcore.planning.devices import DEVICES
+from vapo_mcore.planning.waiting import Lengths as LengthsOfPlan
+from vapo_mcore.planning.waiting import Replicas, estimate_waiting
 
 PARAMETERS, LAYERS, KV_BYTES_PER_TOKEN, TENSOR_PARALLEL = 32.5e9, 64, 64 * 2 * 8 * 128 * 2, 8
 PROMPT_TOKENS = 512
@@ -161,6 +164,25 @@ def simulate(args: argparse.Namespace, waves: int, horizon: int | None) -> dict[
     return {**{name: round(value, 3) for name, value in shares.items()}, **rates}
 
 
+def estimate(args: argparse.Namespace, waves: int, horizon: int | None) -> dict[str, float]:
+    """Return the closed estimate of one case, with the rates of the simulated engine."""
+    engine = Engine()
+
+    def step_seconds(running: NDArray[np.float64], cached: NDArray[np.float64]) -> NDArray[np.float64]:
+        found: NDArray[np.float64] = (
+            np.maximum(engine.weights, running * engine.computed_token) + engine.latency + cached * engine.cached_token
+        )
+        return found
+
+    lengths = LengthsOfPlan.lognormal(args.mean, args.sigma, args.cap)
+    replicas = Replicas(
+        args.replicas, args.slots * waves, args.slots, PROMPT_TOKENS, step_seconds, lambda tokens: tokens * engine.computed_token
+    )
+    found = estimate_waiting(lengths, replicas, horizon)
+    shares = {"idle_replicas": found.idle, "empty_slots": found.empty, "prefill": found.prefill, "step_s": found.seconds}
+    return {**{name: round(value, 3) for name, value in shares.items()}, "tokens_per_second": round(found.tokens_per_second, 1)}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--replicas", type=int, default=32)
@@ -177,7 +199,8 @@ def main() -> None:
             result = simulate(args, waves, horizon)
             plain = plain or result["tokens_per_second"]
             line = {"benchmark": "horizon", "waves": waves, "horizon": horizon, **result}
-            print(json.dumps({**line, "speedup": round(result["tokens_per_second"] / plain, 3)}), flush=True)
+            line |= {"speedup": round(result["tokens_per_second"] / plain, 3), "estimated": estimate(args, waves, horizon)}
+            print(json.dumps(line), flush=True)
 
 
 if __name__ == "__main__":

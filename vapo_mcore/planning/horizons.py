@@ -43,7 +43,8 @@ def compare_horizons(plan: Plan, horizons: Sequence[int], sigma: float) -> list[
         tokens = rollout.tokens * replicas.count
         whole = tokens / lengths.mean * (work.prompt_length + lengths.mean)  # prompts and responses that end, per step
         so_far = open_ones * (work.prompt_length + rollout.before) + tokens  # prompts and open responses, cut ones included
-        found.append(HorizonStep(rollout, tokens, *_step_seconds(plan, rollout.seconds, whole / work.tokens, so_far / work.tokens)))
+        completed, segments = _step_seconds(plan, rollout.seconds, whole / work.tokens, so_far / work.tokens)
+        found.append(HorizonStep(rollout, tokens, completed, completed if horizon is None else segments))
     return found
 
 
