@@ -24,7 +24,7 @@ class SamplingCounts:
 
     ``responses``, ``graded``, ``correct`` and ``tokens`` (response tokens) count all samples, including groups dropped later. With
     ``rollout.horizon``, ``tokens`` counts those sampled in the step, the others the responses that train in it. ``idle_frac`` and
-    ``empty_frac`` are those of ``Occupancy``; None with several turns or rounds.
+    ``empty_frac`` are those of ``Occupancy``; None with several turns or rounds. ``moved_tokens``: carried between replicas with a horizon.
     """
 
     rounds: int
@@ -38,6 +38,7 @@ class SamplingCounts:
     correct: int = 0
     tokens: int = 0
     horizon: HorizonCounts | None = None
+    moved_tokens: int = 0
     idle_frac: float | None = None
     empty_frac: float | None = None
 
@@ -101,7 +102,7 @@ def collect(
     if open_responses is not None:
         assert not dynamic, "the configuration refuses dynamic sampling with a horizon"
         fresh = next_prompts(open_responses.vacancies)
-        drawn, found, tokens = sampler.continue_open(
+        drawn, found, tokens, moved = sampler.continue_open(
             open_responses,
             fresh,
             sampling,
@@ -110,7 +111,7 @@ def collect(
             show=lambda rows: shown_rows(rows, config.run.samples_per_step),
         )
         counts = SamplingCounts(rounds=1, prompts_tried=len(fresh), horizon=found).with_responses([drawn])
-        return drawn, replace(counts, tokens=found.sampled).with_occupancy(tokens, config)
+        return drawn, replace(counts, tokens=found.sampled, moved_tokens=moved).with_occupancy(tokens, config)
 
     def draw(prompts: int) -> Round:
         show = shown_rows(prompts * size, config.run.samples_per_step)

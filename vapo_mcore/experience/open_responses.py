@@ -1,8 +1,8 @@
 """Open responses of fixed-horizon rollouts: which ones there are, which replica continues each, and which ones train.
 
 A response is sampled in segments, one a step, of at most ``rollout.horizon.tokens`` tokens. Every rank has the same table of responses;
-the tokens of a response are only on the ranks of the replica that samples it, and stay there until it trains. Everything here is a
-function of the table, the step and what the engines sampled; there is no communication.
+the tokens of a response are only on the ranks of the replica that samples it. Everything here is a function of the table, the step and
+what the engines sampled; there is no communication. The caller carries tokens between replicas (``leaving``, ``arrive``).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import Tensor
 from vapo_mcore.config.schema import GROUP_ESTIMATORS, Config
 from vapo_mcore.data.prompts import Prompt, split_evenly
 from vapo_mcore.errors import CheckpointError
+from vapo_mcore.experience.balance import balanced
 from vapo_mcore.rollout.base import FinishReason, Generation, GenerationRequest, Trajectory, Turn
 from vapo_mcore.rollout.seeds import sampling_seed
 from vapo_mcore.rollout.stopping import StopTexts
@@ -94,8 +95,8 @@ class HorizonCounts:
 class OpenResponses:
     """The table of responses, and the tokens of those that this rank's replica samples.
 
-    A step calls ``opened``, ``requests``, ``segments``, ``settled`` and, when nothing can fail any more, ``commit``. The state
-    before the step can be restored with ``load_state_dict`` until the next ``commit``.
+    A step calls ``opened``, ``leaving``, ``arrive``, ``requests``, ``segments``, ``settled`` and, when nothing can fail any more,
+    ``commit``. The state before the step can be restored with ``load_state_dict`` until the next ``commit``.
     """
 
     def __init__(self, config: Config, *, replica: int, replicas: int, stop_texts: StopTexts | None = None) -> None:
@@ -127,9 +128,11 @@ class OpenResponses:
         return sum(response.finish_reason is None for response in self.table)
 
     def opened(self, prompts: Sequence[Prompt], step: int) -> tuple[OpenResponse, ...]:
-        """Return the table with all responses to ``prompts`` opened in ``step``, dealt to the replicas that have the fewest open ones.
+        """Return the table of ``step``: all responses to ``prompts`` opened, and the open ones balanced over the replicas.
 
-        New responses are dealt in contiguous parts, so that most responses to a prompt share a replica's prefix cache.
+        New responses are dealt to the replicas that have the fewest, in contiguous parts, so that most responses to a prompt share a
+        replica's prefix cache. Then replicas swap responses until they have about equal work. Without continued responses nothing is
+        swapped: a step without a horizon does not either.
         """
         fresh = [
             OpenResponse(
@@ -143,7 +146,44 @@ class OpenResponses:
             loads[response.replica] += response.finish_reason is None
         shares = [len(part) for part in split_evenly(sum(loads) + len(fresh), self.replicas)]
         places = [replica for replica in range(self.replicas) for _ in range(shares[replica] - loads[replica])]
-        return self.table + tuple(replace(response, replica=place) for response, place in zip(fresh, places, strict=False))
+        return self._balanced((*self.table, *(replace(response, replica=place) for response, place in zip(fresh, places, strict=False))))
+
+    def _balanced(self, table: tuple[OpenResponse, ...]) -> tuple[OpenResponse, ...]:
+        open_ones = [number for number, response in enumerate(table) if response.finish_reason is None]
+        if self.replicas == 1 or not any(table[number].segments for number in open_ones):
+            return table
+        places = [table[number].replica for number in open_ones]
+        found = dict(zip(open_ones, balanced(places, [self._work(table[number]) for number in open_ones], self.replicas), strict=True))
+        return tuple(replace(response, replica=found.get(number, response.replica)) for number, response in enumerate(table))
+
+    def _work(self, response: OpenResponse) -> int:
+        """Return twice the cached tokens that the longest possible next segment reads, on which decoding time depends."""
+        tokens = self._most_tokens(response)
+        return tokens * (2 * (len(response.prompt.token_ids) + response.length) + tokens)
+
+    def _most_tokens(self, response: OpenResponse) -> int:
+        """Return the limit of the next segment's tokens."""
+        remaining = self.longest - response.length
+        last = self.settings.max_segments is not None and len(response.segments) + 1 >= self.settings.max_segments
+        return remaining if last else min(self.settings.tokens, remaining)
+
+    def moved_tokens(self, table: Sequence[OpenResponse]) -> int:
+        """Return the number of tokens that ``table`` places on another replica than the one that holds them; the same on all ranks."""
+        before = {response.key: response.replica for response in self.table}
+        return sum(response.length for response in table if before.get(response.key, response.replica) != response.replica)
+
+    def leaving(self, table: Sequence[OpenResponse]) -> dict[Key, Tokens]:
+        """Return the tokens that this replica holds and ``table`` places on another one."""
+        return {
+            response.key: self._tokens[response.key]
+            for response in table
+            if response.replica != self.replica and response.key in self._tokens
+        }
+
+    def arrive(self, table: Sequence[OpenResponse], tokens: Mapping[Key, Tokens]) -> None:
+        """Take the tokens that ``table`` places on this replica. Those that leave are kept until the commit, for a step that fails."""
+        mine = {response.key for response in table if response.replica == self.replica}
+        self._tokens = self._tokens | {key: found for key, found in tokens.items() if key in mine}
 
     def requests(self, table: Sequence[OpenResponse], step: int) -> list[GenerationRequest]:
         """Return this replica's requests for the next segments of the open responses, by key."""
@@ -151,14 +191,12 @@ class OpenResponses:
 
     def _request(self, response: OpenResponse, step: int) -> GenerationRequest:
         number, prompt = len(response.segments), response.prompt
-        remaining = self.longest - response.length
-        last = self.settings.max_segments is not None and number + 1 >= self.settings.max_segments
         return GenerationRequest(
             prompt.prompt_id,
             response.sample_index,
             [*prompt.token_ids, *self._tokens[response.key][0]] if number else prompt.token_ids,
             sampling_seed(self.run_seed, step, prompt.prompt_id, response.sample_index, number) if number else response.seed,
-            max_tokens=remaining if last else min(self.settings.tokens, remaining),
+            max_tokens=self._most_tokens(response),
         )
 
     def _mine(self, table: Sequence[OpenResponse]) -> list[OpenResponse]:
@@ -318,7 +356,7 @@ class OpenResponses:
 
     def part(self) -> dict[str, Tensor]:
         """Return the tokens of this replica's responses: ``keys`` int64 [n, 2], ``lengths`` int64 [n], ``tokens``, ``logprobs``."""
-        keys = sorted(self._tokens)
+        keys = sorted(response.key for response in self.table if response.replica == self.replica)
         ids, logprobs = array("q"), array("f")
         for key in keys:
             ids += self._tokens[key][0]

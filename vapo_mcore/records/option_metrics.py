@@ -11,6 +11,12 @@ HORIZON = (
     Metric("horizon/finished", SAME, "responses", "Those of them that ended in the step."),
     Metric("horizon/cut", SAME, "responses", "Those of them that were cut; they go on in the next step."),
     Metric("horizon/waiting", SAME, "responses", "Ended responses that wait for the rest of their group, after the step."),
+    Metric(
+        "horizon/moved_tokens",
+        SAME,
+        "tokens",
+        "Response tokens of open responses that moved to another replica before the step, to balance the replicas' work.",
+    ),
     Metric("horizon/segments_mean", SAME, "responses", "Mean number of segments of the step's responses, without those that were cut."),
     Metric("horizon/segments_max", SAME, "responses", "Largest such number."),
     Metric("horizon/segments_histogram", SAME, "responses", "Number of these responses with 1, 2, ..., 15, and with at least 16 segments."),

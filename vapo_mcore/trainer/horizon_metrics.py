@@ -39,6 +39,7 @@ def record_horizon(metrics: StepMetrics, experience: Experience, counts: Samplin
     for name in ("open", "finished", "cut", "waiting"):
         metrics.put(f"horizon/{name}", getattr(found, name))
     metrics.put("tokens/reprefilled", found.reprefilled)
+    metrics.put("horizon/moved_tokens", counts.moved_tokens)
     ended = (~rows.cut).tolist()
     sizes = [len(segments) for segments, whole in zip(rows.segments, ended, strict=True) if whole]
     metrics.put("horizon/segments_mean", sum(sizes) / len(sizes) if sizes else None)
