@@ -201,6 +201,21 @@ def test_a_resume_may_begin_and_end_a_horizon(folder: Path, capfd: pytest.Captur
     assert found == [None, 20, None]
 
 
+def test_a_resume_may_change_the_horizon(folder: Path) -> None:
+    """With permission: the open responses go on with the new H, and fewer in flight open no new ones until enough have ended."""
+    run(folder, "changed", *SHORT, "run.steps=2")
+    cut = rows(folder / "changed")[-1]["horizon/cut"]
+    other = "rollout.horizon={tokens: 9, in_flight: 16}"
+    run(folder, "changed", other, resume=ResumeOptions(allow_config_change=True))
+    steps = [row for row in rows(folder / "changed") if row["stage"] == "rl"]
+    assert steps[2]["horizon/open"] == cut + max(0, 16 - cut) // 4 * 4 and steps[3]["horizon/open"] <= 16
+    entries = [entry for step in (3, 4) for entry in read_samples(folder / "changed", f"step_{step:04d}")]
+    sizes = {tuple(size for size, _ in entry["segments"]) for entry in entries if "segments" in entry}
+    assert any(size[0] == 7 and 7 < size[-1] <= 9 for size in sizes)
+    names = [(e["prompt_id"], e["sample_index"]) for step in range(1, 5) for e in read_samples(folder / "changed", f"step_{step:04d}")]
+    assert len(set(names)) == len(names)
+
+
 def test_a_step_that_is_abandoned_leaves_the_open_responses_of_the_one_before(folder: Path, short: Path) -> None:
     original = StepRunner._sync
 

@@ -73,5 +73,5 @@ def test_the_estimate_is_near_the_simulation(simulation: ModuleType, waves: int,
     assert estimated["step_s"] == pytest.approx(simulated["step_s"], rel=0.08)
     assert estimated["tokens_per_second"] == pytest.approx(simulated["tokens_per_second"], rel=0.08)
     assert estimated["empty_slots"] == pytest.approx(simulated["empty_slots"], abs=0.06)
-    assert estimated["idle_replicas"] == pytest.approx(simulated["idle_replicas"], abs=0.04)
+    assert estimated["idle_replicas"] == pytest.approx(simulated["idle_replicas"], abs=0.05)
     assert estimated["prefill"] == pytest.approx(simulated["prefill"], abs=0.02)
