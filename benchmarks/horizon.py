@@ -6,15 +6,17 @@ A discrete-event simulation, no model runs. Prints one JSON object per case. In 
 With a horizon H every open response gets at most H new tokens in a step; unfinished ones continue in the next step, and new responses
 replace the finished ones. ``waves``: open responses per engine slot (1: all run at once; 2: the second half waits for free slots).
 
-Every step deals the responses to the replicas by expected tokens of the step, the most first, each to the replica with the fewest so far.
+Responses stay on their replica but for the trainer's swaps (``vapo_mcore.experience.balance``), and start oldest first.
 
 Reported, as means over the last half of the steps:
 
 - ``idle_replicas``: share of replica time between a replica's last token and the end of the step's slowest replica;
 - ``empty_slots``: share of slot time without a running response; includes ``idle_replicas``;
-- ``prefill``: share of replica time spent on prefills; ``reprefilled``: re-prefilled tokens per sampled token;
+- ``prefill``: share of replica time spent on prefills; ``reprefilled``, ``moved``: tokens that are prefilled again, and that
+  move to another replica, per sampled token;
 - ``tokens_per_step``, and ``tokens_per_second``: sampled tokens per second and replica; ``speedup``: over the case without a horizon of
-  as many waves; ``cache_gib``: largest key-value cache of a replica.
+  as many waves; ``cache_gib``: largest key-value cache of a replica;
+- ``estimated``: the first three, ``step_s`` and ``tokens_per_second`` by the closed formulas of ``vapo-mcore plan --horizon``.
 
 Assumptions: a dense model of Qwen2.5-32B's shape in bfloat16, TP 8 on H100 with the rates of ``vapo_mcore.planning.devices``; lognormal
 lengths that do not depend on the prompt, with the mean before the cap; prompts of 512 tokens; the key-value cache holds all running
@@ -30,7 +32,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from vapo_mcore.experience.balance import balanced
 from vapo_mcore.planning.devices import DEVICES
+from vapo_mcore.planning.waiting import Lengths as LengthsOfPlan
+from vapo_mcore.planning.waiting import Replicas, estimate_waiting
 
 PARAMETERS, LAYERS, KV_BYTES_PER_TOKEN, TENSOR_PARALLEL = 32.5e9, 64, 64 * 2 * 8 * 128 * 2, 8
 PROMPT_TOKENS = 512
@@ -98,37 +103,29 @@ def run_replica(engine: Engine, work: list[tuple[int, int]], slots: int) -> Repl
     return ReplicaTimes(now, prefill, slot_seconds, peak)
 
 
-def deal(expected: NDArray[np.float64], replicas: int) -> list[list[int]]:
-    """Deal responses to replicas, the one with the most expected tokens first, each to the replica with the fewest so far."""
-    loads = [(0.0, replica) for replica in range(replicas)]
-    parts: list[list[int]] = [[] for _ in range(replicas)]
-    for response in np.argsort(-expected, kind="stable").tolist():
-        load, replica = heapq.heappop(loads)
-        parts[replica].append(response)
-        heapq.heappush(loads, (load + float(expected[response]), replica))
-    return parts
-
-
 class Lengths:
-    """Response lengths, and the expected tokens of a response's next segment."""
+    """Response lengths."""
 
     def __init__(self, mean: float, sigma: float, cap: int, seed: int) -> None:
         self.parameters, self.cap = (math.log(mean) - sigma**2 / 2, sigma), cap
         self.rng = np.random.default_rng(seed)
-        self.known = np.sort(self._draw(np.random.default_rng(seed + 1), 100_000))
 
     def draw(self, count: int) -> NDArray[np.int64]:
-        return self._draw(self.rng, count)
+        return np.minimum(np.ceil(self.rng.lognormal(*self.parameters, count)), self.cap).astype(np.int64)
 
-    def _draw(self, rng: np.random.Generator, count: int) -> NDArray[np.int64]:
-        return np.minimum(np.ceil(rng.lognormal(*self.parameters, count)), self.cap).astype(np.int64)
 
-    def expected_segment(self, so_far: NDArray[np.int64], horizon: int) -> NDArray[np.float64]:
-        """Return E[min(horizon, length - so_far) | length > so_far], from a sample of its own; the lengths to come are unknown."""
-        ages, index = np.unique(so_far, return_inverse=True)
-        longer = [self.known[np.searchsorted(self.known, age, side="right") :] - age for age in ages]
-        means = np.array([np.minimum(rest, horizon).mean() if rest.size else 1.0 for rest in longer])
-        return means[index]
+def placed(places: NDArray[np.int64], done: NDArray[np.int64], most: NDArray[np.int64], replicas: int) -> NDArray[np.int64]:
+    """Place the responses as the trainer does: new ones on the replicas that have the fewest, then swaps that even out the work.
+
+    ``places``: of each response, or -1 if it is new; ``most``: most tokens that it may get in this step.
+    """
+    held = np.bincount(places[places >= 0], minlength=replicas)
+    result = places.copy()
+    result[places < 0] = np.repeat(np.arange(replicas), len(places) // replicas - held)
+    if not done.any():
+        return result
+    work = most * (2 * (PROMPT_TOKENS + done) + most)
+    return np.array(balanced(result.tolist(), work.tolist(), replicas))
 
 
 def simulate(args: argparse.Namespace, waves: int, horizon: int | None) -> dict[str, float]:
@@ -137,11 +134,14 @@ def simulate(args: argparse.Namespace, waves: int, horizon: int | None) -> dict[
     budget = args.cap if horizon is None else horizon
     total = lengths.draw(args.replicas * args.slots * waves)
     done = np.zeros_like(total)
+    places = np.full_like(total, -1)
     time = busy = slot_time = prefills = 0.0
-    sampled = reprefilled = cached = 0
+    sampled = reprefilled = cached = moved = 0
     for step in range(args.steps):
         tokens = np.minimum(total - done, budget)
-        parts = deal(lengths.expected_segment(done, budget), args.replicas)
+        before, places = places, placed(places, done, np.minimum(args.cap - done, budget), args.replicas)
+        oldest = np.argsort(-done, kind="stable")
+        parts = [oldest[places[oldest] == replica] for replica in range(args.replicas)]
         times = [run_replica(engine, [(int(done[i]), int(tokens[i])) for i in part], args.slots) for part in parts]
         if step >= args.steps // 2:
             time += max(replica.seconds for replica in times)
@@ -151,14 +151,39 @@ def simulate(args: argparse.Namespace, waves: int, horizon: int | None) -> dict[
             cached = max(cached, *(replica.cached for replica in times))
             sampled += int(tokens.sum())
             reprefilled += int((done + PROMPT_TOKENS)[done > 0].sum())
+            moved += int(done[(places != before) & (before >= 0)].sum())
         done = done + tokens
         ended = done == total
-        total[ended], done[ended] = lengths.draw(int(ended.sum())), 0
+        total[ended], done[ended], places[ended] = lengths.draw(int(ended.sum())), 0, -1
     shares = {"idle_replicas": 1 - busy / time, "empty_slots": 1 - slot_time / time, "prefill": prefills / time}
     measured = args.steps - args.steps // 2
-    shares |= {"reprefilled": reprefilled / sampled, "step_s": time / measured, "cache_gib": cached * KV_BYTES_PER_TOKEN / 2**30}
+    shares |= {
+        "reprefilled": reprefilled / sampled,
+        "moved": moved / sampled,
+        "step_s": time / measured,
+        "cache_gib": cached * KV_BYTES_PER_TOKEN / 2**30,
+    }
     rates = {"tokens_per_step": round(sampled / measured), "tokens_per_second": round(sampled / time / args.replicas, 1)}
     return {**{name: round(value, 3) for name, value in shares.items()}, **rates}
+
+
+def estimate(args: argparse.Namespace, waves: int, horizon: int | None) -> dict[str, float]:
+    """Return the closed estimate of one case, with the rates of the simulated engine."""
+    engine = Engine()
+
+    def step_seconds(running: NDArray[np.float64], cached: NDArray[np.float64]) -> NDArray[np.float64]:
+        found: NDArray[np.float64] = (
+            np.maximum(engine.weights, running * engine.computed_token) + engine.latency + cached * engine.cached_token
+        )
+        return found
+
+    lengths = LengthsOfPlan.lognormal(args.mean, args.sigma, args.cap)
+    replicas = Replicas(
+        args.replicas, args.slots * waves, args.slots, PROMPT_TOKENS, step_seconds, lambda tokens: tokens * engine.computed_token
+    )
+    found = estimate_waiting(lengths, replicas, horizon)
+    shares = {"idle_replicas": found.idle, "empty_slots": found.empty, "prefill": found.prefill, "step_s": found.seconds}
+    return {**{name: round(value, 3) for name, value in shares.items()}, "tokens_per_second": round(found.tokens_per_second, 1)}
 
 
 def main() -> None:
@@ -177,7 +202,8 @@ def main() -> None:
             result = simulate(args, waves, horizon)
             plain = plain or result["tokens_per_second"]
             line = {"benchmark": "horizon", "waves": waves, "horizon": horizon, **result}
-            print(json.dumps({**line, "speedup": round(result["tokens_per_second"] / plain, 3)}), flush=True)
+            line |= {"speedup": round(result["tokens_per_second"] / plain, 3), "estimated": estimate(args, waves, horizon)}
+            print(json.dumps(line), flush=True)
 
 
 if __name__ == "__main__":

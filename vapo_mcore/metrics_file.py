@@ -99,7 +99,7 @@ def _fault(name: str, value: object, row: Row) -> str | None:
         return None if value in STAGES else f"one of {', '.join(STAGES)}"
     if name == "metrics/nonfinite":
         return None if isinstance(value, list) and all(isinstance(item, str) for item in value) else "a list of names"
-    profile = re.fullmatch(r"critic/(values|returns|tokens|explained_variance)_by_(position|length|prediction)", name)
+    profile = re.fullmatch(r"critic/(values|returns|tokens|explained_variance)_by_(position|length|prediction|cut)", name)
     if profile is None and not name.endswith("_histogram"):
         return None if value is None or is_number(value) else "a number or null"
     if value is None:

@@ -1,26 +1,29 @@
 """Runs that are killed (-9) at random times, saves included, and resumed: what they leave is what an uninterrupted run leaves.
 
-``make test`` has three of them, ``make test-chaos`` all 25. The time of each kill is drawn from a fixed seed, but what the run does at that
-time is chance: a failure names the number of the kill, and the folder of the run stays.
+``make test`` has three of them and one with ``rollout.horizon``, ``make test-chaos`` all 25 and ten with open responses. The time of each
+kill is drawn from a fixed seed, but what the run does at that time is chance: a failure names the number of the kill, and the folder of
+the run stays.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import random
 import shutil
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.forks import Forked, servers
-from tests.training_setup import read_metrics, write_setup
+from tests.training_setup import read_metrics, read_samples, write_setup
 
 KILLS, IN_MAKE_TEST = 25, 3
+KILLS_WITH_HORIZON, OF_THEM_IN_MAKE_TEST = 10, 1
 SETTINGS = [
     "parallel.world_size=1",
     "batch={prompts_per_step: 8, responses_per_prompt: 2, mini_batch_size: 8, max_tokens_per_microbatch: 96}",
@@ -34,6 +37,16 @@ SETTINGS = [
     "algorithm.kl={place: loss, kind: k3, coef: 0.1}",
 ]
 """Seven rollouts of 8 prompts over 40: the first epoch ends within the sixth; the warm-up is half done after the fourth."""
+
+HORIZON = [
+    "run.samples_per_step=24",
+    "rollout.stop_token_ids=[10, 20, 30, 40, 50, 60, 75, 80, 90, 100, 110, 120]",  # about one token in ten ends a response
+    "algorithm.policy_loss.importance_correction.kind=token_truncate",
+]
+HORIZONS = {
+    mode: [*HORIZON, f"rollout.horizon={{tokens: 5, in_flight: 24, train: {mode}, max_segments: 4}}"] for mode in ("segments", "completed")
+}
+"""Runs with responses open over up to four steps; the second epoch begins while some of the first are open."""
 
 
 class Runs:
@@ -77,6 +90,20 @@ def uninterrupted(runs: Runs) -> tuple[Path, float]:
     return runs.folder / "uninterrupted", time.monotonic() - start
 
 
+@pytest.fixture(scope="module")
+def uninterrupted_with_horizon(runs: Runs) -> Callable[[str], tuple[Path, float]]:
+    """The runs with a horizon that nobody kills, each when it is first needed, and their seconds."""
+
+    @functools.cache
+    def made(mode: str) -> tuple[Path, float]:
+        start = time.monotonic()
+        runs.start(f"uninterrupted_{mode}", *HORIZONS[mode])
+        assert runs.ended() == 0, (runs.folder / f"uninterrupted_{mode}.log").read_text()[-4000:]
+        return runs.folder / f"uninterrupted_{mode}", time.monotonic() - start
+
+    return made
+
+
 def outcome(run: Path) -> dict[str, Any]:
     """All that must be the same: every row but for times and memory, the exported weights, the samples."""
     rows = [
@@ -114,22 +141,41 @@ def _alive(pid: int) -> bool:
     "number", [pytest.param(number, marks=[] if number < IN_MAKE_TEST else [pytest.mark.slow]) for number in range(KILLS)]
 )
 def test_a_killed_run_continues_as_if_nothing_had_happened(runs: Runs, uninterrupted: tuple[Path, float], number: int) -> None:
-    reference, seconds = uninterrupted
-    draw = random.Random(f"kill {number}")
-    name = f"killed_{number}"
+    kill_and_resume(runs, uninterrupted, f"killed_{number}", number, random.Random(f"kill {number}"))
+
+
+@pytest.mark.parametrize(
+    "number", [pytest.param(n, marks=[] if n < OF_THEM_IN_MAKE_TEST else [pytest.mark.slow]) for n in range(KILLS_WITH_HORIZON)]
+)
+def test_a_killed_run_with_open_responses_continues_them(
+    runs: Runs, uninterrupted_with_horizon: Callable[[str], tuple[Path, float]], number: int
+) -> None:
+    mode = ("segments", "completed")[number % 2]
+    reference, seconds = uninterrupted_with_horizon(mode)
+    steps = [row for row in read_metrics(reference) if row["stage"] == "rl" and row["step"] > 0]
+    assert all(row["horizon/cut"] > 0 for row in steps) and max(row["horizon/segments_max"] for row in steps) == 4
+    trained = [entry["prompt_id"] for row in steps for entry in read_samples(reference, f"step_{row['step']:04d}")]
+    assert {name.rpartition("#")[2] for name in trained} == {"0", "1"}  # of both epochs
+    draw = random.Random(f"kill with horizon {number}")
+    kill_and_resume(runs, (reference, seconds), f"killed_{mode}_{number}", number, draw, *HORIZONS[mode])
+
+
+def kill_and_resume(runs: Runs, reference_run: tuple[Path, float], name: str, number: int, draw: random.Random, *options: str) -> None:
+    """Kill a run, some in a save or while they resume, resume it, and compare all that it leaves with ``reference_run``."""
+    reference, seconds = reference_run
     run = runs.folder / name
     for attempt in range(5):
-        kill(runs, runs.start(name), run, draw, seconds / 2**attempt, in_a_save=number % 3 == 1)
+        kill(runs, runs.start(name, *options), run, draw, seconds / 2**attempt, in_a_save=number % 3 == 1)
         if (status := runs.ended()) != 0:
             break
         shutil.rmtree(run)  # it was faster than the signal
     assert status == -signal.SIGKILL, (runs.folder / f"{name}.log").read_text()[-4000:]
     if number % 5 == 2:  # and killed again while it resumes
-        kill(runs, runs.start(name, "--resume"), run, draw, seconds, in_a_save=False)
+        kill(runs, runs.start(name, "--resume", *options), run, draw, seconds, in_a_save=False)
         status = runs.ended()
         assert status in (0, -signal.SIGKILL), (runs.folder / f"{name}.log").read_text()[-4000:]
     leftover = [path.name for path in (run / "checkpoints").glob(".incomplete-*")]
-    runs.start(name, "--resume")
+    runs.start(name, "--resume", *options)
     log = (runs.folder / f"{name}.log").read_text()
     assert runs.ended() == 0, (runs.folder / f"{name}.log").read_text()[-4000:]
     print(f"kill {number}: status {status}, unfinished saves {leftover}")

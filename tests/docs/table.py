@@ -374,6 +374,11 @@ COMMANDS = [
     # docs/planning.md, examples/README.md: neither models nor data are needed.
     Command("vapo-mcore plan examples/configs/qwen2.5_32b_vapo.yaml", says=("16 nodes x 8 h100", "everything fits"), slow=True),
     Command("vapo-mcore plan examples/configs/qwen2.5_32b_vapo.yaml --nodes 8 --device h200", says=("8 nodes x 8 h200",), slow=True),
+    Command(
+        "vapo-mcore plan examples/configs/qwen2.5_32b_vapo.yaml --nodes 32 --response-length 6000 --horizon 8192 --horizon 4096",
+        says=("waiting for long responses", "8,192"),
+        slow=True,
+    ),
     Command("vapo-mcore plan examples/configs/qwen2.5_7b_vapo.yaml --search", says=("cheapest|layout",), slow=True),
     Command("vapo-mcore plan examples/configs/qwen2.5_7b_vapo.yaml --search --nodes 2", says=("cheapest|layout",), slow=True),
     Command("vapo-mcore plan examples/configs/NAME.yaml", {"examples/configs/NAME.yaml": QUICKSTART}, why="the quickstart", slow=True),

@@ -99,7 +99,7 @@ def short(folder: Path) -> Path:
 
 
 def of_the_horizon(name: str) -> bool:
-    return name.startswith(("horizon/", "mismatch/off_policy_")) or name == "tokens/reprefilled"
+    return name.startswith(("horizon/", "mismatch/off_policy_")) or name.endswith("_by_cut") or name == "tokens/reprefilled"
 
 
 @pytest.mark.parametrize(("train", "tokens"), [("completed", LONGEST), ("segments", LONGEST + 5)])
@@ -180,6 +180,16 @@ def test_a_stopped_run_with_open_responses_continues_bit_for_bit(folder: Path, s
     assert "open responses: " in capfd.readouterr().out
 
 
+def test_a_finished_run_says_what_is_open_and_a_longer_one_goes_on(folder: Path, short: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A run that ends with responses open: nothing is lost if it is given more steps."""
+    run(folder, "extended", *SHORT, "run.steps=2")
+    cut = rows(folder / "extended")[-1]["horizon/cut"]
+    assert f"open responses: {cut} have not ended; a resume with a larger run.steps continues them" in capfd.readouterr().out
+    run(folder, "extended", *SHORT, resume=ResumeOptions())
+    assert rows(folder / "extended") == rows(short)
+    assert weights(folder / "extended") == weights(short)
+
+
 def test_a_resume_may_begin_and_end_a_horizon(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     run(folder, "switched", "run.steps=1")
     run(folder, "switched", *SHORT, "run.steps=2", resume=ResumeOptions(allow_config_change=True))
@@ -189,6 +199,21 @@ def test_a_resume_may_begin_and_end_a_horizon(folder: Path, capfd: pytest.Captur
     assert f"open responses: {cut} dropped (--restart-data)" in capfd.readouterr().out
     found = [row.get("horizon/open") for row in rows(folder / "switched") if row["stage"] == "rl"]
     assert found == [None, 20, None]
+
+
+def test_a_resume_may_change_the_horizon(folder: Path) -> None:
+    """With permission: the open responses go on with the new H, and fewer in flight open no new ones until enough have ended."""
+    run(folder, "changed", *SHORT, "run.steps=2")
+    cut = rows(folder / "changed")[-1]["horizon/cut"]
+    other = "rollout.horizon={tokens: 9, in_flight: 16}"
+    run(folder, "changed", other, resume=ResumeOptions(allow_config_change=True))
+    steps = [row for row in rows(folder / "changed") if row["stage"] == "rl"]
+    assert steps[2]["horizon/open"] == cut + max(0, 16 - cut) // 4 * 4 and steps[3]["horizon/open"] <= 16
+    entries = [entry for step in (3, 4) for entry in read_samples(folder / "changed", f"step_{step:04d}")]
+    sizes = {tuple(size for size, _ in entry["segments"]) for entry in entries if "segments" in entry}
+    assert any(size[0] == 7 and 7 < size[-1] <= 9 for size in sizes)
+    names = [(e["prompt_id"], e["sample_index"]) for step in range(1, 5) for e in read_samples(folder / "changed", f"step_{step:04d}")]
+    assert len(set(names)) == len(names)
 
 
 def test_a_step_that_is_abandoned_leaves_the_open_responses_of_the_one_before(folder: Path, short: Path) -> None:
@@ -207,7 +232,18 @@ def test_a_step_that_is_abandoned_leaves_the_open_responses_of_the_one_before(fo
 
 @pytest.fixture(scope="module")
 def segments(folder: Path) -> Path:
-    return run(folder, "segments", *SEGMENTS)
+    """The run with segments that nobody stops; the values that its advantages read at cuts are kept."""
+    original = step_module.update_policy
+
+    def kept(config: Any, model: Any, experience: Any, *more: Any) -> Any:
+        rows = experience.batch.rows
+        names = list(zip(rows.prompt_id, rows.sample_index.tolist(), strict=True))
+        found = {"names": names, "finish_reason": rows.finish_reason, "reward": rows.reward, "bootstrap": experience.bootstrap_values}
+        torch.save(found, folder / f"segments_{more[-1]}.pt")
+        return original(config, model, experience, *more)
+
+    with mock.patch.object(step_module, "update_policy", kept):
+        return run(folder, "segments", *SEGMENTS)
 
 
 def test_segments_train_in_the_step_that_sampled_them(folder: Path, segments: Path) -> None:
@@ -224,10 +260,36 @@ def test_segments_train_in_the_step_that_sampled_them(folder: Path, segments: Pa
     assert continued
     for entry in entries:
         tokens, before = entry["tokens"], (entry["response_length"] - 1) // 7 * 7
+        sizes = [7] * (before // 7) + [entry["response_length"] - before]
+        assert entry.get("segments", [[sizes[-1], 0]]) == [
+            [size, age] for size, age in zip(sizes, reversed(range(len(sizes))), strict=True)
+        ]
+        assert ("segments" in entry) == (len(sizes) > 1)
         assert tokens["return"] == [entry["reward"]] * entry["response_length"]  # the critic's, over all tokens
         assert None not in tokens["value"] and None not in tokens["rollout_logprob"]
         assert [value is None for value in tokens["advantage"]] == [number < before for number in range(entry["response_length"])]
     assert weights(segments) != weights(folder / "short")
+
+
+def test_values_at_cuts_are_compared_with_the_returns_that_came(folder: Path, segments: Path) -> None:
+    """From what each step learned: the critic's output at the last token of a response that was cut, and the reward when it ended."""
+    steps = [row for row in rows(segments) if row["stage"] == "rl"]
+    at_cuts: dict[tuple[str, int], list[float]] = {}
+    for number, row in enumerate(steps, 1):
+        learned = torch.load(folder / f"segments_{number + 1}.pt", weights_only=True)
+        found = []
+        entries = zip(learned["names"], learned["finish_reason"], learned["reward"].tolist(), learned["bootstrap"].tolist(), strict=True)
+        for name, finish, reward, bootstrap in entries:
+            if finish == "cut":
+                at_cuts.setdefault(name, []).append(bootstrap)
+            else:
+                found += [(value, reward) for value in at_cuts.pop(name, [])]
+        assert row["horizon/cuts_ended"] == len(found) == sum(row["critic/tokens_by_cut"])
+        if found:
+            assert row["horizon/cut_value_bias"] == pytest.approx(sum(value - reward for value, reward in found) / len(found), abs=1e-6)
+        assert 0 < row["horizon/cut_weight"] < row["horizon/bootstrapped_frac"] < 1
+        assert sum(row["horizon/segments_histogram"]) == row["horizon/finished"]
+    assert sum(row["horizon/cuts_ended"] for row in steps) > 10
 
 
 def test_the_critic_may_learn_from_segments(folder: Path, segments: Path) -> None:

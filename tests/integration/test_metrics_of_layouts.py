@@ -14,7 +14,7 @@ from tests.forks import run_ranks
 from tests.training_setup import assert_same_means, read_metrics, write_setup
 
 WORKER = Path(__file__).with_name("metrics_worker.py")
-OF_THE_LAYOUT = ("time/", "memory/", "packing/", "tokens/per_second")
+OF_THE_LAYOUT = ("time/", "memory/", "packing/", "generate/", "tokens/per_second")
 
 
 @pytest.fixture(scope="module")

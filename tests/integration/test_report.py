@@ -26,9 +26,12 @@ LISTS = {
     "gae/lambda_histogram": 20,
     "groups/accuracy_histogram": 12,
     "response/length_histogram": 16,
+    "horizon/segments_histogram": 16,
+    "horizon/staleness_histogram": 16,
     **{f"critic/{what}_by_position": 20 for what in ("values", "returns", "tokens")},
     **{f"critic/{what}_by_length": 16 for what in ("values", "returns", "tokens")},
     **{f"critic/{what}_by_prediction": 10 for what in ("values", "returns", "tokens")},
+    **{f"critic/{what}_by_cut": 10 for what in ("values", "returns", "tokens")},
     "critic/explained_variance_by_position": 20,
     "critic/explained_variance_by_length": 16,
 }

@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.forks import run_ranks
+from tests.integration.horizon_checks import assert_nothing_changes, assert_nothing_is_lost, assert_resumed, exported
 from tests.process_groups import release_groups
 from tests.rollout_models import load_model, reward_model_class, write_reward_model
 from tests.training_setup import CHARACTERS, HORIZON, assert_same_means, read_metrics, read_samples, training_config, write_setup
@@ -82,7 +83,7 @@ def test_metrics_are_complete_and_pretraining_spends_no_logprob_pass(folder: Pat
     absent |= {"policy/covarying_frac", "critic/cross_entropy", "critic/returns_outside_frac"}  # of clip_cov, kl_cov and a categorical head
     absent |= {f"mismatch/{what}_frac" for what in ("rejected_low", "rejected_high", "responses_rejected", "responses_lost")}  # of a mask
     absent |= {metric.name for metric in METRICS if metric.name.startswith(("imitation/", "horizon/", "mismatch/off_policy_"))}
-    absent.add("tokens/reprefilled")
+    absent |= {"tokens/reprefilled", *(metric.name for metric in METRICS if metric.name.endswith("_by_cut"))}
     routers = ("experts_", "balance_loss", "router_z_loss")  # of mixtures of experts
     absent |= {metric.name for metric in METRICS if metric.name.rpartition("/")[2].startswith(routers)}
     assert all({metric.name for metric in METRICS} - set(row) <= absent for row in rows[3:])
@@ -128,7 +129,7 @@ def test_samples_and_evaluations_are_written(folder: Path) -> None:
 
 def test_data_and_tensor_parallel_runs_agree(folder: Path) -> None:
     """Up to the first policy updates: after them a rounding may turn a sampled token."""
-    own = ("time/", "memory/", "packing/", "mismatch/", "tokens/per_second", "policy/approx_kl_first")
+    own = ("time/", "memory/", "packing/", "generate/", "mismatch/", "tokens/per_second", "policy/approx_kl_first")
     runs = [read_metrics(folder / name) for name in ("vapo_dp2", "vapo_tp2")]
     assert len(runs[0]) == len(runs[1]) == 5
     for one, other in list(zip(*runs, strict=True))[:4]:
@@ -546,37 +547,25 @@ def test_a_saved_critic_goes_on_where_it_was_and_head_only_leaves_the_trunk(fold
     assert [row["critic/updates"], rl_rows(folder / "saved_critic")[0]["critic/updates"]] == [2, 4]  # over both optimizers
 
 
-def horizon_rows(run: Path) -> list[dict[str, Any]]:
-    own = ("time/", "memory/", "horizon/", "mismatch/off_policy_", "tokens/per_second", "tokens/reprefilled")
-    return [{name: value for name, value in row.items() if not name.startswith(own)} for row in read_metrics(run)]
-
-
-def exported(run: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in (run / "export" / "hf").glob("*.safetensors")}
+@pytest.mark.parametrize("mode", ["completed", "segments"])
+@pytest.mark.parametrize("layout", ["horizon", "horizon_tp2"])
+def test_a_horizon_as_long_as_the_responses_changes_nothing_on_two_ranks(folder: Path, layout: str, mode: str) -> None:
+    assert_nothing_changes(folder / f"{layout}_long_{mode}", folder / f"{layout}_none")
 
 
 @pytest.mark.parametrize("mode", ["completed", "segments"])
-def test_a_horizon_as_long_as_the_responses_changes_nothing_on_two_ranks(folder: Path, mode: str) -> None:
-    plain, found = folder / "horizon_none", folder / f"horizon_long_{mode}"
-    assert len(horizon_rows(plain)) == 4
-    assert horizon_rows(found) == horizon_rows(plain)
-    assert exported(found) == exported(plain) != {}
-    for step in range(1, 5):
-        assert read_samples(found, f"step_{step:04d}") == read_samples(plain, f"step_{step:04d}") != []
+@pytest.mark.parametrize("layout", ["horizon", "horizon_tp2"])
+def test_a_short_horizon_loses_nothing_on_two_ranks(folder: Path, layout: str, mode: str) -> None:
+    assert_nothing_is_lost(folder / f"{layout}_{mode}", mode)
+    assert exported(folder / f"{layout}_{mode}") != exported(folder / f"{layout}_long_{mode}")
 
 
 @pytest.mark.parametrize("mode", ["completed", "segments"])
 def test_open_responses_of_two_ranks_are_continued_after_a_stop(folder: Path, mode: str) -> None:
-    whole, stopped = folder / f"horizon_{mode}", folder / f"horizon_{mode}_stopped"
-    assert all(row["horizon/cut"] > 0 and row["tokens/reprefilled"] > 0 for row in rl_rows(whole)[1:])
-    assert horizon_rows(stopped) == horizon_rows(whole)
-    assert [row["horizon/cut"] for row in rl_rows(stopped)] == [row["horizon/cut"] for row in rl_rows(whole)]
-    assert exported(stopped) == exported(whole) != exported(folder / f"horizon_long_{mode}")
+    stopped = folder / f"horizon_{mode}_stopped"
+    assert_resumed(stopped, folder / f"horizon_{mode}")
     parts = sorted(path.name for path in (stopped / "checkpoints" / "step_000002" / "open_responses").iterdir())
     assert parts == ["replica_00000.safetensors", "replica_00001.safetensors"]
-    samples = [entry for step in range(1, 5) for entry in read_samples(whole, f"step_{step:04d}")]
-    names = [(entry["prompt_id"], entry["sample_index"]) for entry in samples]
-    assert len(set(names)) == len(names) == sum(row["response/count"] for row in rl_rows(whole))
 
 
 def test_open_responses_of_two_ranks_are_continued_by_one(folder: Path) -> None:

@@ -34,6 +34,7 @@ from vapo_mcore.weights.checksums import tensor_checksum
 FOLDER = Path(sys.argv[1])
 TP2 = "parallel.tensor_model_parallel_size=2"
 NO_PRETRAINING = "critic.value_pretraining.steps=0"
+VLLM = ("rollout.engine=vllm", "rollout.vllm.kv_cache_gib=0.1")
 SMALL_PACKS = "batch.max_tokens_per_microbatch=96"  # several a mini-batch on each rank
 
 
@@ -292,15 +293,35 @@ def stopped_after_two(name: str, *overrides: str) -> None:
 
 def horizon() -> None:
     """A horizon as long as the responses against none; short ones, stopped and resumed against whole."""
-    run("horizon_none", *HORIZON)
+    horizon_runs("horizon", stopped=True)
+
+
+def horizon_tp2() -> None:
+    """One replica of two ranks."""
+    horizon_runs("horizon_tp2", TP2)
+
+
+def horizon_vllm() -> None:
+    horizon_runs("horizon_vllm", *VLLM, stopped=True)
+
+
+def horizon_vllm_tp2() -> None:
+    horizon_runs("horizon_vllm_tp2", *VLLM, TP2)
+
+
+def horizon_runs(name: str, *settings: str, stopped: bool = False) -> None:
+    """In both modes: no horizon, one as long as the responses, a short one and, with ``stopped``, that one stopped and resumed."""
+    given = (*HORIZON, *settings)
+    run(f"{name}_none", *given)
     for mode in ("completed", "segments"):
         release_groups()
-        run(f"horizon_long_{mode}", *HORIZON, f"rollout.horizon={{tokens: 24, train: {mode}}}")
+        run(f"{name}_long_{mode}", *given, f"rollout.horizon={{tokens: 24, train: {mode}}}")
         short = f"rollout.horizon={{tokens: 7, in_flight: 20, train: {mode}}}"
         release_groups()
-        run(f"horizon_{mode}", *HORIZON, short)
-        release_groups()
-        stopped_after_two(f"horizon_{mode}_stopped", *HORIZON, short)
+        run(f"{name}_{mode}", *given, short)
+        if stopped:
+            release_groups()
+            stopped_after_two(f"{name}_{mode}_stopped", *given, short)
 
 
 def saved_critic_head_only() -> None:
@@ -335,10 +356,16 @@ CASES: list[Callable[[], None]] = [
     process_supervision,
     multi_turn,
     horizon,
+    horizon_tp2,
 ]
+BY_NAME: list[Callable[[], None]] = [
+    horizon_vllm,
+    horizon_vllm_tp2,
+]
+"""Cases that only run when named: vLLM keeps the groups of its first engine, so each layout has a launch of its own."""
 
 if __name__ == "__main__":
-    for case in [case for case in CASES if len(sys.argv) == 2 or case.__name__ in sys.argv[2:]]:
+    for case in CASES if len(sys.argv) == 2 else [case for case in CASES + BY_NAME if case.__name__ in sys.argv[2:]]:
         case()
         release_groups()
         if dist.get_rank() == 0:

@@ -97,6 +97,7 @@ _READ = frozenset(
         "gae/lambda_zero_frac", "groups/all_right_frac", "groups/all_wrong_frac", "grading/failed", "response/count", "response/missed_end",
         "policy/updates_skipped", "critic/updates_skipped", "policy/updates", "critic/updates", "policy/minibatches_masked",
         "critic/minibatches_masked", "tokens/trained", "policy/experts_busiest_max", "policy/experts_entropy_min", "horizon/open",
+        "horizon/cuts_ended", "horizon/cut_value_bias", "horizon/cut_value_bias_se", "horizon/cut_weight", "advantages/std",
         *(f"grading/failed_{cause}" for cause in UNGRADED),
     }
 )  # fmt: skip

@@ -21,6 +21,7 @@ from vapo_mcore.config.schema.diagnosis import (
     EntropyRule,
     ExplainedVarianceRule,
     FirstKlRule,
+    HorizonBiasRule,
     LambdaZeroRule,
     LengthRule,
     MismatchRule,
@@ -51,11 +52,20 @@ class Context:
     group_size: int
     recomputes_logprobs: bool
     critic_lr: float | None = None  # None: no critic
+    horizon: int | None = None  # tokens; None: off
+    max_response_length: int = 0
 
     @classmethod
     def of(cls, config: Config) -> Context:
-        rate = config.critic.optimizer.lr if config.uses_critic else None
-        return cls(config.model.dtype, config.batch.responses_per_prompt, config.rollout.old_logprobs == "recompute", rate)
+        rollout = config.rollout
+        return cls(
+            config.model.dtype,
+            config.batch.responses_per_prompt,
+            rollout.old_logprobs == "recompute",
+            config.critic.optimizer.lr if config.uses_critic else None,
+            None if rollout.horizon is None else rollout.horizon.tokens,
+            rollout.max_response_length,
+        )
 
 
 def values_of(rows: Rows, key: str) -> list[float]:
@@ -287,6 +297,33 @@ def untrained_minibatches(rows: Rows, rule: CountRule, context: Context) -> str 
     )
 
 
+def horizon_bias(rows: Rows, rule: HorizonBiasRule, context: Context) -> str | None:
+    """Compares the critic's values at cuts with the returns that came later, times the weight that they have in advantages.
+
+    That weight falls as 1 / H, since longer segments have fewer cuts, so the advice is H times as long as the bias is too large.
+    """
+    keys = ("horizon/cuts_ended", "horizon/cut_value_bias", "horizon/cut_value_bias_se", "horizon/cut_weight", "advantages/std")
+    known = [row for row in rows[-rule.window :] if all(row.get(key) is not None for key in keys)]
+    if context.horizon is None or len(rows) < rule.window or 2 * len(known) < rule.window:
+        return None
+    counts, biases, errors, weights, spreads = ([row[key] for row in known] for key in keys)
+    cuts = sum(counts)
+    bias = sum(map(math.prod, zip(counts, biases, strict=True))) / cuts
+    error = math.sqrt(sum((count * se) ** 2 for count, se in zip(counts, errors, strict=True))) / cuts
+    weight, spread = fmean(weights), fmean(spreads)
+    share = abs(bias) * weight / spread if spread > 0 else math.inf
+    if share <= rule.above or abs(bias) <= 2 * error:
+        return None
+    longer = math.ceil(context.horizon * share / rule.above) if math.isfinite(share) else context.max_response_length
+    advice = f"rollout.horizon.tokens: {longer}" if longer < context.max_response_length else "no horizon below the longest response"
+    return (
+        f"the critic's value at a cut was {abs(bias):.3g} {'above' if bias > 0 else 'below'} the return that came later in "
+        f"{_steps(rows, rule.window)} ({cuts} cuts, standard error {error:.2g}); with a mean weight of {weight:.2g} in the advantages this "
+        f"shifts them by {share:.2f} of their standard deviation {spread:.3g}, above {rule.above:g}; rollout.horizon.tokens is "
+        f"{context.horizon}: with such a critic, {advice}"
+    )
+
+
 @dataclass(frozen=True)
 class Rule:
     """A rule. ``section``: its thresholds, the key ``name`` of ``diagnosis:``; ``pretraining``: it also applies in value pretraining."""
@@ -417,5 +454,13 @@ RULES: tuple[Rule, ...] = (
         "every response of a mini-batch was filtered",
         "a longer max_response_length if responses are cut (truncation: mask), larger mini-batches",
         pretraining=True,
+    ),
+    Rule(
+        "horizon_bias",
+        lambda d: d.horizon_bias,
+        horizon_bias,
+        "the horizon is too short for this critic: what it expects after a cut is not what came, and the policy learns its error",
+        "a longer rollout.horizon.tokens, a better critic (value pretraining, critic.updates_per_rollout), a smaller lambda or alpha, or "
+        "train: completed; look at critic/returns_by_cut",
     ),
 )

@@ -8,9 +8,10 @@ from typing import Any, Self
 
 from vapo_mcore.collectives import broadcast_object, world
 from vapo_mcore.config.schema import Config
-from vapo_mcore.data.prompts import Prompt
+from vapo_mcore.data.prompts import Prompt, split_evenly
 from vapo_mcore.errors import StepAbandoned
 from vapo_mcore.experience.dynamic_sampling import GroupCollector
+from vapo_mcore.experience.occupancy import Occupancy
 from vapo_mcore.experience.open_responses import HorizonCounts, OpenResponses
 from vapo_mcore.experience.sampling import ResponseSampler, Round, keep_groups
 from vapo_mcore.records.timing import PhaseTimer
@@ -22,7 +23,8 @@ class SamplingCounts:
     """Counts of sampled and dropped prompts and responses of a step.
 
     ``responses``, ``graded``, ``correct`` and ``tokens`` (response tokens) count all samples, including groups dropped later. With
-    ``rollout.horizon``, ``tokens`` counts those sampled in the step, the others the responses that train in it.
+    ``rollout.horizon``, ``tokens`` counts those sampled in the step, the others the responses that train in it. ``idle_frac`` and
+    ``empty_frac`` are those of ``Occupancy``; None with several turns or rounds. ``moved_tokens``: carried between replicas with a horizon.
     """
 
     rounds: int
@@ -36,12 +38,23 @@ class SamplingCounts:
     correct: int = 0
     tokens: int = 0
     horizon: HorizonCounts | None = None
+    moved_tokens: int = 0
+    idle_frac: float | None = None
+    empty_frac: float | None = None
 
     @classmethod
     def of_record(cls, record: dict[str, Any]) -> Self:
         """Build from the ``asdict`` of another one."""
         horizon = record.get("horizon")
-        return cls(**record | {"horizon": None if horizon is None else HorizonCounts(**horizon)})
+        if horizon is None:
+            return cls(**record)
+        cuts = tuple((row, tokens, float(value)) for row, tokens, value in horizon.get("cut_values", ()))
+        return cls(**record | {"horizon": HorizonCounts(**horizon | {"cut_values": cuts})})
+
+    def with_occupancy(self, tokens: Sequence[Sequence[int]], config: Config) -> SamplingCounts:
+        """Return a copy with the shares of engine steps without work. ``tokens``: sampled tokens of each replica's responses."""
+        found = Occupancy.of_lengths(tokens, config.rollout.vllm.max_num_seqs if config.rollout.engine == "vllm" else None)
+        return self if found is None else replace(self, idle_frac=found.idle, empty_frac=found.empty)
 
     def with_responses(self, rounds: Sequence[Round]) -> SamplingCounts:
         """Return a copy with the responses of ``rounds`` counted. The rows are replicated, so all ranks get the same counts."""
@@ -89,7 +102,7 @@ def collect(
     if open_responses is not None:
         assert not dynamic, "the configuration refuses dynamic sampling with a horizon"
         fresh = next_prompts(open_responses.vacancies)
-        drawn, found = sampler.continue_open(
+        drawn, found, tokens, moved = sampler.continue_open(
             open_responses,
             fresh,
             sampling,
@@ -98,7 +111,7 @@ def collect(
             show=lambda rows: shown_rows(rows, config.run.samples_per_step),
         )
         counts = SamplingCounts(rounds=1, prompts_tried=len(fresh), horizon=found).with_responses([drawn])
-        return drawn, replace(counts, tokens=found.sampled)
+        return drawn, replace(counts, tokens=found.sampled, moved_tokens=moved).with_occupancy(tokens, config)
 
     def draw(prompts: int) -> Round:
         show = shown_rows(prompts * size, config.run.samples_per_step)
@@ -107,7 +120,12 @@ def collect(
     wanted = config.batch.prompts_per_step
     if not dynamic:
         drawn = draw(wanted)
-        return drawn, SamplingCounts(rounds=1, prompts_tried=wanted).with_responses([drawn])
+        counts = SamplingCounts(rounds=1, prompts_tried=wanted).with_responses([drawn])
+        if config.rollout.environment is not None:
+            return drawn, counts
+        lengths = drawn.rows.response_length.tolist()
+        parts = split_evenly(len(lengths), sampler.engine.num_replicas)
+        return drawn, counts.with_occupancy([[lengths[row] for row in part] for part in parts], config)
     settings = config.rollout.dynamic_sampling
     collector = GroupCollector(target=wanted, max_rounds=settings.max_rounds)
     rounds: list[Round] = []

@@ -1,8 +1,8 @@
 """Open responses of fixed-horizon rollouts: which ones there are, which replica continues each, and which ones train.
 
 A response is sampled in segments, one a step, of at most ``rollout.horizon.tokens`` tokens. Every rank has the same table of responses;
-the tokens of a response are only on the ranks of the replica that samples it, and stay there until it trains. Everything here is a
-function of the table, the step and what the engines sampled; there is no communication.
+the tokens of a response are only on the ranks of the replica that samples it. Everything here is a function of the table, the step and
+what the engines sampled; there is no communication. The caller carries tokens between replicas (``leaving``, ``arrive``).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import Tensor
 from vapo_mcore.config.schema import GROUP_ESTIMATORS, Config
 from vapo_mcore.data.prompts import Prompt, split_evenly
 from vapo_mcore.errors import CheckpointError
+from vapo_mcore.experience.balance import balanced
 from vapo_mcore.rollout.base import FinishReason, Generation, GenerationRequest, Trajectory, Turn
 from vapo_mcore.rollout.seeds import sampling_seed
 from vapo_mcore.rollout.stopping import StopTexts
@@ -39,6 +40,7 @@ class OpenResponse:
         replica: the engine replica that samples it and holds its tokens.
         segments: (rollout that sampled it, tokens) of each segment.
         finish_reason: None while it is open.
+        cut_values: (tokens so far, the critic's value there) of each cut; with ``train: segments``.
     """
 
     prompt_number: int
@@ -48,6 +50,7 @@ class OpenResponse:
     replica: int
     segments: tuple[tuple[int, int], ...] = ()
     finish_reason: FinishReason | None = None
+    cut_values: tuple[tuple[int, float], ...] = ()
 
     @property
     def key(self) -> Key:
@@ -76,7 +79,8 @@ Ends = Mapping[Key, tuple[int, FinishReason | None]]
 class HorizonCounts:
     """Counts of a step: responses that were open in it, that ended in it, that were cut, that have ended and wait for their group.
 
-    ``sampled``: tokens sampled; ``reprefilled``: tokens of prompts and earlier segments that were prefilled again.
+    ``sampled``: tokens sampled; ``reprefilled``: tokens of prompts and earlier segments that were prefilled again; ``cut_values``: of the
+    responses that have ended, (row among those that train, tokens before the cut, the critic's value there).
     """
 
     open: int
@@ -85,13 +89,14 @@ class HorizonCounts:
     waiting: int
     sampled: int
     reprefilled: int
+    cut_values: tuple[tuple[int, int, float], ...] = ()
 
 
 class OpenResponses:
     """The table of responses, and the tokens of those that this rank's replica samples.
 
-    A step calls ``opened``, ``requests``, ``segments``, ``settled`` and, when nothing can fail any more, ``commit``. The state
-    before the step can be restored with ``load_state_dict`` until the next ``commit``.
+    A step calls ``opened``, ``leaving``, ``arrive``, ``requests``, ``segments``, ``settled`` and, when nothing can fail any more,
+    ``commit``. The state before the step can be restored with ``load_state_dict`` until the next ``commit``.
     """
 
     def __init__(self, config: Config, *, replica: int, replicas: int, stop_texts: StopTexts | None = None) -> None:
@@ -115,13 +120,19 @@ class OpenResponses:
     @property
     def vacancies(self) -> int:
         """Number of prompts whose responses can be opened."""
-        still_open = sum(response.finish_reason is None for response in self.table)
-        return max(0, self.in_flight - still_open) // self.samples
+        return max(0, self.in_flight - self.unfinished) // self.samples
+
+    @property
+    def unfinished(self) -> int:
+        """Number of responses that have not ended."""
+        return sum(response.finish_reason is None for response in self.table)
 
     def opened(self, prompts: Sequence[Prompt], step: int) -> tuple[OpenResponse, ...]:
-        """Return the table with all responses to ``prompts`` opened in ``step``, dealt to the replicas that have the fewest open ones.
+        """Return the table of ``step``: all responses to ``prompts`` opened, and the open ones balanced over the replicas.
 
-        New responses are dealt in contiguous parts, so that most responses to a prompt share a replica's prefix cache.
+        New responses are dealt to the replicas that have the fewest, in contiguous parts, so that most responses to a prompt share a
+        replica's prefix cache. Then replicas swap responses until they have about equal work. Without continued responses nothing is
+        swapped: a step without a horizon does not either.
         """
         fresh = [
             OpenResponse(
@@ -135,7 +146,44 @@ class OpenResponses:
             loads[response.replica] += response.finish_reason is None
         shares = [len(part) for part in split_evenly(sum(loads) + len(fresh), self.replicas)]
         places = [replica for replica in range(self.replicas) for _ in range(shares[replica] - loads[replica])]
-        return self.table + tuple(replace(response, replica=place) for response, place in zip(fresh, places, strict=False))
+        return self._balanced((*self.table, *(replace(response, replica=place) for response, place in zip(fresh, places, strict=False))))
+
+    def _balanced(self, table: tuple[OpenResponse, ...]) -> tuple[OpenResponse, ...]:
+        open_ones = [number for number, response in enumerate(table) if response.finish_reason is None]
+        if self.replicas == 1 or not any(table[number].segments for number in open_ones):
+            return table
+        places = [table[number].replica for number in open_ones]
+        found = dict(zip(open_ones, balanced(places, [self._work(table[number]) for number in open_ones], self.replicas), strict=True))
+        return tuple(replace(response, replica=found.get(number, response.replica)) for number, response in enumerate(table))
+
+    def _work(self, response: OpenResponse) -> int:
+        """Return twice the cached tokens that the longest possible next segment reads, on which decoding time depends."""
+        tokens = self._most_tokens(response)
+        return tokens * (2 * (len(response.prompt.token_ids) + response.length) + tokens)
+
+    def _most_tokens(self, response: OpenResponse) -> int:
+        """Return the limit of the next segment's tokens."""
+        remaining = self.longest - response.length
+        last = self.settings.max_segments is not None and len(response.segments) + 1 >= self.settings.max_segments
+        return remaining if last else min(self.settings.tokens, remaining)
+
+    def moved_tokens(self, table: Sequence[OpenResponse]) -> int:
+        """Return the number of tokens that ``table`` places on another replica than the one that holds them; the same on all ranks."""
+        before = {response.key: response.replica for response in self.table}
+        return sum(response.length for response in table if before.get(response.key, response.replica) != response.replica)
+
+    def leaving(self, table: Sequence[OpenResponse]) -> dict[Key, Tokens]:
+        """Return the tokens that this replica holds and ``table`` places on another one."""
+        return {
+            response.key: self._tokens[response.key]
+            for response in table
+            if response.replica != self.replica and response.key in self._tokens
+        }
+
+    def arrive(self, table: Sequence[OpenResponse], tokens: Mapping[Key, Tokens]) -> None:
+        """Take the tokens that ``table`` places on this replica. Those that leave are kept until the commit, for a step that fails."""
+        mine = {response.key for response in table if response.replica == self.replica}
+        self._tokens = self._tokens | {key: found for key, found in tokens.items() if key in mine}
 
     def requests(self, table: Sequence[OpenResponse], step: int) -> list[GenerationRequest]:
         """Return this replica's requests for the next segments of the open responses, by key."""
@@ -143,14 +191,12 @@ class OpenResponses:
 
     def _request(self, response: OpenResponse, step: int) -> GenerationRequest:
         number, prompt = len(response.segments), response.prompt
-        remaining = self.longest - response.length
-        last = self.settings.max_segments is not None and number + 1 >= self.settings.max_segments
         return GenerationRequest(
             prompt.prompt_id,
             response.sample_index,
             [*prompt.token_ids, *self._tokens[response.key][0]] if number else prompt.token_ids,
             sampling_seed(self.run_seed, step, prompt.prompt_id, response.sample_index, number) if number else response.seed,
-            max_tokens=remaining if last else min(self.settings.tokens, remaining),
+            max_tokens=self._most_tokens(response),
         )
 
     def _mine(self, table: Sequence[OpenResponse]) -> list[OpenResponse]:
@@ -207,6 +253,7 @@ class OpenResponses:
             waiting=sum(response.finish_reason is not None for response in remaining),
             sampled=sum(ends[response.key][0] for response in sampled),
             reprefilled=sum(len(response.prompt.token_ids) + response.length for response in sampled if response.segments),
+            cut_values=tuple((row, *cut) for row, response in enumerate(trained) for cut in response.cut_values),
         )
         return remaining, trained + (still_open if self.settings.train == "segments" else []), counts
 
@@ -237,6 +284,24 @@ class OpenResponses:
         self.table = tuple(remaining)
         self.drawn += drawn
 
+    def keep_cut_values(self, values: Mapping[tuple[str, int], float]) -> None:
+        """Keep the critic's values of the states in which the step cut responses, by prompt id and sample index, until these end."""
+        table = []
+        for response in self.table:
+            value = values.get((response.prompt.prompt_id, response.sample_index))
+            if value is not None:
+                response = replace(response, cut_values=(*response.cut_values, (response.length, value)))
+            table.append(response)
+        self.table = tuple(table)
+
+    def sampled_tokens(self, table: Sequence[OpenResponse], ends: Ends) -> list[list[int]]:
+        """Return for each replica how many tokens the step sampled of its responses, in their order."""
+        tokens: list[list[int]] = [[] for _ in range(self.replicas)]
+        for response in table:
+            if response.finish_reason is None:
+                tokens[response.replica].append(ends[response.key][0])
+        return tokens
+
     # ------------------------------------------------------------------------------------------------------------ checkpoints
 
     def state_dict(self) -> dict[str, Any]:
@@ -244,7 +309,14 @@ class OpenResponses:
         rows = []
         for response in self.table:
             row = asdict(replace(response, prompt=None))  # type: ignore[arg-type]
-            rows.append(row | {"prompt": response.prompt.prompt_id, "segments": [list(segment) for segment in response.segments]})
+            rows.append(
+                row
+                | {
+                    "prompt": response.prompt.prompt_id,
+                    "segments": [list(segment) for segment in response.segments],
+                    "cut_values": [list(cut) for cut in response.cut_values],
+                }
+            )
         return {"responses": rows, "drawn": self.drawn, "replicas": self.replicas}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -262,7 +334,9 @@ class OpenResponses:
         table = []
         for row in state["responses"]:
             segments = tuple((int(rollout), int(tokens)) for rollout, tokens in row["segments"])
-            table.append(OpenResponse(**{**row, "prompt": self._find(row["prompt"]), "segments": segments}))
+            # Checkpoints of earlier versions have no values at cuts.
+            cuts = tuple((int(tokens), float(value)) for tokens, value in row.get("cut_values", ()))
+            table.append(OpenResponse(**{**row, "prompt": self._find(row["prompt"]), "segments": segments, "cut_values": cuts}))
         self.drawn = state["drawn"]
         self._saved_at = {response.key: response.replica for response in table}
         if state["replicas"] != self.replicas:
@@ -282,7 +356,7 @@ class OpenResponses:
 
     def part(self) -> dict[str, Tensor]:
         """Return the tokens of this replica's responses: ``keys`` int64 [n, 2], ``lengths`` int64 [n], ``tokens``, ``logprobs``."""
-        keys = sorted(self._tokens)
+        keys = sorted(response.key for response in self.table if response.replica == self.replica)
         ids, logprobs = array("q"), array("f")
         for key in keys:
             ids += self._tokens[key][0]

@@ -157,6 +157,8 @@ def sample_record(response: Response, verdict: Verdict, tokenizer: Any) -> dict[
         "finish_reason": trajectory.finish_reason,
         "response_length": sum(trajectory.sampled),
     }
+    if len(trajectory.segments) > 1 or any(age for _, age in trajectory.segments):
+        record["segments"] = [list(segment) for segment in trajectory.segments]
     if len(trajectory.turns) > 1 or any(turn.reward for turn in trajectory.turns):
         between = zip(trajectory.turns, trajectory.turns[1:], strict=False)
         record["turns"] = response.turns

@@ -140,13 +140,19 @@ class ResponseSampler:
         seed_step: int,
         timer: PhaseTimer,
         show: Callable[[int], Collection[int]],
-    ) -> tuple[Round, HorizonCounts]:
+    ) -> tuple[Round, HorizonCounts, list[list[int]], int]:
         """Sample the next segment of all open responses, those to the prompts ``drawn`` included. Collective over all ranks.
 
-        Returns the responses that train in this step; those that have ended come first, and are graded. ``show`` takes their number.
+        Returns the responses that train in this step, counts, the tokens sampled of each response by replica, and how many tokens moved
+        between replicas before. Responses that have ended come first, and are graded. ``show`` takes their number.
         Raises StepAbandoned like ``sample``; ``responses`` then are unchanged.
         """
         table = responses.opened(drawn, seed_step)
+        moved = responses.moved_tokens(table)
+        if moved:
+            with timer.phase("generate"):
+                leaving = all_gather_objects(responses.leaving(table) if self.engine.is_replica_leader else {})
+            responses.arrive(table, {key: tokens for part in leaving for key, tokens in part.items()})
         requests = responses.requests(table, seed_step)
         while True:
             generations, engine_error = self._try_generate(requests, sampling, timer)
@@ -175,7 +181,7 @@ class ResponseSampler:
             self._gather_failures(None, grading_error)
             rows, holder = gather_rows(local)
         responses.commit(remaining, segments, len(drawn))
-        return Round(rows, holder, local, shown), counts
+        return Round(rows, holder, local, shown), counts, responses.sampled_tokens(table, ends), moved
 
     def _gather_failures(self, engine_error: str | None, reward_error: str | None) -> dict[int, str]:
         """Gather the engine errors of all ranks, by rank. Collective. Raises StepAbandoned on all ranks if any cannot grade."""

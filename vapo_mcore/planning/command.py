@@ -30,6 +30,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--model-config", metavar="MODEL", help="a known model, a config.json or a folder, instead of model.path")
     parser.add_argument("--response-length", type=_positive, metavar="TOKENS", help="assumed mean (default: 0.4 of the maximum)")
+    parser.add_argument(
+        "--horizon",
+        type=_positive,
+        action="append",
+        default=[],
+        metavar="TOKENS",
+        help="also estimate the step with rollout.horizon.tokens, and what it waits for long responses; repeatable",
+    )
+    parser.add_argument(
+        "--length-sigma",
+        type=_positive_number,
+        default=1.0,
+        metavar="SIGMA",
+        help="with --horizon: standard deviation of the logarithm of response lengths, which are assumed lognormal (default: 1.0)",
+    )
     parser.add_argument("--search", action="store_true", help="search for the cheapest layouts that fit on at most these nodes")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
 
@@ -38,6 +53,13 @@ def _positive(text: str) -> int:
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{value} is not a positive number")
+    return value
+
+
+def _positive_number(text: str) -> float:
+    value = float(text)
+    if not 0 < value < 10:
+        raise argparse.ArgumentTypeError(f"{value} is not a number above 0 and below 10")
     return value
 
 
@@ -52,6 +74,7 @@ def run(options: argparse.Namespace) -> int:
     from rich.console import Console
 
     from vapo_mcore.planning import report
+    from vapo_mcore.planning.horizons import compare_horizons
     from vapo_mcore.planning.planner import Planner, single_changes
     from vapo_mcore.planning.search import cheapest_layouts
 
@@ -59,15 +82,24 @@ def run(options: argparse.Namespace) -> int:
     plan = planner.plan(subject, cluster, build=True)
     changes = [] if plan.fits else list(single_changes(plan, planner, loader.subject, options.rate))
     layouts = cheapest_layouts(plan, planner, loader.subject) if options.search else []
+    horizons = compare_horizons(plan, _horizons(options, subject.config), options.length_sigma) if options.horizon else []
     if options.json:
-        print(json.dumps(report.to_json(plan, notes, changes, layouts), indent=2))
+        print(json.dumps(report.to_json(plan, notes, changes, layouts, horizons), indent=2))
         return 0 if plan.fits else 2
     console = Console(width=None if sys.stdout.isatty() else 160, highlight=False, soft_wrap=True)
     report.print_plan(console, plan, notes)
+    if horizons:
+        report.print_horizons(console, horizons, options.length_sigma)
     report.print_verdict(console, plan, changes)
     if options.search:
         report.print_layouts(console, layouts)
     return 0 if plan.fits else 2
+
+
+def _horizons(options: argparse.Namespace, config: Config) -> list[int]:
+    """Return the lengths to compare: those given, and the recipe's own."""
+    own = [] if config.rollout.horizon is None else [config.rollout.horizon.tokens]
+    return sorted({*options.horizon, *own}, reverse=True)
 
 
 class _Loader:
@@ -160,6 +192,8 @@ def _warnings(subject: Subject, cluster: Cluster) -> Iterator[str]:
             f"tensor {p.tensor_model_parallel_size} x context {p.context_parallel_size} spans nodes of {cluster.processes_per_node}: "
             "the communication time is underestimated"
         )
+    if subject.config.rollout.horizon is not None:
+        yield "rollout.horizon: memory and times are those of a step without it; --horizon TOKENS estimates the time of steps with one"
     if subject.config.rollout.dynamic_sampling.enabled:
         yield "dynamic sampling draws further prompts for groups whose verdicts are all equal; only one round is included in the time"
     if not cluster.device.is_gpu:

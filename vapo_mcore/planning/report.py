@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from vapo_mcore.planning.devices import GIB
+from vapo_mcore.planning.horizons import HorizonStep
 from vapo_mcore.planning.memory import STAGES
 from vapo_mcore.planning.planner import Change, Plan
 from vapo_mcore.planning.state import num_parameters
@@ -24,7 +25,9 @@ _COLUMNS = {
 }
 
 
-def to_json(plan: Plan, notes: Sequence[str], changes: Sequence[Change], layouts: Sequence[Change]) -> dict[str, Any]:
+def to_json(
+    plan: Plan, notes: Sequence[str], changes: Sequence[Change], layouts: Sequence[Change], horizons: Sequence[HorizonStep] = ()
+) -> dict[str, Any]:
     """Return the contents of the text report, with bytes and seconds as numbers."""
     config, cluster = plan.subject.config, plan.cluster
     p = config.parallel
@@ -68,6 +71,7 @@ def to_json(plan: Plan, notes: Sequence[str], changes: Sequence[Change], layouts
         "notes": list(notes),
         "changes_that_fit": [_change(change) for change in changes],
         "layouts": [_change(change) for change in layouts],
+        "horizons": [asdict(step) | {"tokens_per_second": step.rollout.tokens_per_second} for step in horizons],
     }
 
 
@@ -183,6 +187,39 @@ def _print_run(console: Console, plan: Plan) -> None:
         f"the recipe: {run.pretraining_steps} steps of value pretraining, {run.steps} steps = {run.updates:,} policy updates{evaluations}: "
         f"{run.seconds / 3600:.1f} h, {run.gpu_hours:,.0f} {'GPU' if plan.cluster.device.is_gpu else 'process'}-hours"
     )
+
+
+def print_horizons(console: Console, steps: Sequence[HorizonStep], sigma: float) -> None:
+    """Print the steps with and without a horizon. Seconds of the step are also given per million sampled tokens, which differ."""
+    table = Table(title=f"waiting for long responses (estimated; lognormal lengths, sigma {sigma:g})", title_justify="left")
+    columns = (
+        "horizon",
+        "sampled tokens",
+        "generate s",
+        "idle",
+        "empty slots",
+        "prefill",
+        "step s: completed",
+        "segments",
+        "s per M: completed",
+        "segments",
+    )
+    for column in columns:
+        table.add_column(column, justify="right")
+    for step in steps:
+        rollout, millions = step.rollout, step.tokens / 1e6
+        segments = ("-", "-") if step.segments is None else (f"{step.segments:,.0f}", f"{step.segments / millions:.2f}")
+        table.add_row(
+            "none" if rollout.horizon is None else f"{rollout.horizon:,}",
+            f"{millions:.1f} M",
+            f"{rollout.seconds:.1f}",
+            *(f"{share:.1%}" for share in (rollout.idle, rollout.empty, rollout.prefill)),
+            f"{step.completed:,.0f}",
+            segments[0],
+            f"{step.completed / millions:.2f}",
+            segments[1],
+        )
+    console.print(table)
 
 
 def print_verdict(console: Console, plan: Plan, changes: Sequence[Change]) -> None:

@@ -13,12 +13,15 @@ The model is deliberately simple; docs/planning.md has every formula:
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from vapo_mcore.config.architecture import ModelArchitecture
 from vapo_mcore.planning.devices import Device
 from vapo_mcore.planning.memory import RankModel, Vllm, offload_enabled
 from vapo_mcore.planning.state import CPU_OPTIMIZER_BYTES, GRADIENT_BYTES, ITEM_BYTES, Role, mlp_parameters, num_active_parameters
+from vapo_mcore.planning.waiting import Floats, Lengths, Replicas
 from vapo_mcore.planning.workload import Workload
 from vapo_mcore.rollout.factory import ranks_of_replica
 
@@ -231,7 +234,25 @@ class StepTimer:
         prefill = mine * work.prompt_length * operations / (self.peak * device.forward_efficiency)
         return steps * (decode + latency) + prefill
 
-    def _read_share(self, running: float) -> float:
+    def replicas(self, vllm: Vllm, lengths: Lengths, responses: int) -> Replicas:
+        """Return the replicas with ``responses`` open responses over all, for ``estimate_waiting``."""
+        config, device, work, arch = self.config, self.device, self.work, self.architectures["policy"]
+        tp = ranks_of_replica(config)
+        count = max(1, config.parallel.world_size // tp)
+        memory = device.memory_rate * device.memory_efficiency
+        token = 2 * num_active_parameters(arch) / tp / (self.peak * device.forward_efficiency)
+        latency = device.decode_overhead + (2 * arch.num_layers * device.layer_latency if tp > 1 else 0.0)
+
+        def step_seconds(running: Floats, cached: Floats) -> Floats:
+            read = vllm.weight_bytes * self._read_share(running) + cached * vllm.kv_bytes_per_token
+            found: Floats = np.maximum(read / memory, running * token) + latency
+            return found
+
+        fit = vllm.kv_bytes / ((work.prompt_length + lengths.context) * vllm.kv_bytes_per_token)
+        slots = max(1, min(config.rollout.vllm.max_num_seqs, int(fit)))
+        return Replicas(count, -(-responses // count), slots, work.prompt_length, step_seconds, lambda tokens: tokens * token)
+
+    def _read_share(self, running: Any) -> Any:
         """Return the fraction of the weights that a decoding step reads; with experts, those that its tokens choose."""
         arch = self.architectures["policy"]
         if not arch.is_moe:

@@ -84,6 +84,19 @@ _RESPONSES = (
         "Rebuilds of a failed rollout engine since the last step (`faults.engine_rebuilds`); what it should have generated is generated "
         "again with the same seeds.",
     ),
+    Metric(
+        "generate/idle_frac",
+        SAME,
+        "engine steps",
+        "Share of the replicas' engine steps without work, until the slowest replica has sampled its last token; computed from the "
+        "lengths, with `rollout.vllm.max_num_seqs` responses at a time, without prefills (null with an environment or dynamic sampling).",
+    ),
+    Metric(
+        "generate/empty_frac",
+        SAME,
+        "engine steps",
+        "Share of slot steps without a running response until then, `generate/idle_frac` included: what waits for long responses.",
+    ),
     Metric("sampling/rounds", SAME, "-", "Rounds of dynamic sampling (1 without it)."),
     Metric("sampling/prompts_tried", SAME, "prompts", "Prompts sampled, dropped ones included."),
     Metric("sampling/responses", SAME, "responses", "Responses sampled, those of dropped groups included."),
@@ -470,6 +483,7 @@ def render_markdown() -> str:
         "`samples/step_NNNN.jsonl`, `value_pretraining_NNNN.jsonl` (`run.samples_per_step` responses) and `eval_step_NNNN.jsonl` have",
         "one response a line: its prompt, text, verdict, score and length. Those of training have `reward` and, unless the response is",
         "left out of training, `tokens`: lists with an entry for each token after the prompt, null where it carries no loss.",
+        "With `rollout.horizon`, a response that was sampled in earlier steps has `segments`: tokens and age in steps of each.",
         "",
         "| list | meaning |",
         "|---|---|",

@@ -29,9 +29,12 @@ class Chart:
 
 @dataclass(frozen=True)
 class Section:
+    """Charts under a heading. ``needs``: a metric without which the section is left out."""
+
     title: str
     about: str
     charts: tuple[Chart, ...]
+    needs: str | None = None
 
 
 SECTIONS = (
@@ -235,6 +238,80 @@ SECTIONS = (
         ),
     ),
     Section(
+        "Horizon",
+        "rollout.horizon: responses that a step does not end go on in the next one (horizon.md).",
+        (
+            Chart(
+                "Open and ended responses",
+                "Responses open in a step, those that ended in it, those that were cut, and ended ones that wait for their group. Healthy: "
+                "steady after the first steps.",
+                {"horizon/open": "open", "horizon/finished": "ended", "horizon/cut": "cut", "horizon/waiting": "waiting"},
+                unit="responses",
+            ),
+            Chart(
+                "Segments a response",
+                "Steps that a response took, of those that ended. Healthy: steady; growth means longer responses.",
+                {"horizon/segments_mean": "mean", "horizon/segments_max": "most"},
+            ),
+            Chart(
+                "Segments",
+                "Share of the ended responses by segments: 1, 2, ..., 15, and at least 16.",
+                {"horizon/segments_histogram": "responses"},
+                kind="histogram",
+            ),
+            Chart(
+                "Idle replicas and empty slots",
+                "Shares of the rollout's engine steps in which a replica has no work, and of slot steps without a running response. "
+                "Healthy: lower than without a horizon; if empty slots stay high, a shorter horizon or more responses in flight help.",
+                {"generate/idle_frac": "idle replicas", "generate/empty_frac": "empty slots"},
+            ),
+            Chart(
+                "Staleness",
+                "Age of the trained tokens in steps (train: completed). Healthy: a mean of one step or two.",
+                {"horizon/staleness_mean": "mean", "horizon/staleness_max": "oldest"},
+                unit="steps",
+            ),
+            Chart(
+                "Ages of tokens",
+                "Share of the trained tokens by age: 0 (sampled in the step), 1, ..., 14, and at least 15 steps (train: completed).",
+                {"horizon/staleness_histogram": "tokens"},
+                kind="histogram",
+            ),
+            Chart(
+                "Weight of values at cuts",
+                "Share of the policy's tokens whose response was cut, and mean weight of the critic's value there in their advantages "
+                "(train: segments). Healthy: a small weight.",
+                {"horizon/bootstrapped_frac": "cut", "horizon/cut_weight": "weight of the value"},
+            ),
+            Chart(
+                "Error of values at cuts",
+                "The critic's value at a cut minus the return that came later, and the calibration error (train: segments). Healthy: the "
+                "bias is around 0, within twice its standard error; else the horizon is too short for this critic.",
+                {
+                    "horizon/cut_value_bias": "bias",
+                    "horizon/cut_value_bias_se": "standard error",
+                    "horizon/cut_value_error": "calibration error",
+                },
+            ),
+            Chart(
+                "Calibration at cuts",
+                "Mean value at cuts (solid) and return that came later (dashed), binned by value, from the lowest to the highest reward. "
+                "Healthy: the curves coincide.",
+                {"critic/values_by_cut": "values", "critic/returns_by_cut": "returns"},
+                kind="profile",
+                by="cut",
+            ),
+            Chart(
+                "Tokens prefilled again",
+                "Prompts and earlier segments of continued responses, against the tokens that the step sampled. Healthy: well below ten "
+                "per sampled token, since a prefilled token costs less than a sampled one.",
+                {"tokens/reprefilled": "prefilled again", "sampling/tokens": "sampled"},
+                unit="tokens",
+            ),
+        ),
+        needs="horizon/open",
+    ),
+    Section(
         "Time and memory",
         "Time of a step by phase. Each phase is that of its slowest rank, so the phases may sum to slightly more than the step.",
         (
@@ -272,7 +349,8 @@ _PLAIN = ("title", "about", "kind", "log", "unit", "by")
 
 def sections(recorded: Collection[str]) -> list[dict[str, Any]]:
     """Return the sections for the page. Recorded metrics without a chart get a small one in a last section."""
-    drawn = {name for section in SECTIONS for chart in section.charts for name in chart.metrics}
+    shown = [section for section in SECTIONS if section.needs is None or section.needs in recorded]
+    drawn = {name for section in shown for chart in section.charts for name in chart.metrics}
     rest = sorted(name for name in recorded if name not in drawn and not name.startswith("eval/"))
     small = tuple(Chart(name, "", {name: name}) for name in rest)
     last = Section("All other metrics", "All other numbers recorded by the steps; docs/metrics.md describes each.", small)
@@ -285,11 +363,12 @@ def sections(recorded: Collection[str]) -> list[dict[str, Any]]:
                 {name: getattr(chart, name) for name in _PLAIN} | {"metrics": list(chart.metrics.items())} for chart in section.charts
             ],
         }
-        for section in (*SECTIONS, last)
+        for section in (*shown, last)
         if section.charts
     ]
 
 
 def titles_and_metrics() -> list[tuple[str, list[str]]]:
-    """Return title and metrics of every chart that declares metrics."""
-    return [(chart.title, list(chart.metrics)) for section in SECTIONS for chart in section.charts if chart.metrics]
+    """Return title and metrics of every chart that declares metrics, without sections that not every run has."""
+    charts = [chart for section in SECTIONS if section.needs is None for chart in section.charts]
+    return [(chart.title, list(chart.metrics)) for chart in charts if chart.metrics]

@@ -132,7 +132,15 @@ def sample_faults(sample: Sample) -> list[str]:
     faults += [f"{name!r} is not a whole number from 0 to 2**31 - 1" for name in _COUNTS if not _is_count(sample.get(name, 0))]
     if not isinstance(sample["correct"], bool):
         faults.append("'correct' is neither true nor false")
+    if "segments" in sample and not _are_segments(sample["segments"]):
+        faults.append("'segments' is not a list of pairs of whole numbers")
     return faults + _token_faults(sample.get("tokens"))
+
+
+def _are_segments(value: Any) -> bool:
+    if not isinstance(value, list) or not value:
+        return False
+    return all(isinstance(part, list) and len(part) == 2 and all(map(_is_count, part)) for part in value)
 
 
 def _token_faults(tokens: Any) -> list[str]:

@@ -15,7 +15,7 @@ FEWEST_TOKENS = 400
 _CHARACTERS_OF_A_TOKEN = 4
 _COPIED = (
     "step", "stage", "sample_index", "correct", "score", "reward", "finish_reason",
-    "response_length",
+    "response_length", "segments",
 )  # fmt: skip
 _SHORTENED = ("answer", "error", "ground_truth", "prompt_id", "source")
 """Usually short texts that can be long: the tests of a program, the message of a verifier's exception."""

@@ -18,8 +18,14 @@ MOST_POINTS = 500
 """Maximum points of a curve; with more steps, each point is a bucket of consecutive steps."""
 WINDOWS = {"value_pretraining": 4, "rl": 16}
 """Maximum number of windows of consecutive steps per stage; distributions are shown per window."""
-HISTOGRAMS = ("gae/lambda_histogram", "groups/accuracy_histogram", "response/length_histogram")
-PROFILES = ("position", "length", "prediction")
+HISTOGRAMS = (
+    "gae/lambda_histogram",
+    "groups/accuracy_histogram",
+    "response/length_histogram",
+    "horizon/segments_histogram",
+    "horizon/staleness_histogram",
+)
+PROFILES = ("position", "length", "prediction", "cut")
 _EVALUATION = re.compile(r"eval/(?P<name>.+)/avg@(?P<samples>\d+)")
 _NOT_A_CURVE = {"step"}
 Numbers = NDArray[np.float64]
@@ -144,7 +150,7 @@ def windows(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """Return distributions over windows of consecutive steps, value pretraining first.
 
     Each window has ``stage``, ``first`` and ``last`` step, ``histograms`` (counts summed over its steps) and ``profiles``: by ``position``,
-    ``length`` and ``prediction``, the means of ``values`` and ``returns`` over all ``tokens`` of its steps, None in empty bins.
+    ``length``, ``prediction`` and ``cut``, the means of ``values`` and ``returns`` over all ``tokens`` of its steps, None in empty bins.
     Distributions that no step recorded are absent, and so are those with outdated bins (``other_bins``).
     """
     left_out = other_bins(rows)

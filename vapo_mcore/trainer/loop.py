@@ -400,7 +400,9 @@ class TrainingLoop:
             self.probes = [*earlier, (f"after step {row['step']}", row[PROBE])]
 
     def _summarise(self) -> None:
-        """Print the probe's explained variance, the change in mean reward, and the first and last evaluation."""
+        """Print open responses, the probe's explained variance, the change in mean reward, and the first and last evaluation."""
+        if self.trainer.open_responses is not None and (count := self.trainer.open_responses.unfinished):
+            self.console.print(f"open responses: {count} have not ended; a resume with a larger run.steps continues them")
         if self.probes:
             assert self.config.critic.probe is not None
             values = ", ".join(f"{'undefined' if value is None else format(value, '.3f')} {when}" for when, value in self.probes)

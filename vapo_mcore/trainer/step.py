@@ -47,9 +47,9 @@ from vapo_mcore.trainer.advantages import (
 from vapo_mcore.trainer.bad_batch import BadUpdate, save_bad_batch
 from vapo_mcore.trainer.bad_updates import UpdateGuard
 from vapo_mcore.trainer.critic_probe import CriticProbe
+from vapo_mcore.trainer.horizon_metrics import record_cut_weight, record_horizon, values_at_cuts
 from vapo_mcore.trainer.self_imitation import SelfImitation
 from vapo_mcore.trainer.step_metrics import (
-    record_horizon,
     record_mismatch,
     record_packing,
     record_rows,
@@ -172,6 +172,8 @@ class StepRunner:
                 if step.ended is not None:
                     self._values(step, step.ended)
             self._advantages_and_critic(step, experience)
+            if self.segments:
+                self._keep_cut_values(step, experience)
             if probed:
                 self._measure_probe(step, "critic/probe_explained_variance")
             if not penalised and not step.updates_stopped:
@@ -324,7 +326,7 @@ class StepRunner:
         step.samples = {row: record | {"reward": float(rows.reward[row])} for row, record in sorted(shown.items())}
         record_rows(step.metrics, rows, experience.trained_lengths, counts, config.rollout.max_response_length)
         if config.rollout.horizon is not None:
-            record_horizon(step.metrics, experience, counts, config.rollout.horizon)
+            record_horizon(step.metrics, experience, counts, config)
         record_sources(step.metrics, rows, self._sources)
         step.metrics.put("sampling/engine_rebuilds", self.sampler.engine_rebuilds)
         step.metrics.put("grading/restarts", self.sampler.grader_restarts)
@@ -474,6 +476,14 @@ class StepRunner:
             with step.timer.phase("advantages"):
                 estimator.advantages(experience, step.metrics)
                 self._check(step, experience)
+
+    def _keep_cut_values(self, step: _Step, experience: Experience) -> None:
+        """Keep the values that stood for the rest of responses that were cut, to compare them with the returns that come later."""
+        lam, gamma = self.estimator.lambdas(experience), self.config.algorithm.advantage.gamma
+        record_cut_weight(step.metrics, experience, lam, gamma)
+        values = values_at_cuts(experience, self.parallel.data_parallel_group)
+        if self.open_responses is not None:  # a replay has none
+            self.open_responses.keep_cut_values(values)
 
     def _sync(self, step: _Step) -> None:
         if self.before_sync is not None:

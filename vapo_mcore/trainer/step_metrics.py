@@ -14,7 +14,6 @@ from torch import Tensor
 from vapo_mcore.algorithm.importance import mismatch_statistics
 from vapo_mcore.algorithm.losses import explained_variance
 from vapo_mcore.algorithm.profiles import LENGTH_BINS, length_bins, value_profiles
-from vapo_mcore.config.schema import HorizonConfig
 from vapo_mcore.config.verifiers import UNGRADED
 from vapo_mcore.data.rollout_batch import Rows
 from vapo_mcore.experience.batches import Experience
@@ -62,38 +61,13 @@ def record_rows(metrics: StepMetrics, rows: Rows, trained_lengths: Tensor, count
     metrics.put("sampling/prompts_tried", counts.prompts_tried)
     metrics.put("sampling/responses", counts.responses)
     metrics.put("sampling/tokens", counts.tokens)
+    metrics.put("generate/idle_frac", counts.idle_frac)
+    metrics.put("generate/empty_frac", counts.empty_frac)
     metrics.put("sampling/accuracy", counts.correct / counts.graded if counts.graded else None)
     metrics.put("sampling/dropped_all_right", counts.dropped_all_right)
     metrics.put("sampling/dropped_all_wrong", counts.dropped_all_wrong)
     metrics.put("sampling/dropped_ungraded", counts.dropped_ungraded)
     metrics.put("sampling/dropped_surplus", counts.dropped_surplus)
-
-
-def record_horizon(metrics: StepMetrics, experience: Experience, counts: SamplingCounts, horizon: HorizonConfig) -> None:
-    """Record the open responses of a step with ``rollout.horizon``, and how old the tokens are that train."""
-    found, rows, limit = counts.horizon, experience.rows, horizon.max_staleness
-    if found is None:
-        return
-    for name in ("open", "finished", "cut", "waiting"):
-        metrics.put(f"horizon/{name}", getattr(found, name))
-    metrics.put("tokens/reprefilled", found.reprefilled)
-    ended = (~rows.cut).tolist()
-    sizes = [len(segments) for segments, whole in zip(rows.segments, ended, strict=True) if whole]
-    metrics.put("horizon/segments_mean", sum(sizes) / len(sizes) if sizes else None)
-    metrics.put("horizon/segments_max", max(sizes, default=None))
-    if horizon.train == "segments":
-        trained = int(experience.trained_lengths.sum())
-        metrics.put("horizon/bootstrapped_frac", int(experience.trained_lengths[rows.cut].sum()) / trained if trained else None)
-        return
-    trainable = experience.trainable.tolist()
-    parts = [part for segments, trained in zip(rows.segments, trainable, strict=True) if trained for part in segments]
-    parts = [(tokens, age) for tokens, age in parts if limit is None or age <= limit]
-    tokens = sum(tokens for tokens, _ in parts)
-    metrics.put("horizon/staleness_mean", sum(tokens * age for tokens, age in parts) / tokens if tokens else None)
-    metrics.put("horizon/staleness_max", max((age for _, age in parts), default=None))
-    stale = torch.zeros(len(rows), dtype=torch.int64) if limit is None else rows.stale_tokens(limit)
-    metrics.put("horizon/stale_tokens", int(stale[rows.graded].sum()))
-    metrics.put("horizon/stale_responses", int((stale[rows.graded] > 0).sum()))
 
 
 def record_sources(metrics: StepMetrics, rows: Rows, sources: Sequence[str]) -> None:

@@ -204,3 +204,23 @@ def test_untrained_minibatches():
     assert holds("untrained_minibatches", masked) == ("1 mini-batches of the policy and 2 of the critic had no trainable token in step 2")
     assert holds("untrained_minibatches", masked[:1]) is None
     assert holds("untrained_minibatches", rows(tokens__trained=[9, 0])).endswith("; 1 of these steps had no token to train on")
+
+
+def test_a_horizon_is_too_short_if_values_at_cuts_are_wrong_and_weigh():
+    context = dataclasses.replace(FP32, horizon=2000, max_response_length=20_000)
+    seen = {"horizon__cuts_ended": [50, 150] * 5, "horizon__cut_value_bias": [0.4, 0.2] * 5, "horizon__cut_value_bias_se": [0.05, 0.02] * 5}
+    seen |= {"horizon__cut_weight": [0.3, 0.5] * 5, "advantages__std": 0.5}
+    assert holds("horizon_bias", rows(**seen), context) == (
+        "the critic's value at a cut was 0.25 above the return that came later in steps 1 to 10 (1000 cuts, standard error 0.0087); with a "
+        "mean weight of 0.4 in the advantages this shifts them by 0.20 of their standard deviation 0.5, above 0.1; rollout.horizon.tokens "
+        "is 2000: with such a critic, rollout.horizon.tokens: 4000"
+    )
+    low = rows(**seen | {"horizon__cut_value_bias": [-0.4, -0.2] * 5})
+    assert "was 0.25 below the return" in holds("horizon_bias", low, context)
+    much = holds("horizon_bias", rows(**seen | {"advantages__std": 0.04}), context)
+    assert much.endswith("with such a critic, no horizon below the longest response")
+    assert holds("horizon_bias", rows(**seen | {"horizon__cut_weight": [0.1, 0.2] * 5}), context) is None, "it hardly weighs"
+    assert holds("horizon_bias", rows(**seen | {"horizon__cut_value_bias_se": [2.0, 1.0] * 5}), context) is None, "it may be chance"
+    assert holds("horizon_bias", rows(**seen)[:9], context) is None
+    assert holds("horizon_bias", rows(**seen | {"horizon__cut_value_bias": [None] * 6 + [0.4] * 4}), context) is None
+    assert holds("horizon_bias", rows(**seen), FP32) is None, "no horizon"

@@ -38,6 +38,17 @@ def test_every_chart_reads_metrics_of_the_table() -> None:
     assert last["folded"] and {chart["title"] for chart in last["charts"]} == (table - drawn) | {"mine/own"}
 
 
+def test_the_horizon_has_a_section_in_runs_that_have_one() -> None:
+    plain = ["reward/mean", "generate/empty_frac", "sampling/tokens"]
+    found = sections(plain)
+    assert "Horizon" not in [section["title"] for section in found]
+    assert {chart["title"] for chart in found[-1]["charts"]} == {"generate/empty_frac", "sampling/tokens"}
+    titles = {section["title"]: [chart["title"] for chart in section["charts"]] for section in sections([*plain, "horizon/open"])}
+    assert {"Open and ended responses", "Segments", "Idle replicas and empty slots", "Ages of tokens", "Calibration at cuts"} <= set(
+        titles["Horizon"]
+    )
+
+
 def test_text_cannot_end_the_script_it_stands_in() -> None:
     text = "</script><script>alert(1)</script><!--\u2028 & \U0001f600 \udc80"
     found = embedded({"response": text, "number": 0.5})

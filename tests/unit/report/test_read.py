@@ -117,6 +117,7 @@ def test_without_settings_there_is_a_page_that_says_so(tmp_path: Path, content: 
         ({"prompt_id": ["p"]}, "'prompt_id' is not text"),
         ({"correct": "yes"}, "'correct' is neither true nor false"),
         ({"error": 3, "answer": [1]}, "'error' is neither text nor null; 'answer' is neither text nor null"),
+        ({"segments": [[4, 1], [2]]}, "'segments' is not a list of pairs of whole numbers"),
         ({"tokens": 7}, "'tokens' is not an object of lists"),
         ({"tokens": {"text": "ab"}}, "'tokens' is not an object of lists"),
         ({"tokens": {"value": [1]}}, "'tokens' is not an object of lists that include 'text'"),

@@ -57,20 +57,20 @@ def test_a_replica_without_work_takes_no_time(horizon: ModuleType) -> None:
     assert horizon.run_replica(horizon.Engine(), [], 4) == horizon.ReplicaTimes(0.0, 0.0, 0.0, 0)
 
 
-def test_responses_are_dealt_by_expected_tokens(horizon: ModuleType) -> None:
-    assert horizon.deal(np.array([5.0, 9.0, 4.0, 4.0, 1.0]), 2) == [[1, 3], [0, 2, 4]]  # 9 + 4; 5 + 4 + 1
-
-
-def test_the_expected_segment_is_the_mean_over_longer_responses(horizon: ModuleType) -> None:
-    lengths = horizon.Lengths(6000, 1.0, 20_480, 0)
-    lengths.known = np.array([2, 4, 6, 10])
-    assert lengths.expected_segment(np.array([0, 4, 4, 9]), 5).tolist() == [(2 + 4 + 5 + 5) / 4, (2 + 5) / 2, (2 + 5) / 2, 1]
+def test_new_responses_fill_up_and_swaps_even_out_the_work(horizon: ModuleType) -> None:
+    """The replicas of 3 and 1 old responses get 1 and 3 new ones, and swap one of the old ones."""
+    places, done = np.array([0, 0, 0, 1, -1, -1, -1, -1]), np.array([800, 800, 800, 800, 0, 0, 0, 0])
+    found = horizon.placed(places, done, np.full(8, 100), 2)
+    assert sorted(found[:4].tolist()) == [0, 0, 1, 1] and np.bincount(found).tolist() == [4, 4]
+    assert (found[:4] != places[:4]).sum() == 1
+    fresh = horizon.placed(np.full(4, -1), np.zeros(4, dtype=int), np.array([5, 9, 5, 5]), 2)
+    assert fresh.tolist() == [0, 0, 1, 1]
 
 
 def test_a_horizon_of_the_longest_response_changes_nothing_and_a_short_one_leaves_fewer_slots_empty(horizon: ModuleType) -> None:
     args = argparse.Namespace(replicas=3, slots=16, mean=600.0, sigma=1.0, cap=2048, steps=20, seed=1)
     plain = horizon.simulate(args, 1, None)
-    assert horizon.simulate(args, 1, 2048) == plain and plain["reprefilled"] == 0
+    assert horizon.simulate(args, 1, 2048) == plain and plain["reprefilled"] == plain["moved"] == 0
     short = horizon.simulate(args, 1, 128)
     assert short["empty_slots"] < 0.5 * plain["empty_slots"] and short["reprefilled"] > 0
     assert 0 <= short["idle_replicas"] <= short["empty_slots"]

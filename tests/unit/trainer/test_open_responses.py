@@ -6,7 +6,7 @@ on what it continues and on its seed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -73,6 +73,7 @@ class Run:
     drawn: int = 0
     log: list[tuple[list[Trained], HorizonCounts]] = field(default_factory=list)
     loads: list[list[int]] = field(default_factory=list)
+    moved: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.ranks = [OpenResponses(self.config, replica=r, replicas=self.replicas) for r in range(self.replicas)]
@@ -92,7 +93,10 @@ class Run:
             counts = {rank.vacancies for rank in self.ranks}
             assert len(counts) == 1
             fresh = list(self.prompts(counts.pop()))
-            found = [self._sampled(rank, fresh) for rank in self.ranks]
+            tables = [rank.opened(fresh, self.step) for rank in self.ranks]
+            assert all(table == tables[0] for table in tables)
+            self.moved.append(self.ranks[0].moved_tokens(tables[0]))
+            found = [self._sampled(rank, self.leaving(tables[0]), tables[0]) for rank in self.ranks]
             ends = {key: end for _, segments in found for key, end in ends_of(segments).items()}
             assert len(ends) == sum(len(segments) for _, segments in found)  # each response on one replica
             self.loads.append([len(segments) for _, segments in found])
@@ -111,8 +115,14 @@ class Run:
             self.drawn += len(fresh)
         return self
 
-    def _sampled(self, rank: OpenResponses, fresh: Sequence[Prompt]) -> tuple[Any, Any]:
-        table = rank.opened(fresh, self.step)
+    def leaving(self, table: Any) -> dict[Any, Any]:
+        """What moves between the replicas, and no more."""
+        found = {key: tokens for rank in self.ranks for key, tokens in rank.leaving(table).items()}
+        assert sum(len(ids) for ids, _ in found.values()) == self.ranks[0].moved_tokens(table)
+        return found
+
+    def _sampled(self, rank: OpenResponses, leaving: Mapping[Any, Any], table: Any) -> tuple[Any, Any]:
+        rank.arrive(table, leaving)
         requests = rank.requests(table, self.step)
         return table, rank.segments(table, [generate(request) for request in requests])
 
@@ -276,8 +286,13 @@ def test_a_step_that_fails_can_be_undone_before_and_after_its_commit() -> None:
     whole = Run(configured(SMALL, "grpo"), replicas=2).do(12)
     run = Run(whole.config, replicas=2).do(11)
     before = [rank.state_dict() for rank in run.ranks]
+    table = run.ranks[0].opened(list(run.prompts(3)), 12)
+    leaving = run.leaving(table)
+    assert leaving  # some have moved when the step fails
     for rank in run.ranks:  # fails before the commit
-        rank.segments(table := rank.opened(list(run.prompts(3)), 12), [generate(r) for r in rank.requests(table, 12)])
+        rank.arrive(table, leaving)
+        rank.segments(table, [generate(r) for r in rank.requests(table, 12)])
+    for rank in run.ranks:
         rank.load_state_dict(before[0])
     log, drawn = list(run.log), run.drawn
     run.do(1)  # fails after it
@@ -320,3 +335,21 @@ def test_a_stop_text_over_a_cut_ends_the_response_where_it_is_complete() -> None
             whole = responses.trajectory(trained[0], segments, step)
             assert (whole.token_ids, whole.finish_reason, whole.segments) == ([*first, 22], "stop", ((4, 1), (1, 0)))
         responses.commit(remaining, segments, 1 if step == 1 else 0)
+
+
+def test_the_replicas_have_about_equal_work_and_little_moves() -> None:
+    """Work: cached tokens that the next segments read at most; without moves the replicas with the older responses would have more."""
+    run = Run(configured({"tokens": 2, "in_flight": 48}), replicas=3).do(STEPS)
+    for _ in range(20):
+        table = run.ranks[0].opened(list(run.prompts(run.ranks[0].vacancies)), run.step + 1)
+        work = [[run.ranks[0]._work(response) for response in table if response.replica == replica] for replica in range(3)]
+        sums = [sum(part) for part in work]
+        assert max(sums) - min(sums) <= max(0.0101 * sum(sums) / 3, 2 * 40)  # or the difference of two neighbours
+        run.do(1)
+    sampled = sum(counts.sampled for _, counts in run.log)
+    assert 0 < sum(run.moved) < sampled
+
+
+def test_a_step_without_continued_responses_moves_nothing() -> None:
+    run = Run(configured({"tokens": LONGEST}), replicas=3).do(6)
+    assert run.moved == [0] * 6

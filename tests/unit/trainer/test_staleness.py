@@ -14,7 +14,6 @@ import torch.distributed as dist
 from tests.unit.trainer.rollouts import make_batch, make_config, make_rows
 from vapo_mcore.algorithm.weights import Denominators, token_weights
 from vapo_mcore.config import Config
-from vapo_mcore.config.schema import HorizonConfig
 from vapo_mcore.data.packing import schedule
 from vapo_mcore.experience.batches import Experience, distribute
 from vapo_mcore.experience.collecting import SamplingCounts
@@ -23,7 +22,8 @@ from vapo_mcore.experience.sampling import Round
 from vapo_mcore.records.metric_table import METRICS
 from vapo_mcore.records.metrics import StepMetrics
 from vapo_mcore.trainer.advantages import AdvantageEstimator, skipped_tokens, trainable_rows
-from vapo_mcore.trainer.step_metrics import record_horizon, record_mismatch
+from vapo_mcore.trainer.horizon_metrics import record_horizon
+from vapo_mcore.trainer.step_metrics import record_mismatch
 
 # Prompts of 2 tokens. Ages by token: 2 2 1 0 | 0 0 | 3 3 1 | 1 0 (ungraded)
 SEGMENTS = [((2, 2), (1, 1), (1, 0)), ((2, 0),), ((2, 3), (1, 1)), ((1, 1), (1, 0))]
@@ -112,7 +112,7 @@ def test_the_correction_weighs_older_tokens_and_the_mismatch_leaves_them_out() -
     assert torch.equal(experience.sampled_now(), experience.mask & (ages == 0))
     record_mismatch(metrics, experience, 2.0, None, horizon=True)  # type: ignore[arg-type]
     counts = SamplingCounts(1, 2, horizon=HorizonCounts(open=9, finished=4, cut=5, waiting=0, sampled=20, reprefilled=33))
-    record_horizon(metrics, experience, counts, HorizonConfig(tokens=2))
+    record_horizon(metrics, experience, counts, config)
     row = metrics.reduce(None)
     assert row["mismatch/kl"] == row["mismatch/logprob_abs_max"] == 0
     assert row["mismatch/off_policy_beyond_cap_frac"] == pytest.approx(4 / 9)
@@ -120,6 +120,8 @@ def test_the_correction_weighs_older_tokens_and_the_mismatch_leaves_them_out() -
     assert row["mismatch/off_policy_kl"] == pytest.approx(sum(k3) / 9, rel=1e-6)
     assert row["horizon/staleness_mean"] == pytest.approx((2 + 2 + 1 + 3 + 3 + 1) / 9)
     assert (row["horizon/staleness_max"], row["horizon/segments_mean"], row["horizon/segments_max"]) == (3, 2.0, 3)
+    assert row["horizon/staleness_histogram"] == [3, 2, 2, 2] + [0] * 12
+    assert row["horizon/segments_histogram"] == [1, 2, 1] + [0] * 13  # the ungraded response included
     assert (row["horizon/open"], row["horizon/cut"], row["tokens/reprefilled"]) == (9, 5, 33)
     assert (row["horizon/stale_tokens"], row["horizon/stale_responses"]) == (0, 0)
 
@@ -128,12 +130,7 @@ def test_the_correction_weighs_older_tokens_and_the_mismatch_leaves_them_out() -
 def test_stale_tokens_are_counted(stale: str, mean: float, largest: int) -> None:
     config = configured({"max_staleness": 1, "stale": stale})
     metrics = StepMetrics(METRICS)
-    record_horizon(
-        metrics,
-        experience_of(config),
-        SamplingCounts(1, 2, horizon=HorizonCounts(4, 4, 0, 0, 11, 0)),
-        HorizonConfig(tokens=2, max_staleness=1),
-    )
+    record_horizon(metrics, experience_of(config), SamplingCounts(1, 2, horizon=HorizonCounts(4, 4, 0, 0, 11, 0)), config)
     row = metrics.reduce(None)
     assert (row["horizon/stale_tokens"], row["horizon/stale_responses"]) == (4, 2)
     assert (row["horizon/staleness_mean"], row["horizon/staleness_max"]) == (pytest.approx(mean), largest)

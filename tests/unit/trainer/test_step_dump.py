@@ -30,7 +30,9 @@ ROWS = make_rows(
     segments=[((2, 1), (1, 0)), ((1, 0),), ((1, 3), (1, 2)), ()],
 )
 VOCAB = 400  # token ids of make_batch are 100 x row + position
-COUNTS = SamplingCounts(rounds=2, prompts_tried=5, dropped_all_right=1, horizon=HorizonCounts(9, 4, 5, 1, 30, 12))
+COUNTS = SamplingCounts(
+    rounds=2, prompts_tried=5, dropped_all_right=1, horizon=HorizonCounts(9, 4, 5, 1, 30, 12, ((0, 4, 0.1), (2, 8, -0.3)))
+)
 
 
 def write(run: Path, *, ranks: int = 2) -> None:

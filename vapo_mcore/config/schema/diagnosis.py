@@ -25,6 +25,7 @@ Illness = Literal[
     "missed_ends",
     "skipped_updates",
     "untrained_minibatches",
+    "horizon_bias",
 ]
 Ratio = Annotated[float, Field(gt=1)]
 
@@ -101,6 +102,12 @@ class MissedEndRule(CountRule):
     above: NonNegativeFloat = 0.5  # share of the responses
 
 
+class HorizonBiasRule(Section):
+    window: PositiveInt = 10  # RL steps
+    # Bias that the critic's values at cuts put into the mean advantage, relative to advantages/std; by more than twice its standard error.
+    above: PositiveFloat = 0.1
+
+
 class DiagnosisConfig(Section):
     """Rules over the metrics of past steps. One that holds is printed with its evidence and counted; ``null`` switches it off."""
 
@@ -120,4 +127,5 @@ class DiagnosisConfig(Section):
     missed_ends: MissedEndRule | None = MissedEndRule()  # truncated responses with an end-of-turn text
     skipped_updates: CountRule | None = CountRule()  # of updates
     untrained_minibatches: CountRule | None = CountRule()  # of mini-batches
+    horizon_bias: HorizonBiasRule | None = HorizonBiasRule()  # of rollout.horizon with train: segments
     halt_on: tuple[Illness, ...] = Field(strict=False, default=())  # rules that end the run after their step, with a checkpoint

@@ -149,7 +149,13 @@ function binsOf(run, metric, count) {
   if (metric === "position") {
     return { edges: (k) => 100 * share(k), name: (k) => `${format(100 * share(k))} to ${format(100 * share(k + 1))} % of the response`, xLabel: "part of the response, %" };
   }
-  if (metric === "prediction") {
+  if (metric === "horizon/segments_histogram" || metric === "horizon/staleness_histogram") {
+    const [what, first] = metric === "horizon/segments_histogram" ? ["segments", 1] : ["steps old", 0];
+    const text = (k) => `${k === count - 1 ? "at least " : ""}${k + first} ${what}`;
+    const labels = [0, (count >> 1) - 1, count - 1].map((k) => [(k + 0.5) / count, `${k + first}${k === count - 1 ? "+" : ""}`]);
+    return { edges: share, name: text, xLabel: what, labels };
+  }
+  if (metric === "prediction" || metric === "cut") {
     return { edges: (k) => 100 * share(k), name: (k) => `values at ${format(100 * share(k))} to ${format(100 * share(k + 1))} % of the rewards' range`, xLabel: "predicted value, % of the rewards' range" };
   }
   const longest = run.longest ?? count;

@@ -73,6 +73,7 @@ function metaOf(record) {
   const parts = [place(record), verdict(record)];
   if (record.reward !== undefined) parts.push(`reward ${format(record.reward, 4)}`);
   parts.push(`${record.response_length} tokens`, record.finish_reason === "length" ? "truncated by the length limit" : `ended: ${record.finish_reason}`);
+  if (record.segments) parts.push(`sampled in ${record.segments.length} steps, the first ${record.segments[0][1]} steps before`);
   return parts.join(", ");
 }
 

@@ -1,0 +1,68 @@
+"""What runs with ``rollout.horizon`` must leave, on any engine and layout; the runs are made by ``horizon_runs`` of train_worker.py."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tests.training_setup import read_metrics, read_samples
+
+STEPS = 4
+OWN = ("time/", "memory/", "horizon/", "mismatch/off_policy_", "tokens/per_second", "tokens/reprefilled")
+
+
+def horizon_rows(run: Path) -> list[dict[str, Any]]:
+    """The rows without times, and without what only a run with a horizon records."""
+    kept = [{name: value for name, value in row.items() if not name.startswith(OWN)} for row in read_metrics(run)]
+    return [{name: value for name, value in row.items() if not name.endswith("_by_cut")} for row in kept]
+
+
+def exported(run: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in (run / "export" / "hf").glob("*.safetensors")}
+
+
+def samples(run: Path) -> list[list[dict[str, Any]]]:
+    files = [run / "samples" / f"step_{step:04d}.jsonl" for step in range(1, STEPS + 1)]
+    return [read_samples(run, file.stem) if file.exists() else [] for file in files]
+
+
+def assert_nothing_changes(found: Path, plain: Path) -> None:
+    """A horizon as long as the responses: every metric, weight and sample is that of the run without one."""
+    assert len(horizon_rows(plain)) == STEPS
+    assert horizon_rows(found) == horizon_rows(plain)
+    assert exported(found) == exported(plain) != {}
+    assert samples(found) == samples(plain) and all(samples(plain))
+    assert all(row["horizon/cut"] == 0 for row in read_metrics(found))
+
+
+def assert_nothing_is_lost(run: Path, mode: str) -> None:
+    """A short horizon: every response to every prompt drawn has trained once or is open in the last checkpoint."""
+    rows = read_metrics(run)
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    assert all(row["horizon/cut"] > 0 for row in rows) and all(row["tokens/reprefilled"] > 0 for row in rows[1:])
+    assert all(row["mismatch/logprob_abs_max"] <= 1e-3 for row in rows)  # of the tokens that the present policy sampled
+    assert [row["horizon/finished"] for row in rows] == [len(entries) for entries in samples(run)]
+    state = json.loads((run / "checkpoints" / f"step_{STEPS:06d}" / "state.json").read_text())["objects"]["open_responses"]
+    open_ones = [(response["prompt"], response["sample_index"]) for response in state["responses"]]
+    ended = [(entry["prompt_id"], entry["sample_index"]) for entries in samples(run) for entry in entries]
+    names = open_ones + ended
+    assert len(names) == len(set(names)) == 4 * state["drawn"]
+    assert len({name for name, _ in names}) == state["drawn"] == sum(row["sampling/prompts_tried"] for row in rows)
+    assert len(open_ones) == rows[-1]["horizon/cut"]
+    if mode == "segments":
+        assert sum(row["horizon/cuts_ended"] for row in rows) > 0
+        cuts = [len(response["cut_values"]) for response in state["responses"]]
+        assert cuts == [len(response["segments"]) for response in state["responses"]]
+
+
+def assert_resumed(stopped: Path, whole: Path) -> None:
+    """A run that stopped with open responses and was resumed has left what the one that nobody stopped has left."""
+    assert horizon_rows(stopped) == horizon_rows(whole)
+    own = [
+        [{name: value for name, value in row.items() if name.startswith("horizon/")} for row in read_metrics(run)]
+        for run in (stopped, whole)
+    ]
+    assert own[0] == own[1]
+    assert exported(stopped) == exported(whole) != {}
+    assert samples(stopped) == samples(whole)

@@ -1,0 +1,34 @@
+"""Runs with ``rollout.horizon`` on the real vLLM: two replicas, and one of two tensor-parallel ranks. train_worker.py makes the runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.integration.horizon_checks import assert_nothing_changes, assert_nothing_is_lost, assert_resumed
+from tests.torchrun import run_torchrun
+from tests.training_setup import write_setup
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+
+WORKER = Path(__file__).with_name("train_worker.py")
+
+
+def launch(folder: Path, case: str) -> Path:
+    result = run_torchrun(WORKER, 2, str(folder), case, timeout=600)
+    assert result.returncode == 0, result.stdout[-8000:] + result.stderr[-8000:]
+    assert f"case {case} ok" in result.stdout
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["horizon_vllm", "horizon_vllm_tp2"])
+def test_vllm_with_a_horizon(tmp_path: Path, case: str) -> None:
+    """As long as the responses, it changes nothing; shorter, nothing is lost, and a stopped run of two replicas continues bit for bit."""
+    folder = launch(write_setup(tmp_path), case)
+    for mode in ("completed", "segments"):
+        assert_nothing_changes(folder / f"{case}_long_{mode}", folder / f"{case}_none")
+        assert_nothing_is_lost(folder / f"{case}_{mode}", mode)
+        if case == "horizon_vllm":
+            assert_resumed(folder / f"{case}_{mode}_stopped", folder / f"{case}_{mode}")
