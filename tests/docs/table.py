@@ -476,7 +476,13 @@ COMMANDS = [
         slow=True,
     ),
     Command("python benchmarks/gae.py", add="--responses 256 --repeats 1", why="fewer responses", look=looks.json_lines, slow=True),
-    Command("python benchmarks/gpu_step.py", add="--small", why="there is no GPU", look=looks.json_lines, slow=True),
+    Command(
+        "python benchmarks/gpu_step.py",
+        add="--small --engine transformers --skip machine",
+        why="there is no GPU",
+        look=looks.gpu_step_measured,
+        slow=True,
+    ),
     Command(
         "python benchmarks/verdicts.py",
         add="--integers 400 --latex 100 --repeats 1",
