@@ -73,7 +73,6 @@ def certify(config: Config, parallel: ParallelContext, options: CertifyOptions) 
             watchdog.attach(str(output))
         console.print(_headline(config, options))
         bench = Bench(config, parallel, console, stack, output / ".scratch")
-        stack.callback(bench.forget_models)  # with the host memory that is page-locked for them
         records: list[CheckRecord] = []
         machine = _machine(parallel)
         for name, function in functions.items():
@@ -89,6 +88,7 @@ def certify(config: Config, parallel: ParallelContext, options: CertifyOptions) 
             if parallel.rank == 0:
                 page = build_page(certificates.read(path), records, found if old is not None else None)
                 (output / PAGE_NAME).write_text(page, encoding="utf-8")
+        bench.forget_models()  # unlocks their page-locked memory; after an error the device may refuse it
     if old is not None:
         console.print(f"compared with {options.against} of {old.made}:")
         for number, sentence in enumerate(found):
