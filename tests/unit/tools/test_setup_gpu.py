@@ -61,6 +61,7 @@ def test_versions_are_those_of_the_image_and_of_the_package() -> None:
     image = (ROOT / "Dockerfile").read_text()
     for pin in (f"torch=={setup_gpu.TORCH}", f"vllm=={setup_gpu.VLLM}", f"megatron-core=={setup_gpu.MEGATRON}"):
         assert f'"{pin}"' in image
+    assert '".[tracking]"' in image and "requirements/launch.txt" in image
     assert f"transformer-engine[core_cu{setup_gpu.CUDA},pytorch]=={setup_gpu.TRANSFORMER_ENGINE}" in image
     extra = re.search(r"^gpu = (.*)$", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     assert extra is not None and "transformer-engine" not in extra[1].partition("#")[0]  # pip would compile it in isolation
