@@ -102,7 +102,7 @@ def test_a_torch_of_another_build(cuda: str, says: str | None, tmp_path: Path) -
     if says is None:
         setup_gpu.require_cuda_build(python)
         return
-    with pytest.raises(SetupError, match=rf"pip took torch 2.13.0\+x, {says}, and CUDA 13 is needed: an index .* PIP_EXTRA_INDEX_URL"):
+    with pytest.raises(SetupError, match=rf"pip took torch 2.13.0\+x, {says}, and CUDA 13 is needed: an index .*PIP_EXTRA_INDEX_URL"):
         setup_gpu.require_cuda_build(python)
 
 
