@@ -1,4 +1,6 @@
 # make setup       environment in .venv for a machine without a GPU; PYTHON=python3.12 and VENV=FOLDER choose another Python and folder
+# make setup-gpu   environment of a machine with NVIDIA GPUs (torch, vLLM, Transformer Engine, Megatron-Core, in the order that works);
+#                  SETUP_OPTIONS=--dry-run prints its commands
 # make quickstart  setup, then train the tiny model with VAPO; SETTINGS="run.steps=5 seed=7" changes settings of the recipe
 # make quickstart-critic  the same on a game whose state the critic can read off the text (docs/critic.md)
 # make certify     measure on the quickstart's recipe whether trainer, engine, critic and graders agree (docs/certify.md)
@@ -24,13 +26,16 @@ TINY := models/tiny/.made
 GAME := models/tiny_game/.made
 BENCHMARKS := $(filter-out benchmarks/gpu_%,$(wildcard benchmarks/*.py))
 
-.PHONY: setup python quickstart quickstart-critic certify test test-fast test-slow test-docs test-docs-slow test-chaos test-slurm test-mcore-next lint format bench clean
+.PHONY: setup setup-gpu python quickstart quickstart-critic certify test test-fast test-slow test-docs test-docs-slow test-chaos test-slurm test-mcore-next lint format bench clean
 
 setup: $(INSTALLED)
 
 $(INSTALLED): requirements/cpu.txt requirements/torch_cuda.txt pyproject.toml tools/setup_environment.py | python
 	@$(PYTHON) tools/setup_environment.py --venv $(VENV)
 	@touch $@
+
+setup-gpu: | python
+	@$(PYTHON) tools/setup_gpu.py --venv $(VENV) $(SETUP_OPTIONS)
 
 # A PYTHON that is given is checked although the environment may exist: another version needs another folder.
 python:

@@ -1,226 +1,242 @@
-"""Check that one GPU computes the same numbers as the CPU, and measure its speed, in a few minutes.
+"""The first hour with a GPU, in one command: is what it computes right, how fast is it, and how much memory does it take?
 
-    python benchmarks/gpu_step.py                  on a machine with a CUDA device (about two minutes on a data-centre card)
-    python benchmarks/gpu_step.py --small          tiny model on any device, for CI
+    python benchmarks/gpu_step.py                    on a machine with a CUDA device: a random model of 1.5 billion parameters
+    python benchmarks/gpu_step.py --model FOLDER     the same with a model of yours
+    python benchmarks/gpu_step.py --small            a tiny model on any device
+    python benchmarks/gpu_step.py --skip machine,memory
 
-Prints JSON lines: ``parity`` (differences of log-probs, loss and gradient norm between GPU and CPU, float32 without TF32), ``train_step``
-(tokens/s and model FLOPs utilisation of a bfloat16 model), ``offload`` (GB/s in each direction, bytes left on the device),
-``logprob_memory`` (peak memory of the log-prob function over the logits' bytes). Needs no files: weights are random, from a seed.
+Each part is a check of ``vapo-mcore certify`` (docs/certify.md) or of ``gpu_checks.py``. One that fails does not hide the others, nor
+does one that crashes or hangs: the rest runs in another process. Prints a table and writes ``DIR/gpu_step.json`` (docs/gpu_status.md
+explains it); ``DIR/process_N`` has what each process printed and its certificate. Exit code: 0, 1 after a warning, 2 after a failure.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import importlib.util
 import json
 import os
-import statistics
+import re
+import shutil
+import signal
 import subprocess
 import sys
-import tempfile
 import time
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors.torch import load_file, save_file
-from torch import Tensor
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
 
-from vapo_mcore.config.architecture import ModelArchitecture
-from vapo_mcore.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
-from vapo_mcore.data.microbatch import MicroBatch
-from vapo_mcore.data.thd import ThdLayout
-from vapo_mcore.megatron.engine import MegatronModel
-from vapo_mcore.megatron.host import HAS_CUDA
-from vapo_mcore.megatron.logprob import vocab_parallel_logprobs
-from vapo_mcore.megatron.offload import Residency
-from vapo_mcore.megatron.parallel import ParallelContext, initialize_parallel
+from benchmarks.gpu_model import QWEN_1_5B, SMALL, write_model, write_recipe  # noqa: E402
 
-PEAK_BF16_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}
-"""Dense bfloat16 peak of a card whose name contains the key (vendors' data sheets)."""
-
-
-def architecture(layers: int, hidden: int, ffn: int, heads: int, kv_heads: int, vocab: int) -> ModelArchitecture:
-    return ModelArchitecture(
-        family="qwen2",
-        num_layers=layers,
-        hidden_size=hidden,
-        ffn_hidden_size=ffn,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        head_dim=hidden // heads,
-        vocab_size=vocab,
-        max_position_embeddings=32768,
-        rms_norm_eps=1e-6,
-        rope_theta=1e6,
-        rope_scaling=None,
-        tie_word_embeddings=False,
-        qkv_bias=True,
-        attention_output_bias=False,
-        qk_norm=False,
-    )
+FORMAT = 1
+PARTS: Mapping[str, tuple[str, str]] = {
+    "machine": ("machine", "the doctor's findings, plan's verdict"),
+    "logprobs": ("trainer", "parity of log-probs and hidden states with transformers in float32"),
+    "values": ("critic", "parity of values with transformers in float32"),
+    "engine": ("engine", "weights and log-probs of the rollout engine against the trainer's"),
+    "offload": ("offload", "ten cycles of offloading, bit for bit"),
+    "rates": ("rates", "tokens/s and model FLOPs utilisation of log-probs, training and decoding; GB/s of offloading; seconds of a sync"),
+    "sleep": (f"{HERE / 'gpu_checks.py'}:sleep", "seconds in which the engine sleeps and wakes up"),
+    "memory": (f"{HERE / 'gpu_checks.py'}:memory", "peak of every stage against plan's prediction"),
+    "logprob_memory": (f"{HERE / 'gpu_checks.py'}:logprob_memory", "what log-probs need besides the logits"),
+}
+"""Part -> check of ``certify``, what it measures."""
+EXIT_CODES = {"holds": 0, "information": 0, "not applicable": 0, "skipped": 0, "warning": 1, "fails": 2}
 
 
-SMALL = architecture(2, 64, 128, 4, 2, 512)
-QWEN_1_5B = architecture(28, 1536, 8960, 12, 2, 151936)
+def main() -> int:
+    listed = "\n".join(f"  {name:<15} {what}" for name, (_, what) in PARTS.items())
+    parser = argparse.ArgumentParser(description=f"{__doc__}\nParts:\n{listed}", formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, help="a Hugging Face folder with a tokenizer (default: random weights)")
+    parser.add_argument("--small", action="store_true", help="tiny sizes, on any device")
+    parser.add_argument("--engine", choices=("vllm", "transformers"), help="rollout engine (default: vllm where it is installed)")
+    parser.add_argument("--skip", default="", metavar="PARTS", help="parts to leave out, separated by commas")
+    parser.add_argument("--output", type=Path, default=Path("runs/gpu_step"), metavar="DIR", help="folder for the results (runs/gpu_step)")
+    parser.add_argument("--minutes", type=float, default=15.0, help="limit of each part (15)")
+    parser.add_argument("--parts", nargs=2, help=argparse.SUPPRESS)  # of a process that this program starts, and the recipe
+    options = parser.parse_args()
+    if options.parts is not None:
+        return run_here(options.parts[0].split(","), options.parts[1], options.output)
+    skipped = [name.strip() for name in options.skip.split(",") if name.strip()]
+    if unknown := sorted(set(skipped) - set(PARTS)):
+        parser.error(f"--skip {', '.join(unknown)}: unknown; there are {', '.join(PARTS)}")
+    if options.minutes <= 0:
+        parser.error(f"--minutes {options.minutes:g}: use a positive number")
+    if options.model is not None and not (options.model / "config.json").is_file():
+        parser.error(f"--model {options.model}: has no config.json")
+    import torch
+
+    if not torch.cuda.is_available() and not options.small:
+        parser.error("no CUDA device; --small runs everything that needs none on the CPU")
+    return measure([name for name in PARTS if name not in skipped], skipped, options)
 
 
-class TokenLoss:
-    """Negative log-likelihood (policy) or half squared values (critic), weighted per token."""
+def measure(names: Sequence[str], skipped: Sequence[str], options: argparse.Namespace) -> int:
+    """Run the parts, write the results and print them; returns the exit code."""
+    import torch
 
-    tensors = ("weight",)
-    temperature = 1.0
-    needs_entropy = False
-
-    def __call__(self, outputs: dict[str, Tensor], batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        term = -outputs["logprobs"] if "logprobs" in outputs else outputs["values"].square() / 2
-        return (term * batch["weight"]).sum(), {}
-
-
-@torch.no_grad()
-def random_weights(chunks: list[Any]) -> None:
-    """Fill the weights with numbers drawn on the host, so that they are equal on every device."""
-    generator = torch.Generator().manual_seed(0)
-    for chunk in chunks:
-        for name, parameter in chunk.named_parameters():
-            if "norm" in name:
-                parameter.fill_(1.0)
-                continue
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.02)
-
-
-def build(role: Any, shape: ModelArchitecture, dtype: Any, parallel: ParallelContext) -> MegatronModel:
-    # float32 is used for the comparison with the CPU; Transformer Engine would compute it in TF32.
-    settings = ModelConfig(path="unused: weights are random", dtype=dtype, attention="sdpa" if dtype == "float32" else "auto")
-    return MegatronModel(
-        role, shape, settings, parallel, load_weights=random_weights, optimizer=OptimizerConfig(lr=1e-6, warmup_rollouts=0)
-    )
-
-
-def batches(shape: ModelArchitecture, lengths: list[list[int]], device: torch.device) -> list[MicroBatch]:
-    generator = torch.Generator().manual_seed(1)
-    total = sum(map(sum, lengths))
-    result = []
-    for part in lengths:
-        count = sum(part)
-        tensors = {
-            "tokens": torch.randint(0, shape.vocab_size, (count,), generator=generator),
-            "response_mask": torch.ones(count, dtype=torch.bool),
-            "weight": torch.full((count,), 1.0 / total),
-        }
-        moved = {name: tensor.to(device) for name, tensor in tensors.items()}
-        result.append(MicroBatch(ThdLayout(part, device=device), torch.arange(len(part)), moved))
-    return result
+    output: Path = options.output.absolute()
+    output.mkdir(parents=True, exist_ok=True)
+    size = SMALL if options.small else QWEN_1_5B
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    engine = options.engine or ("vllm" if importlib.util.find_spec("vllm") is not None else "transformers")
+    model = options.model.absolute() if options.model is not None else output / "model"
+    print(f"{device}, rollout by {engine}; results in {options.output}", flush=True)
+    if options.model is None:
+        print(f"  writing {model} (random weights)", flush=True)
+        shutil.rmtree(model, ignore_errors=True)
+        write_model(model, size)
+    parts = run_parts(list(names), write_recipe(output, model, size, engine), output, 60 * options.minutes)
+    parts |= {name: {"verdict": "skipped"} for name in skipped}
+    result = {
+        "format": FORMAT,
+        "made": time.strftime("%Y-%m-%d %H:%M:%S"),
+        "device": device,
+        "torch": torch.__version__,
+        "engine": engine,
+        "model": str(options.model) if options.model is not None else f"random weights: {size}",
+        "parts": parts,
+        "numbers": numbers(parts),
+    }
+    file = output / "gpu_step.json"
+    file.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    if options.model is None:
+        shutil.rmtree(model, ignore_errors=True)
+    print("\n".join(summary(parts)))
+    print(f"written: {file}")
+    return max((EXIT_CODES[part["verdict"]] for part in parts.values()), default=0)
 
 
-def parity_numbers(parallel: ParallelContext) -> dict[str, Tensor]:
-    model = build("policy", SMALL, "float32", parallel)
-    parts = batches(SMALL, [[37, 5, 1], [120, 2], [64]], parallel.device)
-    logprobs = torch.cat(model.forward(parts)["logprobs"]).cpu()
-    result = model.train_step(parts, TokenLoss())
-    return {"logprobs": logprobs, "loss": torch.tensor(result.metrics["loss"]), "grad_norm": torch.tensor(result.grad_norm)}
+# --------------------------------------------------------------------------------------------------------------------- processes
 
 
-def parity(parallel: ParallelContext) -> dict[str, Any]:
-    """Compare this process's device with a CPU-only process."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "cpu.safetensors"
-        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-        subprocess.run([sys.executable, __file__, "--write-parity", str(path)], env=environment, check=True)
-        expected = load_file(path)
-    got = parity_numbers(parallel)
-    errors = {name: float((got[name].double() - value.double()).abs().max()) for name, value in expected.items()}
-    return {"benchmark": "parity", **errors, "equal_to_1e-5": all(error <= 1e-5 for error in errors.values())}
+def run_here(names: Sequence[str], recipe: str, output: Path) -> int:
+    """Run parts in this process. Returns certify's exit code."""
+    from vapo_mcore import cli
+
+    return cli.main(["certify", recipe, "--checks", ",".join(PARTS[name][0] for name in names), "--output", str(output)])
 
 
-def synchronize() -> None:
-    if HAS_CUDA:
-        torch.cuda.synchronize()
+def run_parts(names: list[str], recipe: Path, output: Path, seconds: float) -> dict[str, Any]:
+    """Return the parts' records. Parts that come after one that ends its process run in the next one; ``seconds``: limit of each part."""
+    found: dict[str, Any] = {}
+    left, number = list(names), 0
+    while left:
+        number += 1
+        run = Run(left, recipe, output / f"process_{number}", seconds)
+        for name, part in run.parts():
+            found[name] = part
+            print("\n".join([f"{name}: {PARTS[name][1]}", *table(part)]), flush=True)
+        left = [name for name in left if name not in found]
+        if run.code == 2 and not run.records():  # the configuration itself is refused, in every process
+            found |= {name: {**run.failure(), "measurements": []} for name in left}
+            break
+    return found
 
 
-def train_step(shape: ModelArchitecture, lengths: list[list[int]], parallel: ParallelContext) -> tuple[dict[str, Any], MegatronModel]:
-    model = build("policy", shape, "bfloat16", parallel)
-    parts = batches(shape, lengths, parallel.device)
-    seconds = []
-    for _ in range(4):
-        synchronize()
-        begin = time.perf_counter()
-        model.train_step(parts, TokenLoss())
-        synchronize()
-        seconds.append(time.perf_counter() - begin)
-    tokens, step = sum(map(sum, lengths)), statistics.median(seconds[1:])
-    parameters = sum(parameter.numel() for chunk in model.chunks for parameter in chunk.parameters())
-    attention = sum(
-        6 * length * length * shape.num_attention_heads * shape.head_dim * shape.num_layers for part in lengths for length in part
-    )
-    flops = 6 * (parameters - shape.vocab_size * shape.hidden_size) * tokens + attention  # the embedding look-up has no FLOPs
-    peak = next((value for key, value in PEAK_BF16_FLOPS.items() if key in device_name()), None)
-    facts = {"benchmark": "train_step", "parameters": parameters, "tokens": tokens, "seconds": round(step, 4)}
-    facts |= {"tokens_per_second": round(tokens / step), "mfu": round(flops / step / peak, 4) if peak else None}
-    return facts, model
+class Run:
+    """A process with parts, started as this process was.
+
+    Args:
+        folder: for its certificate and ``output.log``.
+        seconds: it is ended if a part takes longer.
+    """
+
+    def __init__(self, names: Sequence[str], recipe: Path, folder: Path, seconds: float) -> None:
+        self.names, self.folder, self.seconds = list(names), folder, seconds
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        self.log = folder / "output.log"
+        # The interpreter with its options and the program: what comes before this program's own arguments.
+        program = sys.orig_argv[: len(sys.orig_argv) - len(sys.argv[1:])]
+        command = [*program, "--parts", ",".join(names), str(recipe), "--output", str(folder)]
+        with self.log.open("w", encoding="utf-8") as file:
+            self.process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+            )
+        self.code: int | None = None
+        self.ended = ""
+
+    def records(self) -> dict[str, Any]:
+        """Part -> record of its check, of those that are complete."""
+        try:
+            checks = json.loads((self.folder / "certificate.json").read_text(encoding="utf-8"))["checks"]
+        except OSError:
+            return {}
+        return {name: checks[PARTS[name][0]] for name in self.names if PARTS[name][0] in checks}
+
+    def parts(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield each part when it is done, and at the end the one that ended the process."""
+        told: set[str] = set()
+        since = time.monotonic()
+        try:
+            while True:
+                ended = self.process.poll() is not None
+                late = not ended and time.monotonic() - since > self.seconds
+                for name, record in self.records().items():
+                    if name not in told:
+                        told.add(name)
+                        since = time.monotonic()
+                        yield name, {key: record[key] for key in ("verdict", "seconds", "measurements", "details")}
+                if ended or late:
+                    break
+                time.sleep(0.2)
+        finally:
+            self.code = self.process.poll()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)  # with what it has started
+            self.process.wait()
+        if self.code is None:
+            self.ended = f"not done after {self.seconds / 60:g} minutes (--minutes)"
+        else:
+            self.ended = f"exit code {self.code}" if self.code >= 0 else f"killed by {signal.Signals(-self.code).name}"
+        missing = [name for name in self.names if name not in told]
+        if missing:
+            yield missing[0], {**self.failure(), "seconds": round(time.monotonic() - since, 1), "measurements": []}
+        elif self.code not in (0, 1, 2):  # all was measured, and then it did not end well
+            last = self.names[-1]
+            yield last, {**self.records()[last], **self.failure()}
+
+    def failure(self) -> dict[str, Any]:
+        """Say how the process ended, with the last line that names an error, else its last line."""
+        lines = [line.strip() for line in self.log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+        errors = [line for line in lines if re.search(r"error|fault", line, re.IGNORECASE)]
+        last = (errors or lines or ["no output"])[-1][:400]
+        return {"verdict": "fails", "message": f"{self.ended}: {last}", "log": str(self.log)}
 
 
-def offload(policy: MegatronModel, shape: ModelArchitecture, parallel: ParallelContext) -> dict[str, Any]:
-    critic = build("critic", shape, "bfloat16", parallel)
-    critic.train_step(batches(shape, [[16]], parallel.device), TokenLoss())
-    residency = Residency(enabled=True)
-    for model in (policy, critic):  # allocates the host buffers; not timed
-        residency.add(model)
-    with residency.all_resident():
-        state = residency.device_bytes()
-    left = torch.cuda.memory_allocated() if HAS_CUDA else residency.device_bytes()
-    times: dict[str, list[float]] = {"onload": [], "offload": []}
-    for _ in range(3):
-        for name, stage in (("onload", "policy_update"), ("offload", "generate")):
-            if stage == "generate":
-                residency.mark_changed("policy")
-            moved, begin = (residency.traffic.to_device, residency.traffic.to_host), time.perf_counter()
-            residency.enter(stage)  # type: ignore[arg-type]
-            took = time.perf_counter() - begin
-            change = residency.traffic.to_device - moved[0] + residency.traffic.to_host - moved[1]
-            times[name].append(change / took / 1e9)
-    rates = {f"{name}_gb_per_second": round(statistics.median(values), 2) for name, values in times.items()}
-    return {"benchmark": "offload", "state_bytes": state, "host_bytes": residency.host_bytes(), "bytes_left_on_device": left, **rates}
+# ------------------------------------------------------------------------------------------------------------------------ output
 
 
-def logprob_memory(tokens: int, vocab: int, device: torch.device) -> dict[str, Any]:
-    logits = torch.randn(tokens, vocab, device=device).bfloat16().requires_grad_()
-    labels = torch.randint(0, vocab, (tokens,), device=device)
-    if HAS_CUDA:
-        torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated() if HAS_CUDA else 0
-    logprobs, entropies = vocab_parallel_logprobs(logits, labels, vocab_size=vocab, entropy=True)
-    assert entropies is not None
-    (logprobs.sum() + entropies.sum()).backward()
-    extra = torch.cuda.max_memory_allocated() - before if HAS_CUDA else None
-    size = logits.numel() * logits.element_size()
-    return {"benchmark": "logprob_memory", "logits_bytes": size, "extra_over_logits": round(extra / size, 3) if extra is not None else None}
+def table(part: Mapping[str, Any]) -> list[str]:
+    """A part's measurements, one a line, with the remedy of what does not hold."""
+    lines = [f"  {'fails':<14} {part['message']} (log: {part['log']})"] if "message" in part else []
+    for entry in part["measurements"]:
+        tolerance = f" [{entry['tolerance']}]" if entry["tolerance"] else ""
+        lines.append(f"  {entry['verdict']:<14} {entry['what']}: {entry['measured']}{tolerance}")
+        if entry["remedy"] and entry["verdict"] in ("fails", "warning"):
+            lines.append(f"  {'':<14} remedy: {entry['remedy']}")
+    return lines
 
 
-def device_name() -> str:
-    return torch.cuda.get_device_name() if HAS_CUDA else "CPU"
+def summary(parts: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """One line a part."""
+    return ["", *(f"{name:<15} {part['verdict']:<15} {part.get('seconds', 0):>7.1f} s" for name, part in parts.items())]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--small", action="store_true", help="tiny sizes")
-    parser.add_argument("--write-parity", type=Path, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if not HAS_CUDA and not arguments.small and not arguments.write_parity:
-        parser.error("no CUDA device; --small runs everything on the CPU")
-    torch.set_float32_matmul_precision("highest")
-    parallel = initialize_parallel(ParallelConfig())
-    if arguments.write_parity:
-        save_file(parity_numbers(parallel), arguments.write_parity)
-        return
-    shape, lengths = (SMALL, [[40, 20], [50]]) if arguments.small else (QWEN_1_5B, [[4096, 2048, 1024, 1024]] * 4)
-    card = {"device": device_name(), "torch": torch.__version__}
-    print(json.dumps(parity(parallel) | card), flush=True)
-    facts, policy = train_step(shape, lengths, parallel)
-    print(json.dumps(facts | card), flush=True)
-    print(json.dumps(offload(policy, shape, parallel) | card), flush=True)
-    tokens, vocab = (64, 512) if arguments.small else (8192, 19008)
-    print(json.dumps(logprob_memory(tokens, vocab, parallel.device) | card), flush=True)
+def numbers(parts: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
+    """Return the numbers of all measurements that have one, by "part: measurement"."""
+    return {
+        f"{name}: {entry['what']}": entry["value"]
+        for name, part in parts.items()
+        for entry in part.get("measurements", ())
+        if entry["value"] is not None
+    }
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -20,7 +20,7 @@ import sysconfig
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -184,8 +184,8 @@ def require_space(venv: Path, build: str) -> None:
         )
 
 
-def run_pip(python: Path, arguments: list[str], label: str, log: Path, venv: Path) -> None:
-    """Run pip with its output in ``log``, and print progress lines while it runs.
+def run_pip(python: Path, arguments: list[str], label: str, log: Path, venv: Path, environment: Mapping[str, str] | None = None) -> None:
+    """Run pip with its output in ``log``, and print progress lines while it runs. ``environment``: further variables.
 
     Raises:
         SetupError: pip failed; the message gives the reason in one line.
@@ -194,7 +194,8 @@ def run_pip(python: Path, arguments: list[str], label: str, log: Path, venv: Pat
     command = [str(python), "-m", "pip", arguments[0], *quiet, *arguments[1:]]
     lines: list[str] = []
     begin = time.monotonic()
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace") as process:
+    variables = {**os.environ, **(environment or {})}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", env=variables) as process:
         assert process.stdout is not None
         stream = process.stdout
 

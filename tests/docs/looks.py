@@ -104,6 +104,16 @@ def table_is_in_page(name: str) -> Callable[[Path, str], None]:
     return look
 
 
+def gpu_step_measured(tree: Path, output: str) -> None:
+    """docs/gpu_status.md: its parts and numbers; without a GPU nothing is said of memory."""
+    result = json.loads((tree / "runs" / "gpu_step" / "gpu_step.json").read_text(encoding="utf-8"))
+    verdicts = {name: part["verdict"] for name, part in result["parts"].items()}
+    assert verdicts.pop("memory") == verdicts.pop("logprob_memory") == "not applicable"
+    assert set(verdicts.values()) == {"holds", "information", "skipped"}, verdicts
+    assert result["numbers"]["logprobs: mean |dlogp|, float32"] < 1e-5
+    assert result["numbers"]["rates: generation"] > 0
+
+
 def json_lines(tree: Path, output: str) -> None:
     """make bench and the programs in benchmarks/ print a JSON object a line."""
     lines = [line for line in output.splitlines() if line.startswith("{")]

@@ -37,6 +37,7 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
         "dp": {},
         "tp": {"tensor_model_parallel_size": 2},
         "pp": {"pipeline_model_parallel_size": 2},
+        "pp, equal": {"pipeline_model_parallel_size": 2, "equal_microbatches": True},
         "cp": {"context_parallel_size": 2},
         "interleaved": {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
     },
@@ -44,7 +45,7 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
 
 
 def run_case(options: dict[str, Any], world: int) -> dict[str, Any]:
-    layout = {name: options.pop(name) for name in list(options) if name.endswith("_size")}
+    layout = {name: options.pop(name) for name in list(options) if name.endswith("_size") or name == "equal_microbatches"}
     parallel = initialize_parallel(ParallelConfig(world_size=world, **layout))
     head_only, let_go = options.pop("head_only", False), options.pop("let_go", False)
     counted: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""A whole run from the command line on the fake device: value pretraining, an RL step, checkpoints, export, and its evaluation."""
+"""A whole run from the command line on the fake device: value pretraining, RL steps with a resume between them, export, its evaluation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from tests.training_setup import assert_same_means, read_metrics, write_setup
 SETTINGS = (
     "parallel.world_size=1",
     "model.offload=true",
-    "run.steps=1",
     "rollout.max_response_length=24",
     "critic.value_pretraining={steps: 1, lr: 0.01, head_only: true}",
     "algorithm.kl={place: loss, kind: k3, coef: 0.1}",
@@ -33,10 +32,11 @@ def run(folder: Path, kind: str, command: str, *arguments: str) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Runs "fake" and "plain", and evaluations of their exports."""
+    """Runs "fake" and "plain", each resumed after a step in a new process, and evaluations of their exports."""
     folder = write_setup(tmp_path_factory.mktemp("fake_cuda_cli"), model="qwen2_tied")
     for kind in KINDS:
-        run(folder, kind, "train")
+        run(folder, kind, "train", "run.steps=1")
+        run(folder, kind, "train", "--resume", "run.steps=2")
         run(folder, kind, "eval", "--checkpoint", str(folder / kind / "export" / "hf"))
     return folder
 
@@ -54,7 +54,7 @@ def weights(run: Path) -> dict[str, Any]:
 
 def test_metrics_are_those_of_the_cpu(folder: Path) -> None:
     found, expected = rows(folder / "fake"), rows(folder / "plain")
-    assert [(row["stage"], row["step"]) for row in found] == [("rl", 0), ("value_pretraining", 1), ("rl", 1)]
+    assert [(row["stage"], row["step"]) for row in found] == [("rl", 0), ("value_pretraining", 1), ("rl", 1), ("rl", 2)]
     for row, other in zip(found, expected, strict=True):
         assert row.keys() == other.keys()
         for name, value in other.items():
@@ -76,6 +76,8 @@ def test_exports_are_those_of_the_cpu(folder: Path) -> None:
 def test_the_peak_of_a_step_is_measured_and_models_take_turns(folder: Path) -> None:
     """More than the larger update's state in float32 (16 bytes an element), less than both models' state at once."""
     parameters = sum(tensor.numel() for tensor in weights(folder / "fake").values())
-    pretraining, rl = (row["memory/device_peak_gib"] * 2**30 for row in read_metrics(folder / "fake")[1:])
-    assert 16 * parameters < rl < 2 * 16 * parameters
-    assert pretraining < rl / 2  # of the critic only a head is trained
+    pretraining, *steps = (row["memory/device_peak_gib"] * 2**30 for row in read_metrics(folder / "fake")[1:])
+    assert len(steps) == 2
+    for rl in steps:
+        assert 16 * parameters < rl < 2 * 16 * parameters
+        assert pretraining < rl / 2  # of the critic only a head is trained

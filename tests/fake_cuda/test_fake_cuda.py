@@ -32,7 +32,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
     return found
 
 
-CASES = ("one", "bfloat16, recomputed", "cpu optimizer", "head only", "dp", "tp", "pp", "cp", "interleaved")
+CASES = ("one", "bfloat16, recomputed", "cpu optimizer", "head only", "dp", "tp", "pp", "pp, equal", "cp", "interleaved")
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -78,6 +78,14 @@ def test_synchronisations_do_not_grow_with_micro_batches(results: dict[str, dict
             assert few == many, name
             waits = {place: count for place, count in few.items() if "hybrid_optimizer" not in place}
             assert sum(waits.values()) <= (0 if name.endswith("forward") else 10), (name, waits)
+
+
+def test_equal_microbatches_save_the_exchange_of_shapes(results: dict[str, dict[str, Any]]) -> None:
+    """``parallel.equal_microbatches``: without it pipeline stages tell each other the shapes, and wait, at every micro-batch."""
+    for rank, equal in zip(results["pp"]["fake"], results["pp, equal"]["fake"], strict=True):
+        for name in ("policy forward", "policy step"):
+            few, many = (sum(counts.values()) for counts in rank["syncs"][name])
+            assert many > few > sum(equal["syncs"][name][0].values()), name
 
 
 WORDS = {

@@ -73,20 +73,22 @@ def certify(config: Config, parallel: ParallelContext, options: CertifyOptions) 
             watchdog.attach(str(output))
         console.print(_headline(config, options))
         bench = Bench(config, parallel, console, stack, output / ".scratch")
-        records = []
+        records: list[CheckRecord] = []
+        machine = _machine(parallel)
         for name, function in functions.items():
             with console.waiting(f"check {name}"):
                 records.append(_run(bench, name, function))
             for line in lines_of(records[-1]):
                 console.print(line)
-        machine = _machine(parallel)
+            with fail_together():  # after each check: a crash in a later one leaves what has been measured
+                if parallel.rank == 0:
+                    path = certificates.write(certificates.make(config, records, machine), output)
         found = [] if old is None else differences(old, config, records)
         with fail_together():
             if parallel.rank == 0:
-                certificate = certificates.make(config, records, machine)
-                page = build_page(certificate, records, found if old is not None else None)
-                path = certificates.write(certificate, output)
+                page = build_page(certificates.read(path), records, found if old is not None else None)
                 (output / PAGE_NAME).write_text(page, encoding="utf-8")
+        bench.forget_models()  # unlocks their page-locked memory; after an error the device may refuse it
     if old is not None:
         console.print(f"compared with {options.against} of {old.made}:")
         for number, sentence in enumerate(found):

@@ -21,11 +21,14 @@ class MicroBatch:
         layout: padding and context-parallel split of the sequences.
         rows: int64 ``[n]``, indices of the rows in the local ``RolloutBatch``, in packed order; empty for a dummy.
         tensors: name to token-aligned, unpadded tensor ``[layout.num_tokens, ...]`` in packed order, on the layout's device.
+        index: int64 ``[layout.num_tokens]`` on the layout's device, positions of the tokens in the local ``RolloutBatch``: kept, because
+            making it again for every pass would make the host wait for the device. None without a batch.
     """
 
     layout: ThdLayout
     rows: Tensor
     tensors: dict[str, Tensor]
+    index: Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.rows.numel() != self.layout.num_sequences:
@@ -67,9 +70,11 @@ def make_microbatch(
         device=device,
     )
     index = token_index(batch.cu_seqlens, rows)
+    on_device = index.to(layout.device, non_blocking=True)
     wanted = list(batch.tensors) if names is None else list(names)
     tensors = {}
     for name in wanted:
         source = batch[name]
-        tensors[name] = source.index_select(0, index.to(source.device)).to(device, non_blocking=True)
-    return MicroBatch(layout, rows, tensors)
+        mine = on_device if source.device == on_device.device else index
+        tensors[name] = source.index_select(0, mine).to(device, non_blocking=True)
+    return MicroBatch(layout, rows, tensors, on_device)

@@ -285,16 +285,16 @@ class RolloutBatch:
             raise ValueError("this rank does not hold all of the requested rows")
         return order[place]
 
-    def scatter_rows(self, name: str, parts: Sequence[Tensor], rows: Sequence[Tensor], fill: float = 0.0) -> None:
+    def scatter_tokens(self, name: str, parts: Sequence[Tensor], indices: Sequence[Tensor], fill: float = 0.0) -> None:
         """Store per-micro-batch results as a tensor of this batch.
 
-        ``parts[k]`` is ``[tokens of rows[k], ...]`` in packed order, as the engine returns it for a micro-batch with rows ``rows[k]``.
-        Tokens of rows in no part get ``fill``.
+        ``parts[k]`` is ``[tokens, ...]`` in packed order, as the engine returns it for a micro-batch whose tokens are at ``indices[k]``
+        (``MicroBatch.index``). Tokens in no part get ``fill``.
         """
         like = parts[0] if parts else torch.empty(0)
         out = like.new_full((self.num_tokens, *like.shape[1:]), fill)
-        for part, chosen in zip(parts, rows, strict=True):  # one by one: choices of experts are large
-            out.index_copy_(0, token_index(self.cu_seqlens, chosen).to(out.device), part)
+        for part, index in zip(parts, indices, strict=True):  # one by one: choices of experts are large
+            out.index_copy_(0, index.to(out.device), part)
         self[name] = out
 
     def to(self, device: torch.device | str) -> RolloutBatch:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import re
 import shutil
@@ -12,6 +11,7 @@ from pathlib import Path
 
 from vapo_mcore.doctor.report import Finding
 from vapo_mcore.launch.environment import CACHES, compute_capabilities, process_defaults
+from vapo_mcore.megatron.devices import installed_versions, transformer_engine_fault
 
 _HEADERS = ("cudnn.h", "nccl.h")
 _RELEASE = re.compile(r"release (\d+)\.(\d+)")
@@ -28,35 +28,16 @@ def gpu_findings(processes: int, launched: bool, environment: Mapping[str, str] 
     return findings
 
 
-def installed_versions() -> dict[str, str]:
-    """Versions of the installed parts of Transformer Engine."""
-    versions = {}
-    for name in ("transformer-engine", "transformer-engine-cu12", "transformer-engine-cu13", "transformer-engine-torch"):
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return versions
-
-
 def transformer_engine(versions: Mapping[str, str], cuda: str) -> Finding:
     """Whether the parts of Transformer Engine fit each other and torch. ``versions``: of ``installed_versions``; ``cuda``: torch's."""
-    check, again = "Transformer Engine", "pip uninstall --yes " + " ".join(versions) + ", then install it as docs/cluster.md says"
-    cores = [name for name in versions if re.fullmatch(r"transformer-engine-cu\d+", name)]
+    check = "Transformer Engine"
     if not versions:
         return Finding(check, "warn", "not installed: no model.attention=te, no fused layers; docs/cluster.md has its installation")
-    if len(cores) > 1:
-        return Finding(check, "FAIL", f"{' and '.join(cores)} are both installed and overwrite each other's library; {again}")
-    if not cores:
-        return Finding(check, "FAIL", f"transformer-engine without its library (transformer-engine-cu{cuda.partition('.')[0]}); {again}")
-    if "transformer-engine-torch" not in versions:
-        return Finding(check, "FAIL", f"its extension for torch is missing, and `import megatron.core` fails without it; {again}")
-    if len(set(versions.values())) > 1:
-        mixed = ", ".join(f"{name} {version}" for name, version in versions.items())
-        return Finding(check, "FAIL", f"parts of different versions: {mixed}; {again}")
-    if cores[0] != f"transformer-engine-cu{cuda.partition('.')[0]}":
-        return Finding(check, "FAIL", f"{cores[0]}, but torch is built with CUDA {cuda}; {again}")
-    return Finding(check, "ok", f"{versions['transformer-engine-torch']} with {cores[0]}")
+    fault = transformer_engine_fault(versions, cuda)
+    if fault is not None:
+        return Finding(check, "FAIL", fault)
+    library = next(name for name in versions if name.startswith("transformer-engine-cu"))
+    return Finding(check, "ok", f"{versions['transformer-engine-torch']} with {library}")
 
 
 def toolkit(cuda: str, environment: Mapping[str, str] = os.environ) -> Finding:

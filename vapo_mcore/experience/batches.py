@@ -115,8 +115,9 @@ class Experience:
 
     def store(self, name: str, parts: Sequence[Tensor]) -> None:
         """Store a per-token model output in ``batch``. ``parts`` has one tensor per micro-batch, in the order of ``microbatches()``."""
-        rows = [microbatch.rows for microbatch in self.microbatches()]
-        self.batch.scatter_rows(name, parts, rows)
+        self.batch.scatter_tokens(
+            name, parts, [self._index(each, part.device) for each, part in zip(self.microbatches(), parts, strict=True)]
+        )
 
     def store_rows(self, parts: Sequence[Tensor]) -> Tensor:
         """Return a per-row model output in the row order of ``batch``. ``parts`` has one tensor per micro-batch."""
@@ -159,13 +160,16 @@ class Experience:
     def with_tensors(self, microbatch: MicroBatch, names: Sequence[str]) -> MicroBatch:
         """Return the micro-batch with the named token tensors of ``batch`` added, on the compute device."""
         device = self.cu_seqlens.device
-        index = token_index(self.cu_seqlens, microbatch.rows.to(device))
         chosen = {}
         for name in names:
             source = self.batch[name]
-            mine = index if source.device == index.device else token_index(self.batch.cu_seqlens, microbatch.rows)  # on the host
-            chosen[name] = source.index_select(0, mine).to(device, non_blocking=True)
+            chosen[name] = source.index_select(0, self._index(microbatch, source.device)).to(device, non_blocking=True)
         return microbatch.with_tensors(**chosen)
+
+    def _index(self, microbatch: MicroBatch, device: torch.device) -> Tensor:
+        """Return the positions of the micro-batch's tokens in ``batch``, on the compute device or on the host (choices of experts)."""
+        assert microbatch.index is not None, "micro-batches of an experience are made from its batch"
+        return microbatch.index if microbatch.index.device == device else token_index(self.batch.cu_seqlens, microbatch.rows)
 
     def response_ids(self) -> list[str]:
         """Return names of the owned responses for error messages."""

@@ -1,8 +1,10 @@
-"""Check that each process of a node has a usable GPU, before the first one is used."""
+"""Check that each process of a node has a usable GPU, and that Transformer Engine fits torch, before either is used."""
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -68,3 +70,33 @@ def _driver(root: Path) -> str:
     except OSError:
         return "not loaded"
     return next((word for word in words if word[:1].isdigit() and "." in word), "unknown")
+
+
+def installed_versions() -> dict[str, str]:
+    """Return the versions of the installed parts of Transformer Engine."""
+    versions = {}
+    for name in ("transformer-engine", "transformer-engine-cu12", "transformer-engine-cu13", "transformer-engine-torch"):
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def transformer_engine_fault(versions: Mapping[str, str], cuda: str) -> str | None:
+    """Return why these parts of Transformer Engine fit neither each other nor torch, which is built with ``cuda``; None if they do, or
+    none is installed. With such parts ``import megatron.core`` fails, or kernels crash."""
+    if not versions:
+        return None
+    again = "pip uninstall --yes " + " ".join(versions) + ", then install it as docs/cluster.md says"
+    cores = [name for name in versions if re.fullmatch(r"transformer-engine-cu\d+", name)]
+    fitting = f"transformer-engine-cu{cuda.partition('.')[0]}"
+    if len(cores) > 1:
+        return f"{' and '.join(cores)} are both installed and overwrite each other's library; {again}"
+    if not cores:
+        return f"transformer-engine without its library ({fitting}); {again}"
+    if "transformer-engine-torch" not in versions:
+        return f"its extension for torch is missing, and `import megatron.core` fails without it; {again}"
+    if len(set(versions.values())) > 1:
+        return f"parts of different versions: {', '.join(f'{name} {version}' for name, version in versions.items())}; {again}"
+    return None if cores[0] == fitting else f"{cores[0]}, but torch is built with CUDA {cuda}; {again}"

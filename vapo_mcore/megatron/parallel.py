@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from vapo_mcore.errors import ConfigError
-from vapo_mcore.megatron.devices import device_fault
+from vapo_mcore.megatron.devices import device_fault, installed_versions, transformer_engine_fault
 from vapo_mcore.megatron.host import HAS_CUDA, compute_device, import_megatron, megatron_scope
 
 if TYPE_CHECKING:
@@ -77,13 +77,17 @@ class ParallelContext:
 def initialize_distributed(timeout_minutes: float) -> None:
     """Join the process group of torchrun's environment, or create a single-process group. Idempotent.
 
-    Raises ConfigError if the GPUs are unusable or a restart by torchrun would hang.
+    Raises ConfigError if the GPUs or Transformer Engine are unusable or a restart by torchrun would hang.
     """
     if dist.is_initialized():
         return
     fault = device_fault(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     if fault is not None:
         raise ConfigError(fault)
+    if torch.version.cuda is not None and HAS_CUDA:
+        fault = transformer_engine_fault(installed_versions(), torch.version.cuda)
+        if fault is not None:
+            raise ConfigError(f"Transformer Engine: {fault}")
     if HAS_CUDA:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     backend = "nccl" if HAS_CUDA else "gloo"

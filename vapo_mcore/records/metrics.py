@@ -140,7 +140,7 @@ class StepMetrics:
             held = self._sums.get(name)
             flat.append(0.0 if held is None else 1.0)  # a flag: recorded on some rank
             flat.extend(held if held is not None else [0.0] * _SUMMED[self._table[name].reduction][0])
-        vector = torch.stack([torch.as_tensor(value, dtype=torch.float64, device=device) for value in flat])
+        vector = _vector(flat, device)
         if group is not None:
             dist.all_reduce(vector, group=group)
         numbers = vector.tolist()
@@ -166,3 +166,13 @@ class StepMetrics:
             dist.all_reduce(vector, op=dist.ReduceOp.MAX)
         found = zip(names, signs, vector.tolist(), strict=True)
         return {name: sign * value for name, sign, value in found if value != -math.inf}
+
+
+def _vector(values: Sequence[float | Tensor], device: torch.device | str) -> Tensor:
+    """Return float64 ``[n]`` on ``device``. Numbers are copied together: one at a time, the host would wait for the device at each."""
+    vector = torch.tensor([0.0 if isinstance(value, Tensor) else value for value in values], dtype=torch.float64, device=device)
+    places = [place for place, value in enumerate(values) if isinstance(value, Tensor)]
+    if places:
+        held = torch.stack([torch.as_tensor(values[place], dtype=torch.float64, device=device) for place in places])
+        vector.index_copy_(0, torch.tensor(places, device=device), held)
+    return vector

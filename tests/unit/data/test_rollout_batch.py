@@ -101,11 +101,10 @@ def test_local_rows_find_replicated_numbers() -> None:
 
 def test_results_of_microbatches_come_back_to_their_rows() -> None:
     batch = three_responses()
-    batch.scatter_rows(
-        "values", [torch.tensor([5.0, 6, 7, 8, 9]), torch.tensor([1.0, 2, 3])], [torch.tensor([2]), torch.tensor([0])], fill=-1
-    )
+    indices = [make_microbatch(batch, rows).index for rows in ([2], [0])]
+    batch.scatter_tokens("values", [torch.tensor([5.0, 6, 7, 8, 9]), torch.tensor([1.0, 2, 3])], indices, fill=-1)
     assert batch["values"].tolist() == [1, 2, 3, -1, 5, 6, 7, 8, 9]
-    batch.scatter_rows("values", [], [])
+    batch.scatter_tokens("values", [], [])
     assert batch["values"].tolist() == [0.0] * 9
 
 
@@ -115,6 +114,7 @@ def test_microbatch_packs_rows_in_order_with_only_the_wanted_tensors() -> None:
     assert microbatch.tensors["tokens"].tolist() == [4, 5, 6, 8, 9, 3]
     assert list(microbatch.tensors) == ["tokens"]
     assert microbatch.rows.tolist() == [2, 1]
+    assert microbatch.index is not None and torch.equal(batch["tokens"][microbatch.index], microbatch.tensors["tokens"])
     assert microbatch.layout.padded_lengths_list == [8, 4]
     assert microbatch.layout.shard(microbatch.tensors["tokens"], 0).tolist() == [6, 8, 9, 0, 0, 0]
     more = microbatch.with_tensors(values=torch.zeros(6))

@@ -118,6 +118,25 @@ def test_transformer_engine(parts: dict[str, str], status: str, says: str) -> No
     assert status != "FAIL" or finding.detail.endswith("then install it as docs/cluster.md says")
 
 
+@pytest.mark.parametrize(
+    ("parts", "says"),
+    [
+        (ALL_PARTS | {"transformer-engine-cu12": "2.11.0"}, "Transformer Engine: .* are both installed .*docs/cluster.md"),
+        ({"transformer-engine": "2.11.0", "transformer-engine-cu13": "2.11.0"}, "Transformer Engine: its extension for torch is missing"),
+    ],
+)
+def test_training_refuses_mixed_builds(parts: dict[str, str], says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before Megatron-Core is imported, which would fail with a FileNotFoundError."""
+    gpus(monkeypatch, 1)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
+    monkeypatch.setattr(parallel, "HAS_CUDA", True)
+    monkeypatch.setattr(parallel, "installed_versions", lambda: parts)
+    for name in ("CUDA_VISIBLE_DEVICES", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ConfigError, match=says):
+        parallel.initialize_distributed(1)
+
+
 def test_toolkit(tmp_path: Path) -> None:
     home = tmp_path / "cuda"
     (home / "bin").mkdir(parents=True)

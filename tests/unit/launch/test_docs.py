@@ -126,8 +126,7 @@ def test_image_is_pinned_and_not_roots() -> None:
     installed = [word for line in lines if "pip install" in line for word in re.findall(r'"([^"]+)"', line) if "import" not in word]
     assert len(installed) >= 4
     assert [word for word in installed if not re.fullmatch(r"[a-z-]+(\[[a-z0-9_,]+\])?==[0-9.]+|\.\[tracking\]", word)] == []
-    page = PAGE.read_text()
-    assert [word for word in installed if f'"{word}"' not in page] == []  # the installation without a container is the same
+    assert "make setup-gpu" in PAGE.read_text()  # without a container; tests/unit/tools/test_setup_gpu.py compares the versions
     kept = {line.removeprefix("!") for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
     copied = {word.removeprefix("./") for line in lines if line.startswith("COPY") for word in line.split()[1:-1]}
     assert copied == kept

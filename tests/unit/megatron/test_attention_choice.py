@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +10,8 @@ from typing import Any
 import pytest
 
 from tests.rollout_models import write_model
+from vapo_mcore.certify.checks import trainer
+from vapo_mcore.config.schema import ModelConfig
 from vapo_mcore.megatron import model as module
 from vapo_mcore.megatron.model import choose_attention, recompute_settings
 from vapo_mcore.weights import verify
@@ -58,7 +59,7 @@ def test_selective_recomputes_attention_only_where_it_keeps_scores() -> None:
 
 
 def test_comparisons_with_the_cpu_avoid_tf32(gpu: Callable[[bool], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """``verify --logits`` and the parity benchmark on a machine with Transformer Engine."""
+    """``verify --logits`` and certify's check ``trainer`` (the parity of gpu_step.py) on a machine with Transformer Engine."""
     gpu(True)
 
     def stop(*arguments: Any, **_: Any) -> None:
@@ -70,11 +71,11 @@ def test_comparisons_with_the_cpu_avoid_tf32(gpu: Callable[[bool], None], tmp_pa
         settings = caught.value.args[0]
         return choose_attention(settings.attention, 1, settings.dtype)
 
-    gpu_step = importlib.import_module("benchmarks.gpu_step")
-    monkeypatch.setattr(gpu_step, "MegatronModel", stop)
     parallel: Any = SimpleNamespace(device=None)
-    assert chosen(lambda: gpu_step.parity_numbers(parallel)) == "sdpa"
-    assert chosen(lambda: gpu_step.train_step(gpu_step.SMALL, [[8]], parallel)) == "te"
+    model = ModelConfig(path="a folder", dtype="bfloat16", attention="te")
+    bench: Any = SimpleNamespace(config=SimpleNamespace(model=model), architecture=None, parallel=parallel, unknown_token_ids=())
+    monkeypatch.setattr(trainer, "MegatronModel", stop)
+    assert chosen(lambda: trainer._in_float32(bench)) == "sdpa"
 
     monkeypatch.setattr("vapo_mcore.megatron.model.build_chunks", stop)
     monkeypatch.setattr("vapo_mcore.megatron.parallel.initialize_parallel", lambda _: parallel)

@@ -9,7 +9,7 @@ from torch import Tensor
 from tests.unit.trainer.rollouts import make_batch, make_rows
 from vapo_mcore.algorithm.weights import Denominators
 from vapo_mcore.config.architecture import choice_bytes
-from vapo_mcore.data.microbatch import MicroBatch
+from vapo_mcore.data.microbatch import make_microbatch
 from vapo_mcore.data.thd import ThdLayout
 from vapo_mcore.experience.batches import Experience, MiniBatch
 from vapo_mcore.megatron.routing import RouterCoefs, RoutingStatistics, expert_load, local_choices
@@ -63,22 +63,18 @@ def test_load_counts_tokens_by_layer_and_expert() -> None:
     assert expert_load(choices[:0], 4).tolist() == [[0] * 4] * 2
 
 
-def microbatch(lengths: list[int], rows: list[int]) -> MicroBatch:
-    return MicroBatch(ThdLayout([lengths[row] for row in rows]), torch.tensor(rows, dtype=torch.int64), {})
-
-
 def test_another_plan_of_micro_batches_packs_the_same_choices() -> None:
     """Stored by one plan, with an empty micro-batch, and read by another: every row keeps its own."""
     lengths = [3, 1, 4, 2]
     by_row = [choices_of(length, 8) + 8 * row for row, length in enumerate(lengths)]  # the numbers tell the row
     rows = make_rows([length - 1 for length in lengths], [1.0] * 4, prompt_length=1)
     batch = make_batch(rows)
-    first = [microbatch(lengths, [2, 0]), microbatch(lengths, []), microbatch(lengths, [3, 1])]
+    first = [make_microbatch(batch, chosen, names=()) for chosen in ([2, 0], [], [3, 1])]
     experience = Experience(rows, rows.graded, batch, batch.cu_seqlens, [MiniBatch(Denominators(10, 4, 0), first)])
     experience.store("choices", [torch.cat([by_row[row] for row in part.rows.tolist()] or [by_row[0][:0]]) for part in first])
     assert batch["choices"].dtype == torch.uint8
     for chosen in ([1, 2], [0], [3, 0, 1], []):
-        found = experience.with_tensors(microbatch(lengths, chosen), ["choices"]).tensors["choices"]
+        found = experience.with_tensors(make_microbatch(batch, chosen, names=()), ["choices"]).tensors["choices"]
         assert torch.equal(found, torch.cat([by_row[row] for row in chosen] or [by_row[0][:0]]))
     batch.drop("choices")
     batch.drop("choices")

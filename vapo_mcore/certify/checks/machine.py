@@ -7,7 +7,7 @@ import os
 import socket
 import subprocess
 import sys
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -17,10 +17,15 @@ from vapo_mcore.collectives import all_gather_objects, broadcast_object
 from vapo_mcore.config.loading import dump_yaml
 from vapo_mcore.doctor.machine import machine_findings
 from vapo_mcore.doctor.report import Finding, merge, require_same
+from vapo_mcore.errors import VapoError
 from vapo_mcore.planning.devices import DEVICES
 
 IMPORT_SECONDS, PLAN_SECONDS = 120.0, 300.0
 _VERDICTS: dict[str, Literal["holds", "warning", "fails"]] = {"ok": "holds", "warn": "warning", "FAIL": "fails"}
+
+
+class PlanError(VapoError):
+    """``vapo-mcore plan`` has no result for the recipe."""
 
 
 def run(bench: Bench) -> list[Measurement]:
@@ -48,11 +53,11 @@ def device_name() -> str | None:
     return next((known for known in DEVICES if known in name), None)
 
 
-def _plan(bench: Bench, processes: int) -> Measurement:
-    what, tolerance = "plan", "every rank fits in every stage"
-    device = device_name()
-    if device is None:
-        return not_applicable(what, f"plan knows {', '.join(DEVICES)}, not {torch.cuda.get_device_name()}: give it this device's --rate")
+def planned(bench: Bench, processes: int, device: str) -> tuple[int, dict[str, Any]]:
+    """Return the exit code and the output of ``vapo-mcore plan`` for this recipe with ``processes`` devices a node. No collective.
+
+    ``plan`` runs in a separate process, because it builds models on the meta device. Raises PlanError where it plans nothing.
+    """
     recipe = bench.scratch / "recipe.yaml"
     recipe.write_text(dump_yaml(bench.config), encoding="utf-8")
     arguments = ["plan", str(recipe), "--gpus-per-node", str(processes), "--device", device, "--json"]
@@ -67,13 +72,23 @@ def _plan(bench: Bench, processes: int) -> Measurement:
             command, capture_output=True, text=True, timeout=PLAN_SECONDS, check=False, stdin=subprocess.DEVNULL, env=environment
         )
     except subprocess.TimeoutExpired:
-        return fails(what, f"not done after {PLAN_SECONDS:.0f} s", tolerance, "run `vapo-mcore plan` on the recipe")
+        raise PlanError(f"not done after {PLAN_SECONDS:.0f} s") from None
     if not done.stdout.strip().startswith("{"):
         last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        return fails(what, f"the recipe cannot be planned: {last}", tolerance, "run `vapo-mcore plan` on the recipe")
-    plan = json.loads(done.stdout)
-    misfits = plan.get("misfits", [])
-    if done.returncode != 0:
-        shown = f"does not fit on {device}: {'; '.join(map(str, misfits)) or 'see vapo-mcore plan'}"
+        raise PlanError(f"the recipe cannot be planned: {last}")
+    return done.returncode, json.loads(done.stdout)
+
+
+def _plan(bench: Bench, processes: int) -> Measurement:
+    what, tolerance = "plan", "every rank fits in every stage"
+    device = device_name()
+    if device is None:
+        return not_applicable(what, f"plan knows {', '.join(DEVICES)}, not {torch.cuda.get_device_name()}: give it this device's --rate")
+    try:
+        code, plan = planned(bench, processes, device)
+    except PlanError as error:
+        return fails(what, str(error), tolerance, "run `vapo-mcore plan` on the recipe")
+    if code != 0:
+        shown = f"does not fit on {device}: {'; '.join(map(str, plan.get('misfits', []))) or 'see vapo-mcore plan'}"
         return fails(what, shown, tolerance, "`vapo-mcore plan` on the recipe names changes that make it fit")
     return holds(what, f"fits on {device}, {processes} a node", tolerance)

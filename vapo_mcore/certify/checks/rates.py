@@ -16,7 +16,7 @@ from vapo_mcore.certify.bench import Bench
 from vapo_mcore.certify.checks.engine import together
 from vapo_mcore.certify.checks.machine import device_name
 from vapo_mcore.certify.checks.offload import offloading
-from vapo_mcore.certify.rates import Assumed, GenerationWork, PassWork, beside, options
+from vapo_mcore.certify.rates import Assumed, GenerationWork, PassWork, beside, number, options
 from vapo_mcore.certify.record import Measurement, NotApplicable, fails, informs, not_applicable
 from vapo_mcore.collectives import all_gather_objects
 from vapo_mcore.doctor.network import bus_bandwidth, timed_sum
@@ -57,7 +57,7 @@ class _Rates:
 def run(bench: Bench) -> list[Measurement]:
     """Measure links first: what they take is not the matrix products' fault."""
     rates = _Rates(bench)
-    found = [*_all_reduce(rates), _offload(rates), *_passes(rates)]
+    found = [*_all_reduce(rates), *_offload(rates), *_passes(rates)]
     try:
         found += _engine(rates)
     except NotApplicable as reason:
@@ -132,7 +132,7 @@ def _all_reduce(rates: _Rates) -> list[Measurement]:
     ]
 
 
-def _offload(rates: _Rates) -> Measurement:
+def _offload(rates: _Rates) -> list[Measurement]:
     """Weights and optimizer state of the policy to the device and back, all ranks at once."""
     bench = rates.bench
     residency = bench.models.residency
@@ -150,12 +150,36 @@ def _offload(rates: _Rates) -> Measurement:
         before = residency.traffic.to_device + residency.traffic.to_host
         seconds = slowest(cycle)
         moved = (residency.traffic.to_device + residency.traffic.to_host - before) / (ROUNDS + 1)
+        ways = _each_way(bench)
     rate = min(all_gather_objects(moved)) / seconds
     what = "offloading"
     if rate <= 0:
-        return not_applicable(what, "the optimizer of the policy is on the CPU and nothing moves")
+        return [not_applicable(what, "the optimizer of the policy is on the CPU and nothing moves")]
     rates.found["host_rate"] = rate
-    return rates.beside(what, rate / GIGA, "GB/s a process", rates.assumed.device.host_rate / GIGA, also=f" ({moved:,.0f} bytes a cycle)")
+    found = [
+        rates.beside(what, rate / GIGA, "GB/s a process", rates.assumed.device.host_rate / GIGA, also=f" ({moved:,.0f} bytes a cycle)")
+    ]
+    return [*found, *(informs(f"{what}, {way}", f"{number(value)} GB/s a process", value) for way, value in ways.items())]
+
+
+def _each_way(bench: Bench) -> dict[str, float]:
+    """GB/s of a process to the device and to the host, on the slowest rank: the best of some moves."""
+    residency = bench.models.residency
+    found: dict[str, list[float]] = {"to the device": [], "to the host": []}
+    for _ in range(ROUNDS):
+        for way, stage, count in (
+            ("to the device", "policy_update", lambda: residency.traffic.to_device),
+            ("to the host", "generate", lambda: residency.traffic.to_host),
+        ):
+            if stage == "generate":
+                residency.mark_changed("policy")
+            all_gather_objects(None)  # the ranks begin together
+            _synchronize()
+            before, begin = count(), time.perf_counter()
+            residency.enter(stage)  # type: ignore[arg-type]
+            _synchronize()
+            found[way].append((count() - before) / (time.perf_counter() - begin) / GIGA)
+    return {way: min(all_gather_objects(max(values))) for way, values in found.items()}
 
 
 # --------------------------------------------------------------------------------------------------------------------- passes
@@ -184,7 +208,7 @@ def _passes(rates: _Rates) -> list[Measurement]:
     temperature = bench.config.rollout.temperature
     with bench.on_device("logprobs") as models:
         forward = slowest(lambda: models.policy.forward(microbatches, temperature=temperature))
-    found = [_pass(rates, work, "log-probs", forward, training=False)]
+    found = _pass(rates, work, "log-probs", forward, training=False)
     try:
         loss = policy_loss(bench, bench.parallel)
     except NotApplicable as reason:
@@ -193,10 +217,10 @@ def _passes(rates: _Rates) -> list[Measurement]:
         batches = policy_batches(models.policy, microbatches, temperature, 0.0)
         training = slowest(lambda: models.policy.accumulate(batches, loss))
         gradients = models.residency.offloaders["policy"].device_bytes()["grads"]
-    return [*found, _pass(rates, work, "training, forward and backward", training, training=True, gradients=gradients)]
+    return [*found, *_pass(rates, work, "training, forward and backward", training, training=True, gradients=gradients)]
 
 
-def _pass(rates: _Rates, work: PassWork, what: str, seconds: float, *, training: bool, gradients: float = 0.0) -> Measurement:
+def _pass(rates: _Rates, work: PassWork, what: str, seconds: float, *, training: bool, gradients: float = 0.0) -> list[Measurement]:
     parallel = rates.bench.config.parallel
     ranks = parallel.data_parallel_size * parallel.context_parallel_size
     reduced = max(all_gather_objects(gradients)) * (ranks - 1) / ranks
@@ -205,10 +229,13 @@ def _pass(rates: _Rates, work: PassWork, what: str, seconds: float, *, training:
     if rates.known and efficiency is not None:
         rates.found["train_efficiency" if training else "forward_efficiency"] = efficiency
     also = f" ({len(work.lengths)} sequences of at most {max(work.lengths)} tokens a micro-batch)"
-    if rates.known and rates.gpu:
-        also += f", model FLOPs utilisation {rates.assumed.utilisation(work, seconds, training=training):.1%}"
     assumed = sum(rates.assumed.pass_seconds(work, training=training, reduced_bytes=reduced))
-    return rates.beside(what, tokens / seconds, "tokens/s", tokens / assumed, also=also)
+    found = [rates.beside(what, tokens / seconds, "tokens/s", tokens / assumed, also=also)]
+    if rates.gpu:
+        share = rates.assumed.utilisation(work, seconds, training=training)
+        of = rates.assumed.device.name if rates.known else f"{rates.assumed.device.name}, since plan does not know this device"
+        found.append(informs(f"model FLOPs utilisation, {what}", f"{share:.1%} of the dense peak of {of}", share))
+    return found
 
 
 # --------------------------------------------------------------------------------------------------------------------- engine
