@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from vapo_mcore.algorithm.importance import importance_weights
+from vapo_mcore.algorithm import importance
 from vapo_mcore.certify.batches import critic_batches, policy_batches, policy_loss
 from vapo_mcore.certify.bench import Bench
 from vapo_mcore.certify.record import Measurement, fails, holds, not_applicable
 from vapo_mcore.certify.tolerances import judge
-from vapo_mcore.config.schema import ParallelConfig
+from vapo_mcore.config.schema import ImportanceCorrectionConfig, ParallelConfig
 from vapo_mcore.megatron.engine import MegatronModel
 from vapo_mcore.megatron.losses import CriticLoss
 from vapo_mcore.megatron.parallel import ParallelContext, initialize_parallel
@@ -23,6 +23,7 @@ from vapo_mcore.trainer.models import fill_policy
 
 LOG_RATIO = 0.1
 """By which the old log-probs are moved: a ratio of 1.105, inside the usual clips."""
+FROZEN = "the loss does not see the change of the policy: old log-probs are overwritten, or the ratio or weight is frozen"
 Step = tuple[float, float]
 """Loss and gradient norm before clipping."""
 
@@ -40,38 +41,44 @@ def run(bench: Bench) -> list[Measurement]:
 
 
 def _ratio(bench: Bench) -> list[Measurement]:
-    """Old log-probs moved by a known amount: the loss must see that ratio, and the correction of the rollout's log-probs that weight."""
+    """Old log-probs moved by a known amount: the loss must see that ratio; with a correction, importance weights must scale it."""
     loss, temperature = policy_loss(bench, bench.parallel), bench.config.rollout.temperature
+    correction = bench.config.algorithm.policy_loss.importance_correction
     with bench.on_device("policy_update") as models:
         batches = policy_batches(models.policy, bench.microbatches(bench.sequences), temperature, LOG_RATIO)
         stats = models.policy.accumulate(batches, loss)
+        heavier = [batch.with_tensors(importance_weights=2 * batch.tensors["importance_weights"]) for batch in batches]
+        doubled = stats if correction.kind == "off" else models.policy.accumulate(heavier, loss)
     ratio, kl = stats["ratio"] / stats["tokens"], stats["approx_kl"] / stats["tokens"]
     expected, expected_kl = math.exp(LOG_RATIO), math.exp(LOG_RATIO) - 1 - LOG_RATIO
-    remedy = "the loss does not see the change of the policy: old log-probs are overwritten, or the ratio is frozen"
     tolerance = f"{expected:.4f} and {expected_kl:.5f} (exp(d) and exp(d) - 1 - d for d = {LOG_RATIO}), within 1 %"
     good = abs(ratio / expected - 1) <= 0.01 and abs(kl / expected_kl - 1) <= 0.01
     shown = f"ratio {ratio:.4f}, KL {kl:.5f}"
-    found = [holds("importance ratio", shown, tolerance, ratio) if good else fails("importance ratio", shown, tolerance, remedy, ratio)]
-    correction = bench.config.algorithm.policy_loss.importance_correction
+    found = [holds("importance ratio", shown, tolerance, ratio) if good else fails("importance ratio", shown, tolerance, FROZEN, ratio)]
     if correction.kind == "off":
         return [*found, not_applicable("importance weight", "algorithm.policy_loss.importance_correction is off")]
-    ones = torch.ones(4)
-    bounds = torch.tensor([0, 4])
-    given = importance_weights(
-        LOG_RATIO / 4 * ones, 0 * ones, ones.bool(), bounds, kind=correction.kind, cap=correction.cap, low=correction.low
-    )
-    product = correction.kind == "sequence_product_mask"
-    weight = float(given.mean())
-    wanted = 1.0 if correction.kind == "sequence_mask" else math.exp(LOG_RATIO if product else LOG_RATIO / 4)
-    outside = wanted > correction.cap or (correction.kind != "token_truncate" and wanted < correction.low)
-    if outside:
-        return [*found, not_applicable("importance weight", f"a weight of {wanted:.3f} is beyond the recipe's bounds")]
+    return [*found, _weight(correction), _weighted(stats["surrogate"], doubled["surrogate"])]
+
+
+def _weight(correction: ImportanceCorrectionConfig) -> Measurement:
+    """Weights of four tokens whose log-probs moved by a known amount; those of a product over the response move four times as much."""
+    what, ones = "importance weight", torch.ones(4)
+    wanted = math.exp(LOG_RATIO if correction.kind == "sequence_product_mask" else LOG_RATIO / 4)
+    if wanted > correction.cap or (correction.kind != "token_truncate" and wanted < correction.low):
+        return not_applicable(what, f"a weight of {wanted:.3f} is beyond the recipe's bounds")
+    read = (LOG_RATIO / 4 * ones, 0 * ones, ones.bool(), torch.tensor([0, 4]))
+    weight = float(importance.importance_weights(*read, kind=correction.kind, cap=correction.cap, low=correction.low).mean())
     shown, tolerance = f"{weight:.4f}", f"{wanted:.4f}, within 1 %"
     good = abs(weight / wanted - 1) <= 0.01
-    return [
-        *found,
-        holds("importance weight", shown, tolerance, weight) if good else fails("importance weight", shown, tolerance, remedy, weight),
-    ]
+    return holds(what, shown, tolerance, weight) if good else fails(what, shown, tolerance, FROZEN, weight)
+
+
+def _weighted(once: float, twice: float) -> Measurement:
+    """Weights of 2 in the place of 1 must double the surrogate."""
+    what, tolerance = "importance weight in the loss", "weights of 2 double the surrogate, within 1 %"
+    shown = f"surrogate {once:.6g} with weights of 1, {twice:.6g} with weights of 2"
+    good = once != 0 and abs(twice / once - 2) <= 0.02
+    return holds(what, shown, tolerance, twice) if good else fails(what, shown, tolerance, FROZEN, twice)
 
 
 def _policy_step(bench: Bench, model: MegatronModel, parallel: ParallelContext, packs: Any) -> Step:
