@@ -52,7 +52,7 @@ def _game() -> Any:
 
 
 def tokenizer(game: Any) -> Any:
-    """Build a tokenizer with one token per character."""
+    """Build a tokenizer with one token per character. Without an ``unk_token`` transformers adds its own, an id that the model lacks."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -60,7 +60,7 @@ def tokenizer(game: Any) -> Any:
     text = Tokenizer(models.WordLevel({token: number for number, token in enumerate([PAD, EOS, *characters])}, unk_token=PAD))
     text.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     text.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=text, pad_token=PAD, eos_token=EOS)
+    return PreTrainedTokenizerFast(tokenizer_object=text, pad_token=PAD, eos_token=EOS, unk_token=PAD)
 
 
 def answer_probabilities(game: Any, door: str) -> list[float]:

@@ -79,7 +79,7 @@ def require_own_folder(output: Path) -> None:
 
 
 def tokenizer() -> Any:
-    """Build a tokenizer with one token per character."""
+    """Build a tokenizer with one token per character. Without an ``unk_token`` transformers adds its own, an id that the model lacks."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -87,7 +87,7 @@ def tokenizer() -> Any:
     characters = Tokenizer(models.WordLevel(vocabulary, unk_token=PAD))
     characters.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     characters.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=characters, pad_token=PAD, eos_token=EOS)
+    return PreTrainedTokenizerFast(tokenizer_object=characters, pad_token=PAD, eos_token=EOS, unk_token=PAD)
 
 
 def write_untrained(folder: Path, seed: int) -> None:

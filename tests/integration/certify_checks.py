@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from typing import Any
 from unittest import mock
 
 from vapo_mcore.certify import bench as bench_module
 from vapo_mcore.certify.record import Measurement, fails, holds
-from vapo_mcore.collectives import broadcast_object
+from vapo_mcore.collectives import all_gather_objects, broadcast_object
+from vapo_mcore.errors import EngineRemains
 
 
 def holding(bench: Any) -> Measurement:
@@ -29,6 +32,21 @@ def alone(bench: Any) -> Measurement:
 
 def raising(bench: Any) -> list[Measurement]:
     raise ValueError("no such thing")
+
+
+def dying(bench: Any) -> list[Measurement]:
+    """A rank that is killed, as by the kernel when memory runs out."""
+    if bench.parallel.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return [holds("both ranks", str(all_gather_objects(1)))]
+
+
+def broken(bench: Any) -> list[Measurement]:
+    raise RuntimeError("the device is gone")
+
+
+def restarting(bench: Any) -> list[Measurement]:
+    raise EngineRemains("the failed engine still holds device memory")
 
 
 def empty(bench: Any) -> list[Measurement]:

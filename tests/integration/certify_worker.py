@@ -17,7 +17,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.certify_setup import END_OF_TURN, certify_config
+from vapo_mcore.algorithm import importance
 from vapo_mcore.certify import bench as bench_module
+from vapo_mcore.certify.checks import resume as resume_check
 from vapo_mcore.certify.runner import CertifyOptions, certify
 from vapo_mcore.checkpoint import resume as resume_module
 from vapo_mcore.errors import RolloutError
@@ -56,6 +58,13 @@ def swapped_rows(role: str, chunks: list[Any]) -> None:
         weight[64:96] = queries
 
 
+def swapped_gate(role: str, chunks: list[Any]) -> None:
+    """The gate and the up projection of layer 1 change places."""
+    if role == "policy":
+        weight = chunks[0].decoder.layers[1].mlp.linear_fc1.weight
+        weight.copy_(weight.roll(len(weight) // 2, 0))
+
+
 def interleaved_rope(role: str, chunks: list[Any]) -> None:
     """Pairs of neighbours are rotated in the place of the two halves."""
     if role == "policy":
@@ -91,6 +100,20 @@ def stale_layer(*, readable: bool) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def scaled_norm(*, readable: bool) -> Iterator[None]:
+    """The engine gets the first norm of layer 1 times 1.01; ``readable``: whether it can compare its values."""
+    original = TransformersEngine._load_weights
+
+    def load(self: Any, weights: Any) -> None:
+        scaled = "model.layers.1.input_layernorm.weight"
+        original(self, ((name, tensor * 1.01 if name == scaled else tensor) for name, tensor in weights))
+
+    holds = nullcontext() if readable else mock.patch.object(TransformersEngine, "_holds", return_value=None)
+    with mock.patch.object(TransformersEngine, "_load_weights", load), holds:
+        yield
+
+
 def without_temperature() -> AbstractContextManager[Any]:
     original = transformers_engine.draw
 
@@ -113,6 +136,43 @@ def frozen_ratio() -> AbstractContextManager[Any]:
         return original(logprobs, logprobs.detach(), *more, **settings)
 
     return mock.patch.object(losses, "policy_loss_terms", terms)
+
+
+def frozen_weights() -> AbstractContextManager[Any]:
+    return mock.patch.object(importance, "importance_weights", lambda *given, **settings: given[2].float())
+
+
+def ignored_weights() -> AbstractContextManager[Any]:
+    """The loss takes importance weights and does not use them."""
+    original = losses.policy_loss_terms
+    return mock.patch.object(
+        losses, "policy_loss_terms", lambda *given, **settings: original(*given, **{**settings, "importance_weights": None})
+    )
+
+
+def shifted_positions() -> AbstractContextManager[Any]:
+    """The rotary embedding of the second context-parallel rank is that of one position earlier."""
+    from megatron.core.models.common.embeddings import rope_utils
+
+    original = rope_utils._get_thd_freqs_on_this_cp_rank
+
+    def shifted(rank: int, *more: Any, **settings: Any) -> Tensor:
+        found = original(rank, *more, **settings)
+        return found.roll(1, 0) if rank == 1 else found
+
+    return mock.patch.object(rope_utils, "_get_thd_freqs_on_this_cp_rank", shifted)
+
+
+def bias_not_loaded() -> AbstractContextManager[Any]:
+    """Loading a checkpoint leaves the critic's head without its bias."""
+    original = resume_module.load_models
+
+    def load(config: Any, models: Any, *more: Any, **settings: Any) -> None:
+        original(config, models, *more, **settings)
+        with torch.no_grad(), models.residency.all_resident():
+            models.critic.chunks[0].output_layer.bias.zero_()
+
+    return mock.patch.object(resume_check, "load_models", load)
 
 
 def gradients_times_context() -> AbstractContextManager[Any]:
@@ -178,6 +238,7 @@ class Case:
     against: str | None = None
 
 
+CORRECTION = "algorithm.policy_loss.importance_correction.kind"
 OWN_CHECKS = "tests.integration.certify_checks"
 CASES: Mapping[str, Case] = {
     "clean": Case(("folder", "trainer", "engine", "invariance", "offload", "resume", "critic", "graders", f"{OWN_CHECKS}:holding")),
@@ -185,14 +246,22 @@ CASES: Mapping[str, Case] = {
     "rates": Case(("rates",)),
     "one_rank": Case(("invariance", "rates"), ("parallel.world_size=1",)),
     "swapped_rows": Case(("trainer",), defect=lambda _: loaded(swapped_rows), against="clean"),
+    "gate": Case(("trainer",), defect=lambda _: loaded(swapped_gate)),
+    "positions": Case(("trainer",), ("parallel.context_parallel_size=2",), lambda _: shifted_positions()),
     "rope": Case(("trainer",), defect=lambda _: loaded(interleaved_rope)),
     "stale_layer": Case(("engine",), defect=lambda _: stale_layer(readable=True)),
     "stale_unreadable": Case(("engine",), defect=lambda _: stale_layer(readable=False)),
+    "scaled_norm": Case(("engine",), defect=lambda _: scaled_norm(readable=True)),
+    "scaled_unreadable": Case(("engine",), defect=lambda _: scaled_norm(readable=False)),
     "temperature": Case(("engine",), ("rollout.temperature=0.8",), lambda _: without_temperature()),
     "frozen_ratio": Case(("invariance",), defect=lambda _: frozen_ratio()),
+    "frozen_weight": Case(("invariance",), (f"{CORRECTION}=token_truncate",), lambda _: frozen_weights()),
+    "weight_ignored": Case(("invariance",), (f"{CORRECTION}=sequence_product_mask",), lambda _: ignored_weights()),
+    "corrected": Case(("invariance",), (f"{CORRECTION}=sequence_mask",)),
     "context": Case(("invariance",), defect=lambda _: gradients_times_context()),
     "moments": Case(("offload",), defect=lambda _: lost_moments()),
     "not_restored": Case(("resume",), defect=lambda _: moments_not_loaded()),
+    "value_bias": Case(("resume",), defect=lambda _: bias_not_loaded()),
     "template": Case(("folder",), ("data.chat_template={folder}/off_by_one.jinja",)),
     "stop_ids": Case(("folder",), defect=lambda _: without_end_of_turn()),
     "critic_head": Case(("critic",), defect=lambda folder: loaded(head_of_the_policy(folder))),

@@ -23,6 +23,13 @@ DEFECTS = {
     # case of certify_worker.py: (check, measurement, what it says, in the remedy)
     "swapped_rows": ("trainer", "hidden states by layer, float32", r"after layer 1, the first that differs", "order of rows in q and k"),
     "rope": ("trainer", "hidden states by layer, float32", r"after layer 0, the first that differs", "halves of the rotary embedding"),
+    "gate": (
+        "trainer",
+        "hidden states by layer, float32",
+        r"after layer 1, the first that differs",
+        "the first layer that differs is layer 1",
+    ),
+    "positions": ("trainer", "hidden states by layer, float32", r"after layer 0, the first that differs", "halves of the rotary embedding"),
     "stale_layer": (
         "engine",
         "weight sync, perturbed weights",
@@ -30,13 +37,32 @@ DEFECTS = {
         "loader",
     ),
     "stale_unreadable": ("engine", "KL of full distributions, perturbed weights", r"\d", "the engine does not hold the trainer's weights"),
+    "scaled_norm": (
+        "engine",
+        "weight sync, the recipe's weights",
+        r"differ from those it received, in model\.layers\.1\.input_layernorm\.weight$",
+        "loader",
+    ),
+    "scaled_unreadable": (
+        "engine",
+        "mean |dlogp|, sampled tokens at T = 1, the recipe's weights",
+        r"\d",
+        "the engine does not hold the trainer's weights",
+    ),
     "temperature": (
         "engine",
         "mean |dlogp|, sampled tokens at T = 0.8, the recipe's weights",
         r"\d",
         "are those of temperature 1, not of 0.8",
     ),
-    "frozen_ratio": ("invariance", "importance ratio", r"^ratio 1\.0000, KL 0\.00000$", "the ratio is frozen"),
+    "frozen_ratio": ("invariance", "importance ratio", r"^ratio 1\.0000, KL 0\.00000$", "the ratio or weight is frozen"),
+    "frozen_weight": ("invariance", "importance weight", r"^1\.0000$", "the ratio or weight is frozen"),
+    "weight_ignored": (
+        "invariance",
+        "importance weight in the loss",
+        r"^surrogate (-\d\.\d+) with weights of 1, \1 with weights of 2$",
+        "the ratio or weight is frozen",
+    ),
     "context": (
         "invariance",
         "gradient norm, policy, the recipe's layout and tensor 1 x pipeline 1 x context 2 x data 1",
@@ -55,6 +81,12 @@ DEFECTS = {
         r"tensors differ \(optimizer state only\), the first is (policy|critic) optimizer \S+exp_avg",
         "moments are not loaded",
     ),
+    "value_bias": (
+        "resume",
+        "weights and optimizer state of a checkpoint",
+        r"^1 of \d+ tensors differ, the first is critic 0\.output_layer\.bias$",
+        "does not bring back what was saved",
+    ),
     "template": ("folder", "generation prompt", r"off by whitespace: from character \d+ on the prompt has ''", "generation prompt"),
     "stop_ids": ("folder", "end of a turn", r"ends an answer with '<\|im_end\|>' \(4\), which is not among the stop ids", "add 4 to"),
     "critic_head": ("critic", "value head", r"is row 17 of the policy's output layer", "critic.head_init"),
@@ -70,7 +102,7 @@ DEFECTS = {
 LAUNCHES = (
     ("clean",),
     *((case,) for case in DEFECTS),
-    ("categorical_critic", "mlp_critic"),
+    ("categorical_critic", "mlp_critic", "corrected"),
     ("no_critic", "no_engine", "no_data"),
     ("rates",),
     ("one_rank",),
@@ -104,6 +136,35 @@ def test_cheap_checks_hold_and_find_a_defect(tmp_path: Path) -> None:
     assert "rank 0 asks for bench.engine, which all ranks build together, but ranks [1] have not" in alone
     assert list(found) == ["folder", "trainer", "critic", "graders"]
     found_and_named(folder, "critic_head")
+
+
+@pytest.mark.parametrize(
+    ("check", "says"),
+    [
+        ("dying", "error: the process of rank 1 was ended by signal SIGKILL"),
+        ("broken", "error: certify ended without a verdict: RuntimeError: the device is gone"),
+    ],
+)
+def test_a_lost_rank_and_a_crash_end_with_2_and_leave_no_certificate(tmp_path: Path, check: str, says: str) -> None:
+    """Neither 137 nor 1, which is a warning; what an earlier command wrote does not stand for this one."""
+    folder = write_certify_setup(tmp_path)
+    output = folder / "certified"
+    output.mkdir()
+    (output / "certificate.json").write_text("old")
+    own = f"tests.integration.certify_checks:{check}"
+    done = run_command("certify", str(folder / "base.yaml"), "--checks", f"folder,{own}", "--output", str(output), timeout=200)
+    assert done.returncode == 2, done.stdout[-2000:] + done.stderr[-4000:]
+    assert says in done.stderr
+    assert "folder: holds" in done.stdout
+    assert sorted(path.name for path in output.glob("*.json")) == ["certificate.previous.json"]
+
+
+def test_a_check_that_asks_for_a_restart_fails_with_2_not_75(tmp_path: Path) -> None:
+    folder = write_certify_setup(tmp_path)
+    own = "tests.integration.certify_checks:restarting"
+    done = run_command("certify", str(folder / "base.yaml"), "parallel.world_size=1", "--checks", own, timeout=200)
+    assert done.returncode == 2, done.stdout[-2000:] + done.stderr[-4000:]
+    assert "could not be measured: the failed engine still holds device memory" in done.stdout
 
 
 def test_the_page_lists_the_planted_defects() -> None:
@@ -153,6 +214,13 @@ def test_critics_with_a_categorical_and_a_two_layer_head_hold(folder: Path, case
     assert theirs == {transformers}
     assert {verdict for what, verdict in verdicts.items() if "transformers" not in what} == {"holds"}
     assert len(verdicts) == 6
+
+
+@slow
+def test_a_sound_importance_correction_holds(folder: Path) -> None:
+    found = checks(folder, "corrected")
+    assert measurement(found, "invariance", "importance weight")["measured"] == "1.0253"
+    assert found["invariance"]["verdict"] == measurement(found, "invariance", "importance weight in the loss")["verdict"] == "holds"
 
 
 @slow

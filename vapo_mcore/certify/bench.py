@@ -268,11 +268,12 @@ class Bench:
         chosen += [[] for _ in range(-len(chosen) % group)]
         return [_microbatch(sequences, numbers, parallel) for numbers in chosen]
 
-    def trainer_distributions(self) -> list[Tensor]:
-        """The policy's log-probs on the fixed texts, float32 [len - 1, vocab_size] each, on the host."""
+    def trainer_distributions(self, texts: Sequence[int] | None = None) -> list[Tensor]:
+        """The policy's log-probs on the fixed texts with these numbers (None: on all), float32 [len - 1, vocab_size] each, on the host."""
+        sequences = self.sequences if texts is None else [self.sequences[number] for number in texts]
         with self.on_device("logprobs") as models:
-            found = models.policy.distributions(self.microbatches(self.sequences))
-        return [part[:-1].cpu() for part in found[: len(self.sequences)]]
+            found = models.policy.distributions(self.microbatches(sequences))
+        return [part[:-1].cpu() for part in found[: len(sequences)]]
 
     def checked_prompts(self, count: int) -> list[Prompt]:
         """``count`` training prompts, spread evenly over the data; all of them where there are fewer."""

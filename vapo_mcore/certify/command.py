@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import signal
+import sys
+import traceback
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from vapo_mcore.certify.names import BUILT_IN, chosen_checks
+from vapo_mcore.errors import VapoError
 from vapo_mcore.interrupts import importing
 
 if TYPE_CHECKING:
@@ -24,8 +28,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace, arguments: list[str], load: Callable[[argparse.Namespace, Sequence[str]], Config]) -> int:
     """Check, start the processes that the recipe's layout needs unless they are there, and certify.
 
-    Returns 0 where everything that was measured holds, 1 where there are warnings, 2 where a check fails. ``load`` reads the configuration
-    that the options name, with further settings.
+    Returns 0 where everything that was measured holds, 1 where there are warnings, 2 where a check fails or no verdict was reached.
+    ``load`` reads the configuration that the options name, with further settings.
     """
     from vapo_mcore.launch import local
 
@@ -39,11 +43,33 @@ def run(options: argparse.Namespace, arguments: list[str], load: Callable[[argpa
         if options.against is not None:
             read(options.against)
         if config.parallel.world_size > 1:
-            return local.launch("vapo_mcore.cli", arguments, config.parallel.world_size)
+            return _verdict_of(local.launch("vapo_mcore.cli", arguments, config.parallel.world_size), output)
         local.become_single_process()
 
     with importing():
         from vapo_mcore.certify.runner import CertifyOptions, run_certify
 
-    code = run_certify(config, CertifyOptions(tuple(checks), options.against, output))
+    try:
+        code = run_certify(config, CertifyOptions(tuple(checks), options.against, output))
+    except BrokenPipeError:
+        raise
+    except VapoError as error:
+        if error.exit_code != VapoError.exit_code:
+            raise VapoError(str(error)) from error
+        raise
+    except Exception as error:  # noqa: BLE001  (Python would exit with 1, which means a warning)
+        traceback.print_exc()
+        local.report_error(f"certify ended without a verdict: {type(error).__name__}: {error}")
+        return 2
     return local.hand_exit_code(code)
+
+
+def _verdict_of(code: int, output: str) -> int:
+    """The launcher's exit code; 2 in place of one that has no meaning here: of a rank that was killed, a hang (76) or a restart (75).
+
+    Interruptions (130) and a SIGTERM to the launcher (143) stay what they are.
+    """
+    if code in (0, 1, 2, 128 + signal.SIGINT, 128 + signal.SIGTERM):
+        return code
+    print(f"error: certify ended without a verdict (exit code {code} of its processes): {output} has no certificate", file=sys.stderr)
+    return 2

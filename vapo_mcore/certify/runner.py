@@ -66,6 +66,7 @@ def certify(config: Config, parallel: ParallelContext, options: CertifyOptions) 
         with fail_together():
             functions = {name: load(name) for name in options.checks}
             old = None if options.against is None else certificates.read(options.against)
+        with fail_together():  # when all ranks have read the old one, which may be the one that is moved here
             if parallel.rank == 0:
                 prepare(output)
                 watchdog.clear(str(output))
@@ -112,11 +113,14 @@ def load(name: str) -> Check:
 
 
 def prepare(output: Path) -> None:
-    """Make the folder, with an empty one for files of the checks. Raises ConfigError where it cannot be written."""
+    """Make the folder, with an empty one for files of the checks, and move an older certificate out of the way: until this command has
+    reached its end there is none. Raises ConfigError where it cannot be written."""
     try:
         output.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(output / ".scratch", ignore_errors=True)
         (output / ".scratch").mkdir()
+        if (output / certificates.FILE_NAME).is_file():
+            (output / certificates.FILE_NAME).replace(output / certificates.PREVIOUS_NAME)
     except OSError as error:
         raise ConfigError(f"--output {str(output)!r} cannot be written: {error.strerror}") from error
 

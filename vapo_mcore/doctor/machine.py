@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from vapo_mcore import __version__
@@ -136,12 +137,11 @@ def imports(config: Config | None, cuda: bool, seconds: float) -> list[Finding]:
     attention = config.model.attention if config is not None else "auto"
     needed = None if config is None else engine_traits(config.rollout.engine).package
     packages = {engine.traits.package for engine in BUILT_IN_ENGINES.values()} | {needed}
-    findings = [import_finding("megatron.core", True, seconds)]
-    findings += [import_finding(package, package == needed, seconds) for package in sorted(filter(None, packages))]
+    modules = {"megatron.core": True} | {package: package == needed for package in sorted(filter(None, packages))}
     if cuda or attention == "te":
-        findings.append(import_finding("transformer_engine.pytorch", attention == "te", seconds))
-        findings.append(import_finding("flash_attn", False, seconds))
-    return findings
+        modules |= {"transformer_engine.pytorch": attention == "te", "flash_attn": False}
+    with ThreadPoolExecutor(len(modules)) as pool:  # each waits for a process
+        return list(pool.map(lambda module: import_finding(module, modules[module], seconds), modules))
 
 
 def import_finding(module: str, needed: bool, seconds: float) -> Finding:

@@ -208,10 +208,14 @@ class VllmEngine(StatefulEngine):
         usual, model.max_logprobs = model.max_logprobs, -1
         try:
             with _random_state_kept(), _uncompiled_on_cpu():
-                outputs = self._llm.generate([{"prompt_token_ids": list(ids)} for ids in sequences], how, use_tqdm=False)
+                return [self._distribution(ids, how) for ids in sequences]
         finally:
             model.max_logprobs = usual
-        return [_distribution(output.prompt_logprobs, self.vocab_size) for output in outputs]
+
+    def _distribution(self, ids: Sequence[int], how: Any) -> Tensor:
+        """Of one sequence: vLLM holds a Python object for each number, gigabytes for some hundred positions of a large vocabulary."""
+        [output] = self._llm.generate([{"prompt_token_ids": list(ids)}], how, use_tqdm=False)
+        return _distribution(output.prompt_logprobs, self.vocab_size)
 
     def _require_agreement(self, generations: Sequence[Generation]) -> None:
         """Raise RolloutError unless all ranks of a replica hold the same responses; training would silently mix up different ones."""

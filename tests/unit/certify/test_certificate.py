@@ -229,6 +229,61 @@ def test_the_command_refuses_before_it_starts_processes(
     assert says in error and "Traceback" not in error
 
 
+def test_an_older_certificate_is_moved_away_until_the_command_is_done(tmp_path: Path) -> None:
+    (tmp_path / certificates.FILE_NAME).write_text("old")
+    runner.prepare(tmp_path)
+    assert not (tmp_path / certificates.FILE_NAME).exists()
+    assert (tmp_path / certificates.PREVIOUS_NAME).read_text() == "old"
+
+
+@pytest.mark.parametrize(("launched", "code"), [(0, 0), (1, 1), (2, 2), (75, 2), (76, 2), (137, 2), (130, 130), (143, 143)])
+def test_exit_codes_without_a_meaning_here_are_2(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], launched: int, code: int
+) -> None:
+    """Of ranks that ask for a restart, hang or are killed; an interruption stays one."""
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr("vapo_mcore.launch.local.launch", lambda *given: launched)
+    assert main(["certify", str(write_base(tmp_path)), "parallel.world_size=2"]) == code
+    assert ("certify ended without a verdict" in capsys.readouterr().err) == (launched in (75, 76, 137))
+
+
+def test_each_thing_that_differs_is_named_alone(folder: Path) -> None:
+    """What ``--against`` says where one thing differs: it is the first, and with its verdict the last."""
+    config = config_of(folder)
+    details = {
+        "engine": {"checksums": {"a": "1", "b": "2"}, "logprobs": [[-1.0, -2.0]]},
+        "trainer": {"layers_float32": [1e-7, 2e-7], "logprobs": [[-1.0, -2.0]]},
+    }
+
+    def records(**changed: object) -> list[CheckRecord]:
+        found = all_checks()
+        for record in found:
+            record.details = dict(details.get(record.check, {}))
+            record.details |= {name.split("__")[1]: value for name, value in changed.items() if name.startswith(f"{record.check}__")}
+        return found
+
+    old = certificates.make(config, records(), {})
+    assert differences(old, config, records()) == []
+    for changed, says in (
+        ({"engine__checksums": {"a": "1", "b": "9"}}, "tensors: 1 of 2 have other values in the trainer, the first is b"),
+        ({"engine__checksums": {"a": "1", "c": "2"}}, "tensors: 2 are in one certificate only, the first is b"),
+        (
+            {"trainer__layers_float32": [1e-7, 0.5]},
+            "layers (float32): layer 1 is the first whose hidden states are further from transformers: 2e-07 -> 0.5",
+        ),
+        ({"trainer__layers_float32": [1e-7]}, "layers: 2 before, 1 now"),
+        ({"trainer__logprobs": [[-1.0, -2.5]]}, "positions: log-prob of the trainer at text 0, token 2: -2.0000 -> -2.5000"),
+        ({"engine__logprobs": [[float("nan"), -2.0]]}, "positions: log-prob of the engine at text 0, token 1: -1.0000 -> nan"),
+        (
+            {"engine__logprobs": [[-1.0]]},
+            "positions: the texts of the check 'engine' are not those of the certificate (data or tokenizer changed)",
+        ),
+    ):
+        assert differences(old, config, records(**changed)) == [says]
+    without = replace(old, checks={name: check for name, check in old.checks.items() if name != "offload"})
+    assert differences(without, config, records()) == ["verdict: offload was not in the certificate, now holds"]
+
+
 def test_differences_come_from_cause_to_effect(folder: Path) -> None:
     config = config_of(folder)
     before = all_checks()

@@ -119,7 +119,7 @@ def test_a_device_that_plan_does_not_know_is_compared_with_nothing() -> None:
 
 
 def test_passes_that_take_long_are_measured_with_fewer_tokens(tmp_path: Path) -> None:
-    """Micro-batches are packed as plan packs them, of the recipe's 4096 tokens; on a device 10^9 times slower, of what takes 5 s."""
+    """Micro-batches are packed as plan packs them, of the recipe's 4096 tokens; on a device 10^9 times slower, of what takes 2 s."""
     plan = assumed(tmp_path)
     full = check.pass_work(plan)
     assert 3900 < sum(full.lengths) <= 4096 and full.microbatches == 1

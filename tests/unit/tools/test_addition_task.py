@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import json
 import random
 import re
+from pathlib import Path
 
 import addition_task
 import make_tiny_model
 from addition_task import CHARACTERS, MAX_TIMES, Problem, draw_distinct, draw_problem, worked_solution
+from transformers import AutoTokenizer
 
 
 def totals(text: str) -> list[int]:
@@ -71,3 +74,13 @@ def test_tokenizer_has_one_token_a_character_and_round_trips() -> None:
         assert text.decode(tokens) == whole
         assert text.pad_token_id not in tokens
     assert addition_task.LETTERS[0] == "_"
+
+
+def test_transformers_adds_no_token_that_the_model_lacks(tmp_path: Path) -> None:
+    """It loads the tokenizer of a Qwen2 folder as Qwen2's, which adds an unknown token where there is none."""
+    text = make_tiny_model.tokenizer()
+    text.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2", "vocab_size": len(text)}))
+    loaded = AutoTokenizer.from_pretrained(tmp_path)
+    assert sorted(loaded.get_vocab().values()) == list(range(len(text)))
+    assert loaded("_/c+58:730;")["input_ids"] == text("_/c+58:730;")["input_ids"]

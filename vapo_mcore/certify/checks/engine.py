@@ -3,6 +3,7 @@ after a sync of perturbed weights."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -14,7 +15,7 @@ from vapo_mcore.certify.bench import Bench
 from vapo_mcore.certify.distances import chosen, distance
 from vapo_mcore.certify.perturbed import perturbed_policy
 from vapo_mcore.certify.record import Measurement, NotApplicable, fails, holds, not_applicable
-from vapo_mcore.certify.tolerances import judge
+from vapo_mcore.certify.tolerances import BY_NAME, judge
 from vapo_mcore.collectives import all_gather_objects
 from vapo_mcore.errors import EngineFailure, RolloutError
 from vapo_mcore.rollout.base import Generation, GenerationRequest, SamplingConfig
@@ -33,12 +34,11 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class _Gap:
-    """|dlogp| of sampled tokens at the sampling temperature, and the mean at temperature 1 in its place; sums over all replicas."""
+    """|dlogp| of sampled tokens over all replicas; ``where``: the largest."""
 
     tokens: int
     mean: float
     largest: float
-    mean_at_one: float
     where: str
 
 
@@ -62,18 +62,21 @@ def _synced(bench: Bench, which: str, *, keep: bool) -> list[Measurement]:
         remedy = "the engine does not hold what the trainer has in the tensors named: look at its version and its weight loader"
         return [fails(f"weight sync, {which}", str(error), "equal checksums of all tensors", remedy)]
     rollout = bench.config.rollout
-    temperatures = [rollout.temperature] + ([OTHER_TEMPERATURE] if rollout.temperature == 1.0 else [])
+    # The other temperature once: how log-probs are processed does not depend on the weights.
+    temperatures = [rollout.temperature] + ([OTHER_TEMPERATURE] if keep and rollout.temperature == 1.0 else [])
     found = [_checksums(bench, which)]
     # First everything of the engine, then everything of the trainer, for which the engine sleeps.
     samples = [_drawn(bench, temperature) for temperature in temperatures]
-    theirs = together(lambda: bench.engine.distributions(bench.sequences))
+    # Full distributions are slow to get from an engine: perturbed weights on the first text and the drawn ones.
+    texts = list(range(len(bench.sequences))) if keep else sorted({0, *range(len(bench.sequences))[-2:]})
+    theirs = together(lambda: bench.engine.distributions([bench.sequences[text] for text in texts]))
     found += [_ends(bench, samples[0])] if keep else []
     for temperature, generations in zip(temperatures, samples, strict=True):
         found += _sampled(bench, generations, temperature, which)
     if keep:
         bench.details["checksums"] = bench.engine.last_sync.checksums  # type: ignore[union-attr]
         bench.details["logprobs"] = chosen(theirs, bench.sequences)
-    return found + _full(bench, theirs, which)
+    return found + _full(bench, theirs, texts, which)
 
 
 def _drawn(bench: Bench, temperature: float) -> list[Generation]:
@@ -118,9 +121,11 @@ def sample(bench: Bench, temperature: float) -> list[Generation]:
 
 def _sampled(bench: Bench, generations: Sequence[Generation], temperature: float, which: str) -> list[Measurement]:
     """Log-probs of sampled tokens, and whether they are those of the temperature that was asked for."""
-    gap = _compare(bench, generations, temperature)
+    samples = _own_share(bench, generations)
+    gap = _compare(bench, samples, temperature)
     label, remedy = f"sampled tokens at T = {temperature:g}, {which}", REMEDY
-    if temperature != 1.0 and gap.mean_at_one < 0.1 * gap.mean:
+    beyond = not gap.mean <= BY_NAME["engine/mean"].limit(bench.dtype)
+    if beyond and temperature != 1.0 and _compare(bench, samples, 1.0).mean < 0.1 * gap.mean:
         remedy = f"the engine's log-probs are those of temperature 1, not of {temperature:g}: it must return processed log-probs"
     return [
         judge(f"mean |dlogp|, {label}", gap.mean, "engine/mean", bench.dtype, remedy=remedy, suffix=f" over {gap.tokens} tokens"),
@@ -128,35 +133,42 @@ def _sampled(bench: Bench, generations: Sequence[Generation], temperature: float
     ]
 
 
-def _compare(bench: Bench, generations: Sequence[Generation], temperature: float) -> _Gap:
-    """Compare with the trainer. All replicas' samples go through all data-parallel ranks, so that every rank makes the same passes."""
+def _own_share(bench: Bench, generations: Sequence[Generation]) -> list[Generation]:
+    """This data-parallel rank's part of all replicas' samples, as many as every other rank's (some twice). A collective."""
     by_replica = dict(all_gather_objects((bench.engine.replica_index, list(generations))))
-    samples = [generation for replica in sorted(by_replica) for generation in by_replica[replica]]
+    samples = [generation for replica in sorted(by_replica) for generation in by_replica[replica] if generation.token_ids]
+    if not samples:
+        raise NotApplicable("the engine sampled no token")
+    parallel = bench.parallel
+    share = -(-len(samples) // parallel.data_parallel_size)
+    first = parallel.data_parallel_rank * share
+    return [samples[number % len(samples)] for number in range(first, first + share)]
+
+
+def _compare(bench: Bench, samples: Sequence[Generation], temperature: float) -> _Gap:
+    """Compare this rank's samples with the trainer, and put the ranks' results together. A collective."""
     sequences = [[*sample.request.prompt_token_ids, *sample.token_ids] for sample in samples]
     with bench.on_device("logprobs") as models:
-        microbatches = bench.microbatches(sequences)
-        at_temperature = models.policy.forward(microbatches, temperature=temperature)["logprobs"]
-        at_one = models.policy.forward(microbatches)["logprobs"]
-    largest, where, total, total_at_one, tokens = 0.0, "-", 0.0, 0.0, 0
-    for number, generation in enumerate(samples):
+        logprobs = models.policy.forward(bench.microbatches(sequences), temperature=temperature)["logprobs"]
+    largest, where, total, tokens = 0.0, "-", 0.0, 0
+    for generation, own in zip(samples, logprobs, strict=False):  # behind them: dummies of a pipeline schedule
         start = len(generation.request.prompt_token_ids)
-        theirs = torch.tensor(generation.logprobs, dtype=torch.float64)
-        gaps = (at_temperature[number][start:].cpu().double() - theirs).abs()
+        gaps = (own[start:].cpu().double() - torch.tensor(generation.logprobs, dtype=torch.float64)).abs()
         total += float(gaps.sum())
-        total_at_one += float((at_one[number][start:].cpu().double() - theirs).abs().sum())
         tokens += len(gaps)
-        if len(gaps) and not float(gaps.max()) <= largest:
+        if not math.isnan(largest) and not float(gaps.max()) <= largest:
             largest, position = float(gaps.max()), int(gaps.argmax())
             where = f"{generation.request.prompt_id} sample {generation.request.sample_index}, token {position}"
-    if tokens == 0:
-        raise NotApplicable("the engine sampled no token")
-    return _Gap(tokens, total / tokens, largest, total_at_one / tokens, where)
+    ranks = all_gather_objects(_Gap(tokens, total / tokens, largest, where))
+    tokens = sum(gap.tokens for gap in ranks)
+    worst = max(ranks, key=lambda gap: (math.isnan(gap.largest), gap.largest))
+    return _Gap(tokens, sum(gap.mean * gap.tokens for gap in ranks) / tokens, worst.largest, worst.where)
 
 
-def _full(bench: Bench, theirs: Sequence[Tensor], which: str) -> list[Measurement]:
-    """Distributions of the whole vocabulary on fixed texts."""
-    apart = distance(theirs, bench.trainer_distributions())
-    suffix = f", largest |dlogp| {apart.largest:.3g} at text {apart.where[0]}, position {apart.where[1]}"
+def _full(bench: Bench, theirs: Sequence[Tensor], texts: Sequence[int], which: str) -> list[Measurement]:
+    """Distributions of the whole vocabulary on some of the fixed texts."""
+    apart = distance(theirs, bench.trainer_distributions(texts))
+    suffix = f", largest |dlogp| {apart.largest:.3g} at text {texts[apart.where[0]]}, position {apart.where[1]}"
     found = [judge(f"KL of full distributions, {which}", apart.kl, "engine/kl", bench.dtype, remedy=REMEDY, suffix=suffix)]
     if apart.support:
         found.append(fails(f"support, {which}", f"{apart.support} ids have a probability on one side only", "none", REMEDY))

@@ -36,11 +36,15 @@ def run(bench: Bench) -> list[Measurement]:
 def _vocabulary(bench: Bench) -> Measurement:
     """The tokenizer's ids lie in the model's vocabulary; those that only the model has are excluded from every softmax."""
     size, what = bench.architecture.vocab_size, "vocabulary"
-    highest = max(bench.tokenizer.get_vocab().values())
     tolerance = "each id of the tokenizer has a row of the embedding"
-    if highest >= size:
-        remedy = "take the tokenizer of the model, or give the model as many rows as its tokenizer has ids"
-        return fails(what, f"the tokenizer has ids up to {highest}, the model {size} rows", tolerance, remedy)
+    beyond = {number: text for text, number in bench.tokenizer.get_vocab().items() if number >= size}
+    if beyond:
+        first = ", ".join(f"{beyond[number]!r} ({number})" for number in sorted(beyond)[:4])
+        shown = f"the model has {size:,} rows, {len(beyond)} tokens of the tokenizer have higher ids: {first}"
+        remedy = (
+            "take the tokenizer of the model, or give the model as many rows as its tokenizer has ids: a text with such a token ends a run"
+        )
+        return fails(what, shown, tolerance, remedy, len(beyond))
     unknown = len(bench.unknown_token_ids)
     return holds(what, f"{size:,} rows, of which {unknown:,} have no token and are excluded from sampling and softmax", tolerance, unknown)
 

@@ -10,99 +10,105 @@ from typing import Any
 
 import torch
 
-from vapo_mcore.algorithm.importance import importance_weights
+from vapo_mcore.algorithm import importance
 from vapo_mcore.certify.batches import critic_batches, policy_batches, policy_loss
 from vapo_mcore.certify.bench import Bench
 from vapo_mcore.certify.record import Measurement, fails, holds, not_applicable
 from vapo_mcore.certify.tolerances import judge
-from vapo_mcore.config.schema import ParallelConfig
-from vapo_mcore.megatron.engine import MegatronModel
+from vapo_mcore.config.schema import ImportanceCorrectionConfig, ParallelConfig
+from vapo_mcore.megatron.engine import MegatronModel, StepResult
 from vapo_mcore.megatron.losses import CriticLoss
 from vapo_mcore.megatron.parallel import ParallelContext, initialize_parallel
 from vapo_mcore.trainer.models import fill_policy
 
 LOG_RATIO = 0.1
 """By which the old log-probs are moved: a ratio of 1.105, inside the usual clips."""
-Step = tuple[float, float]
-"""Loss and gradient norm before clipping."""
+FROZEN = "the loss does not see the change of the policy: old log-probs are overwritten, or the ratio or weight is frozen"
 
 
 def run(bench: Bench) -> list[Measurement]:
-    """Steps with a learning rate of 0, which leave the weights as they are."""
+    """Steps with a learning rate of 0, which leave the weights as they are. The first one's statistics show the importance ratio."""
     alone, packed = None, [list(range(len(bench.sequences)))]
-    found = _ratio(bench)
-    steps = {how: _policy_step(bench, bench.models.policy, bench.parallel, packs) for how, packs in (("alone", alone), ("packed", packed))}
-    found += _same(bench, "policy, each sequence alone and all packed", steps["alone"], steps["packed"])
+    first = _policy_step(bench, bench.models.policy, bench.parallel, alone)
+    found = [_ratio(first), *_weights(bench, first)]
+    other = _policy_step(bench, bench.models.policy, bench.parallel, packed)
+    found += _same(bench, "policy, each sequence alone and all packed", first, other)
     if bench.config.uses_critic:
         values = [_critic_step(bench, packs) for packs in (alone, packed)]
         found += _same(bench, "critic, each sequence alone and all packed", *values)
-    return found + _layouts(bench, steps["alone"])
+    return found + _layouts(bench, first)
 
 
-def _ratio(bench: Bench) -> list[Measurement]:
-    """Old log-probs moved by a known amount: the loss must see that ratio, and the correction of the rollout's log-probs that weight."""
-    loss, temperature = policy_loss(bench, bench.parallel), bench.config.rollout.temperature
-    with bench.on_device("policy_update") as models:
-        batches = policy_batches(models.policy, bench.microbatches(bench.sequences), temperature, LOG_RATIO)
-        stats = models.policy.accumulate(batches, loss)
+def _ratio(step: StepResult) -> Measurement:
+    """Old log-probs moved by a known amount: the loss must see that ratio."""
+    what, stats = "importance ratio", step.metrics
     ratio, kl = stats["ratio"] / stats["tokens"], stats["approx_kl"] / stats["tokens"]
     expected, expected_kl = math.exp(LOG_RATIO), math.exp(LOG_RATIO) - 1 - LOG_RATIO
-    remedy = "the loss does not see the change of the policy: old log-probs are overwritten, or the ratio is frozen"
     tolerance = f"{expected:.4f} and {expected_kl:.5f} (exp(d) and exp(d) - 1 - d for d = {LOG_RATIO}), within 1 %"
     good = abs(ratio / expected - 1) <= 0.01 and abs(kl / expected_kl - 1) <= 0.01
     shown = f"ratio {ratio:.4f}, KL {kl:.5f}"
-    found = [holds("importance ratio", shown, tolerance, ratio) if good else fails("importance ratio", shown, tolerance, remedy, ratio)]
+    return holds(what, shown, tolerance, ratio) if good else fails(what, shown, tolerance, FROZEN, ratio)
+
+
+def _weights(bench: Bench, first: StepResult) -> list[Measurement]:
+    """With a correction: importance weights follow the log-probs, and scale the loss."""
     correction = bench.config.algorithm.policy_loss.importance_correction
     if correction.kind == "off":
-        return [*found, not_applicable("importance weight", "algorithm.policy_loss.importance_correction is off")]
-    ones = torch.ones(4)
-    bounds = torch.tensor([0, 4])
-    given = importance_weights(
-        LOG_RATIO / 4 * ones, 0 * ones, ones.bool(), bounds, kind=correction.kind, cap=correction.cap, low=correction.low
-    )
-    product = correction.kind == "sequence_product_mask"
-    weight = float(given.mean())
-    wanted = 1.0 if correction.kind == "sequence_mask" else math.exp(LOG_RATIO if product else LOG_RATIO / 4)
-    outside = wanted > correction.cap or (correction.kind != "token_truncate" and wanted < correction.low)
-    if outside:
-        return [*found, not_applicable("importance weight", f"a weight of {wanted:.3f} is beyond the recipe's bounds")]
+        return [not_applicable("importance weight", "algorithm.policy_loss.importance_correction is off")]
+    twice = _policy_step(bench, bench.models.policy, bench.parallel, None, importance_weight=2.0)
+    return [_weight(correction), _weighted(first.metrics["surrogate"], twice.metrics["surrogate"])]
+
+
+def _weight(correction: ImportanceCorrectionConfig) -> Measurement:
+    """Weights of four tokens whose log-probs moved by a known amount; those of a product over the response move four times as much."""
+    what, ones = "importance weight", torch.ones(4)
+    wanted = math.exp(LOG_RATIO if correction.kind == "sequence_product_mask" else LOG_RATIO / 4)
+    if wanted > correction.cap or (correction.kind != "token_truncate" and wanted < correction.low):
+        return not_applicable(what, f"a weight of {wanted:.3f} is beyond the recipe's bounds")
+    read = (LOG_RATIO / 4 * ones, 0 * ones, ones.bool(), torch.tensor([0, 4]))
+    weight = float(importance.importance_weights(*read, kind=correction.kind, cap=correction.cap, low=correction.low).mean())
     shown, tolerance = f"{weight:.4f}", f"{wanted:.4f}, within 1 %"
     good = abs(weight / wanted - 1) <= 0.01
-    return [
-        *found,
-        holds("importance weight", shown, tolerance, weight) if good else fails("importance weight", shown, tolerance, remedy, weight),
-    ]
+    return holds(what, shown, tolerance, weight) if good else fails(what, shown, tolerance, FROZEN, weight)
 
 
-def _policy_step(bench: Bench, model: MegatronModel, parallel: ParallelContext, packs: Any) -> Step:
-    microbatches = bench.microbatches(bench.sequences, packs, parallel)
-    own = model is bench.models.policy
-    if not own:
-        return _step(model, policy_batches(model, microbatches, bench.config.rollout.temperature, LOG_RATIO), policy_loss(bench, parallel))
-    with bench.on_device("policy_update"):
+def _weighted(once: float, twice: float) -> Measurement:
+    """Weights of 2 in the place of 1 must double the surrogate."""
+    what, tolerance = "importance weight in the loss", "weights of 2 double the surrogate, within 1 %"
+    shown = f"surrogate {once:.6g} with weights of 1, {twice:.6g} with weights of 2"
+    good = once != 0 and abs(twice / once - 2) <= 0.02
+    return holds(what, shown, tolerance, twice) if good else fails(what, shown, tolerance, FROZEN, twice)
+
+
+def _policy_step(bench: Bench, model: MegatronModel, parallel: ParallelContext, packs: Any, importance_weight: float = 1.0) -> StepResult:
+    microbatches, loss = bench.microbatches(bench.sequences, packs, parallel), policy_loss(bench, parallel)
+
+    def step() -> StepResult:
         batches = policy_batches(model, microbatches, bench.config.rollout.temperature, LOG_RATIO)
-        step = _step(model, batches, policy_loss(bench, parallel))
+        batches = [batch.with_tensors(importance_weights=importance_weight * batch.tensors["importance_weights"]) for batch in batches]
+        return model.train_step(batches, loss, unscheduled_lr=0.0)
+
+    if model is not bench.models.policy:
+        return step()
+    with bench.on_device("policy_update"):
+        result = step()
         bench.models.residency.mark_changed("policy")
-    return step
+    return result
 
 
-def _critic_step(bench: Bench, packs: Any) -> Step:
+def _critic_step(bench: Bench, packs: Any) -> StepResult:
     with bench.on_device("critic_update") as models:
         assert models.critic is not None
         loss = CriticLoss(None, models.critic.architecture.value_bins)
-        step = _step(models.critic, critic_batches(models.critic, bench.microbatches(bench.sequences, packs)), loss)
+        batches = critic_batches(models.critic, bench.microbatches(bench.sequences, packs))
+        result = models.critic.train_step(batches, loss, unscheduled_lr=0.0)
         models.residency.mark_changed("critic")
-    return step
+    return result
 
 
-def _step(model: MegatronModel, batches: Any, loss: Any) -> Step:
-    result = model.train_step(batches, loss, unscheduled_lr=0.0)
-    return result.metrics["loss"], result.grad_norm
-
-
-def _same(bench: Bench, what: str, one: Step, other: Step) -> list[Measurement]:
+def _same(bench: Bench, what: str, one: StepResult, other: StepResult) -> list[Measurement]:
     remedy = "the step depends on how it is computed: sequences see one another, or gradients are scaled or reduced twice"
-    names = ("loss", "gradient norm")
+    values = (("loss", one.metrics["loss"], other.metrics["loss"]), ("gradient norm", one.grad_norm, other.grad_norm))
     return [
         judge(
             f"{name}, {what}",
@@ -112,7 +118,7 @@ def _same(bench: Bench, what: str, one: Step, other: Step) -> list[Measurement]:
             remedy=remedy,
             suffix=f" relative: {first:.6g} and {second:.6g}",
         )
-        for name, first, second in zip(names, one, other, strict=True)
+        for name, first, second in values
     ]
 
 
@@ -133,7 +139,7 @@ def _others(bench: Bench) -> Iterator[ParallelConfig]:
         )
 
 
-def _layouts(bench: Bench, own: Step) -> list[Measurement]:
+def _layouts(bench: Bench, own: StepResult) -> list[Measurement]:
     """A second policy from the same weights in other layouts; the recipe's process groups are made again afterwards."""
     what = "another layout"
     if bench.parallel.world_size == 1:

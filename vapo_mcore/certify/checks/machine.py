@@ -29,9 +29,10 @@ class PlanError(VapoError):
 
 
 def run(bench: Bench) -> list[Measurement]:
-    """Run the doctor once per node; run ``plan`` on rank 0 in a separate process, because it builds models on the meta device."""
+    """Run the doctor once per node. Run ``plan`` beside it on rank 0, in its own process: it builds models on the meta device."""
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     first_of_node = os.environ.get("LOCAL_RANK", "0") == "0"
+    planning = _start_plan(bench, processes) if bench.parallel.rank == 0 else not_applicable("plan", "rank 0 plans")
     mine = machine_findings(bench.config, processes, IMPORT_SECONDS) if first_of_node else None
     by_node: dict[str, list[Finding]] = {}
     for rank, (host, findings) in enumerate(all_gather_objects((socket.gethostname(), mine))):
@@ -41,7 +42,7 @@ def run(bench: Bench) -> list[Measurement]:
         Measurement(f"doctor: {finding.check}{f', {where}' if where else ''}", _VERDICTS[finding.status], finding.detail)
         for finding, where in merge(require_same(by_node, "versions"))
     ]
-    plan = _plan(bench, processes) if bench.parallel.rank == 0 else not_applicable("plan", "rank 0 plans")
+    plan = planning if isinstance(planning, Measurement) else _planned(planning, processes)
     return [*found, broadcast_object(plan)]
 
 
@@ -56,8 +57,13 @@ def device_name() -> str | None:
 def planned(bench: Bench, processes: int, device: str) -> tuple[int, dict[str, Any]]:
     """Return the exit code and the output of ``vapo-mcore plan`` for this recipe with ``processes`` devices a node. No collective.
 
-    ``plan`` runs in a separate process, because it builds models on the meta device. Raises PlanError where it plans nothing.
+    Raises PlanError where it plans nothing.
     """
+    return _result(_start(bench, processes, device))
+
+
+def _start(bench: Bench, processes: int, device: str) -> subprocess.Popen[str]:
+    """Start ``plan`` in its own process, because it builds models on the meta device."""
     recipe = bench.scratch / "recipe.yaml"
     recipe.write_text(dump_yaml(bench.config), encoding="utf-8")
     arguments = ["plan", str(recipe), "--gpus-per-node", str(processes), "--device", device, "--json"]
@@ -67,27 +73,40 @@ def planned(bench: Bench, processes: int, device: str) -> tuple[int, dict[str, A
     ranks = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "VAPO_MCORE_ERRORS")
     environment = {name: value for name, value in os.environ.items() if name not in ranks}
     command = [sys.executable, "-W", "ignore", "-m", "vapo_mcore", *arguments]
+    process = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    )
+    bench.stack.callback(process.kill)
+    return process
+
+
+def _result(process: subprocess.Popen[str]) -> tuple[int, dict[str, Any]]:
     try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=PLAN_SECONDS, check=False, stdin=subprocess.DEVNULL, env=environment
-        )
+        stdout, stderr = process.communicate(timeout=PLAN_SECONDS)
     except subprocess.TimeoutExpired:
+        process.kill()
         raise PlanError(f"not done after {PLAN_SECONDS:.0f} s") from None
-    if not done.stdout.strip().startswith("{"):
-        last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+    if not stdout.strip().startswith("{"):
+        last = (stderr.strip().splitlines() or [f"exit code {process.returncode}"])[-1]
         raise PlanError(f"the recipe cannot be planned: {last}")
-    return done.returncode, json.loads(done.stdout)
+    return process.returncode, json.loads(stdout)
 
 
-def _plan(bench: Bench, processes: int) -> Measurement:
-    what, tolerance = "plan", "every rank fits in every stage"
+def _start_plan(bench: Bench, processes: int) -> subprocess.Popen[str] | Measurement:
+    """Start ``plan``, or say why it does not apply."""
     device = device_name()
     if device is None:
-        return not_applicable(what, f"plan knows {', '.join(DEVICES)}, not {torch.cuda.get_device_name()}: give it this device's --rate")
+        return not_applicable("plan", f"plan knows {', '.join(DEVICES)}, not {torch.cuda.get_device_name()}: give it this device's --rate")
+    return _start(bench, processes, device)
+
+
+def _planned(process: subprocess.Popen[str], processes: int) -> Measurement:
+    what, tolerance = "plan", "every rank fits in every stage"
     try:
-        code, plan = planned(bench, processes, device)
+        code, plan = _result(process)
     except PlanError as error:
         return fails(what, str(error), tolerance, "run `vapo-mcore plan` on the recipe")
+    device = device_name()
     if code != 0:
         shown = f"does not fit on {device}: {'; '.join(map(str, plan.get('misfits', []))) or 'see vapo-mcore plan'}"
         return fails(what, shown, tolerance, "`vapo-mcore plan` on the recipe names changes that make it fit")

@@ -27,7 +27,7 @@ from vapo_mcore.planning.workload import packed_lengths, workload
 from vapo_mcore.rollout.base import GenerationRequest, SamplingConfig
 
 ROUNDS = 2
-LONGEST_SECONDS = 5.0
+LONGEST_SECONDS = 2.0
 """Of one pass by plan's assumption; a pass that takes longer is measured with fewer tokens."""
 MOST_RESPONSES, MOST_SAMPLED = 32, 64
 """Responses of a replica and tokens of each, to measure generation with."""
