@@ -244,7 +244,9 @@ def _import_everything() -> None:
 
     import vapo_mcore.megatron.engine
     import vapo_mcore.trainer.main  # noqa: F401
+    from tests.process_groups import share_gloo_device
 
+    share_gloo_device()
     torch.set_num_threads(1)
 
 
