@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.forks import run_ranks
+from tests.torchrun import run_torchrun
 
 WORKER = Path(__file__).parent / "planning" / "worker.py"
 QUICK = ("tiny", "tiny_tied_interleaved_full", "tiny_data_parallel")
@@ -23,7 +23,7 @@ RUNS = [QUICK, *(pytest.param(run, marks=pytest.mark.slow) for run in (SLOW, WID
 
 @pytest.fixture(scope="module", params=RUNS, ids=["quick", "slow", "wide", "six_ranks"])
 def cases(request: pytest.FixtureRequest) -> dict[str, dict[str, Any]]:
-    result = run_ranks(WORKER, 6 if request.param == SIX_RANKS else 4, *request.param, timeout=600)
+    result = run_torchrun(WORKER, 6 if request.param == SIX_RANKS else 4, *request.param, timeout=600)
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-6000:]
     lines = [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
     assert tuple(line["case"] for line in lines) == request.param

@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch._C._profiler import _EventType
 
-from tests.process_groups import release_groups
 from vapo_mcore.config import config_from_dict
 from vapo_mcore.config.architecture import ModelArchitecture
 from vapo_mcore.config.schema import Config
@@ -250,7 +249,6 @@ def main() -> None:
         ranks: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(ranks, measure(config, arch, initialize_parallel(config.parallel)))
         measured[name] = [_settled(rank, ranks) for rank in ranks]
-        release_groups()
     dist.destroy_process_group()
     if rank == 0:
         for name, (arch, *_) in chosen.items():
