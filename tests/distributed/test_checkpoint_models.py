@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.forks import run_ranks
+from tests.torchrun import run_torchrun
 
 pytestmark = pytest.mark.slow
 
@@ -23,7 +23,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
     folder = tmp_path_factory.mktemp("checkpoint_models")
     for model in ("qwen2", problem.MIXTURE):
         problem.make_model(model, folder / model)
-    result = run_ranks(HERE / "checkpoint" / "models_worker.py", 2, str(folder), timeout=300)
+    result = run_torchrun(HERE / "checkpoint" / "models_worker.py", 2, str(folder), timeout=300)
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-6000:]
     found = [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
     return {case["case"]: case for case in found}

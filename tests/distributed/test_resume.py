@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from tests.forks import run_ranks
+from tests.torchrun import run_torchrun
 from tests.training_setup import read_metrics, write_setup
 
 pytestmark = pytest.mark.slow
@@ -21,7 +21,7 @@ CASES = ("other_layouts", "same_layout", "abandoned", "full_disk", "damage", "re
 def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """The folder with all runs, and what they printed."""
     folder = write_setup(tmp_path_factory.mktemp("resume"), model="qwen2")
-    result = run_ranks(HERE / "checkpoint" / "resume_worker.py", 2, str(folder), timeout=600)
+    result = run_torchrun(HERE / "checkpoint" / "resume_worker.py", 2, str(folder), timeout=600)
     assert result.returncode == 0, result.stdout[-6000:] + result.stderr[-6000:]
     assert [line for line in result.stdout.splitlines() if line.startswith("case ")] == [f"case {name} ok" for name in CASES]
     return folder, result.stdout

@@ -1,4 +1,4 @@
-"""Worker of test_checkpoint_models.py: models and optimizers through save and load at several layouts; one JSON line a case.
+"""torchrun worker of test_checkpoint_models.py: models and optimizers through save and load at several layouts; one JSON line a case.
 
 Two processes. What was saved at one layout is loaded at another and saved again: the global tensors of both folders must be the same
 bits. Megatron's own loader reads the folders too.

@@ -1,4 +1,4 @@
-"""Worker of test_resume.py: whole runs in two processes, stopped and continued, one after another in one launch. It asserts what
+"""torchrun worker of test_resume.py: whole runs in two processes, stopped and continued, one after another in one launch. It asserts what
 only a rank can see; the test compares what the runs leave.
 """
 

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.forks import run_ranks, run_script
-from tests.torchrun import ROOT, run_bounded
+from tests.torchrun import ROOT, run_bounded, run_torchrun
 from tests.unit.weights.models import hf_config
 
 WORKER = Path(__file__).with_name("worker.py")
@@ -65,7 +65,7 @@ def make_models(folder: Path) -> None:
 def test_every_layout_gives_the_checkpoint_back(tmp_path: Path) -> None:
     torch.manual_seed(5)
     make_models(tmp_path)
-    result = run_ranks(WORKER, 4, str(tmp_path), timeout=400)
+    result = run_torchrun(WORKER, 4, str(tmp_path), timeout=400)
     assert result.returncode == 0, result.stdout + result.stderr
     names = re.findall(r"^def (case_\w+)", WORKER.read_text(), re.MULTILINE)
     expected = {(layout, name) for layout in LAYOUTS for name in names}
