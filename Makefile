@@ -71,14 +71,16 @@ quickstart-critic: $(INSTALLED) $(GAME)
 certify: $(INSTALLED) $(TINY)
 	@$(BIN)/vapo-mcore certify examples/configs/quickstart.yaml
 
+# Two files at a time, each in one process; tests/conftest.py says which files come first.
+TWO_FILES := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 # What it measures depends on timing: it runs alone.
 MEASURES := tests/distributed/test_planning.py
 test: test-fast
-	$(BIN)/python -m pytest tests/distributed tests/fake_cuda --ignore $(MEASURES) -m "not slow" --numprocesses 2 --dist loadfile --durations 10
-	$(BIN)/python -m pytest $(MEASURES) tests/integration tests/chaos tests/slurm -m "not slow" --durations 10
+	$(BIN)/python -m pytest tests/distributed tests/fake_cuda tests/integration tests/chaos tests/slurm --ignore $(MEASURES) -m "not slow" $(TWO_FILES) --durations 10
+	$(BIN)/python -m pytest $(MEASURES) -m "not slow" --durations 10
 
 test-fast: $(INSTALLED)
-	$(BIN)/python -m pytest tests/unit -m "not slow" --numprocesses 2 --dist loadfile --durations 10
+	$(BIN)/python -m pytest tests/unit -m "not slow" $(TWO_FILES) --durations 10
 
 test-docs: $(INSTALLED)
 	$(BIN)/python -m pytest tests/docs -m "not slow" --durations 10

@@ -130,12 +130,16 @@ def run_ranks(
 
     When a rank fails, the others are terminated. After ``timeout`` seconds all are killed and the test fails with the output so far.
     """
+    return _run_ranks([str(ROOT / script), *args], nproc, timeout, fake_cuda)
+
+
+def _run_ranks(command: list[str], nproc: int, timeout: float, fake_cuda: bool) -> subprocess.CompletedProcess[str]:
     from torch.distributed import TCPStore
 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # in this process, like torchrun's in its agent
     world = {"WORLD_SIZE": nproc, "LOCAL_WORLD_SIZE": nproc, "GROUP_WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port}
     world |= {"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": 0, "TORCHELASTIC_MAX_RESTARTS": 0}
-    return _run([str(ROOT / script), *args], [{**world, "RANK": rank, "LOCAL_RANK": rank} for rank in range(nproc)], timeout, fake_cuda)
+    return _run(command, [{**world, "RANK": rank, "LOCAL_RANK": rank} for rank in range(nproc)], timeout, fake_cuda)
 
 
 def run_script(script: str | Path, *args: str, timeout: float = 180, fake_cuda: bool = False) -> subprocess.CompletedProcess[str]:
@@ -143,10 +147,12 @@ def run_script(script: str | Path, *args: str, timeout: float = 180, fake_cuda: 
     return _run([str(ROOT / script), *args], [{}], timeout, fake_cuda)
 
 
-def run_command(*args: str, timeout: float = 180, fake_cuda: bool = False) -> subprocess.CompletedProcess[str]:
-    """Run ``vapo-mcore`` with arguments in one process. Returns like :func:`run_ranks`."""
+def run_command(*args: str, nproc: int | None = None, timeout: float = 180, fake_cuda: bool = False) -> subprocess.CompletedProcess[str]:
+    """Run ``vapo-mcore`` in one process, or as ``nproc`` ranks without its launcher. Returns like :func:`run_ranks`."""
     program = ["tests.fake_cuda", "vapo_mcore.cli"] if fake_cuda else ["vapo_mcore.cli"]
-    return _run(["-m", *program, *args], [{}], timeout, fake_cuda)
+    if nproc is None:
+        return _run(["-m", *program, *args], [{}], timeout, fake_cuda)
+    return _run_ranks(["-m", *program, *args], nproc, timeout, fake_cuda)
 
 
 def _run(
@@ -244,7 +250,9 @@ def _import_everything() -> None:
 
     import vapo_mcore.megatron.engine
     import vapo_mcore.trainer.main  # noqa: F401
+    from tests.process_groups import share_gloo_device
 
+    share_gloo_device()
     torch.set_num_threads(1)
 
 

@@ -1,6 +1,6 @@
-"""torchrun worker of test_bad_updates.py: faults put into one rank of four, and what they leave behind. Prints one JSON line.
+"""Worker of test_bad_updates.py: faults put into one rank of four, and what they leave behind. Prints one JSON line.
 
-    torchrun --nproc-per-node 4 faults_worker.py FOLDER
+    faults_worker.py FOLDER
 
 FOLDER is a model of the layouts' problem. A fault hits one rank alone: a gradient of a weight that tensor-parallel ranks hold in
 common, a loss that is NaN with finite gradients, an infinite loss, a spike.
@@ -23,6 +23,7 @@ import torch.distributed as dist
 import worker as layouts
 from torch import Tensor
 
+from tests.process_groups import release_groups
 from vapo_mcore.config.schema import ParallelConfig
 from vapo_mcore.data.microbatch import MicroBatch
 from vapo_mcore.megatron.engine import MegatronModel
@@ -119,6 +120,7 @@ def main() -> None:
         dist.all_gather_object(ranks, survey(parallel, batches, name))
         if dist.get_rank() == 0:
             print(json.dumps({"layout": name, "ranks": ranks}), flush=True)
+        release_groups()
     dist.destroy_process_group()
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.torchrun import run_torchrun
+from tests.forks import run_ranks
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE / "layouts"))
@@ -22,7 +22,7 @@ LAYOUTS = ("dp2", "tp2")
 def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     folder = tmp_path_factory.mktemp("cpu_optimizer")
     problem.make_model("qwen2", folder / "qwen2")
-    result = run_torchrun(HERE / "offload" / "cpu_optimizer_worker.py", 2, str(folder), timeout=300)
+    result = run_ranks(HERE / "offload" / "cpu_optimizer_worker.py", 2, str(folder), timeout=300)
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-6000:]
     found = [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
     return {case.pop("case"): case for case in found}

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import signal
-import sys
 import time
 from pathlib import Path
 
-from tests.torchrun import run_bounded, run_torchrun
+from tests.forks import run_script
+from tests.torchrun import run_torchrun
 from vapo_mcore.errors import EXIT_HANG
 
-LAUNCHER = "import sys; from vapo_mcore.launch.local import launch; sys.exit(launch('tests.distributed.ends_worker', sys.argv[1:], 2))"
+LAUNCHED = ("tests/launcher.py", "tests.distributed.ends_worker")
 
 
 def seconds_since(path: Path) -> float:
@@ -18,7 +18,7 @@ def seconds_since(path: Path) -> float:
 
 
 def test_a_rank_that_is_killed_ends_the_run(tmp_path: Path) -> None:
-    result = run_bounded([sys.executable, "-c", LAUNCHER, "die", str(tmp_path)], timeout=120)
+    result = run_script(*LAUNCHED, "die", str(tmp_path), timeout=120)
     assert seconds_since(tmp_path / "began_1") < 60
     assert result.returncode == 128 + signal.SIGKILL, result.stderr[-4000:]
     assert "error: the process of rank 1 was ended by signal SIGKILL" in result.stderr
@@ -33,7 +33,7 @@ def test_a_rank_that_is_killed_ends_the_run_under_plain_torchrun(tmp_path: Path)
 
 
 def test_a_hang_in_a_collective_is_found_and_told(tmp_path: Path) -> None:
-    result = run_bounded([sys.executable, "-c", LAUNCHER, "hang", str(tmp_path)], timeout=120)
+    result = run_script(*LAUNCHED, "hang", str(tmp_path), timeout=120)
     assert seconds_since(tmp_path / "began_1") < 60
     assert result.returncode == EXIT_HANG, result.stderr[-4000:]
     told = [line for line in result.stderr.splitlines() if line.startswith("error (rank ")]

@@ -11,14 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.torchrun import ROOT, run_bounded
+from tests.forks import run_script
+from tests.torchrun import ROOT
 from vapo_mcore.launch.ranks import ranks_below
 
-LAUNCHER = "import sys; from vapo_mcore.launch.local import launch; sys.exit(launch('tests.distributed.launch_worker', sys.argv[1:], 2))"
+LAUNCHER = "tests/launcher.py"
+WORKER = "tests.distributed.launch_worker"
 
 
 def _run(how: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    return run_bounded([sys.executable, "-c", LAUNCHER, how, str(folder)], timeout=60)
+    return run_script(LAUNCHER, WORKER, how, str(folder), timeout=60)
 
 
 def test_workers_get_torchruns_environment(tmp_path: Path) -> None:
@@ -59,7 +61,7 @@ def test_crash_shows_the_workers_traceback_only(tmp_path: Path) -> None:
 @pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
 def test_signal_ends_all_processes(sent: signal.Signals, tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", LAUNCHER, "wait", str(tmp_path)]
+    command = [sys.executable, LAUNCHER, WORKER, "wait", str(tmp_path)]
     process = subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True)
     deadline = time.monotonic() + 60
     while len(list(tmp_path.iterdir())) < 2:
@@ -85,7 +87,7 @@ def test_a_rank_that_ends_with_exit_code_0_before_the_others_ends_the_run(tmp_pa
 def test_ranks_end_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
     """By SIGKILL, which it cannot pass on."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", LAUNCHER, "wait", str(tmp_path)]
+    command = [sys.executable, LAUNCHER, WORKER, "wait", str(tmp_path)]
     process = subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True)
     try:
         deadline = time.monotonic() + 60

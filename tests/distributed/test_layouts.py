@@ -1,7 +1,7 @@
 """Any layout, the same step: TP (with and without sequence parallelism), PP (interleaved too), CP, DP and EP against float64 and one rank.
 
 Right answers come from plain transformers in float64 (``layouts/problem.py``); weights after two AdamW updates are compared with a
-single process. One launch per world size runs all its layouts (``layouts/worker.py`` lists them).
+single process. One launch per world size runs all its layouts (``layouts/cases.py`` lists them).
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.torchrun import run_torchrun
+from tests.forks import run_ranks
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE / "layouts"))
@@ -24,7 +24,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     (folder / "qwen2" / "config.json").write_text(json.dumps({**config, "eos_token_id": 1}))  # the rollout engine wants one
     results = []
     for world in (1, 2):  # the first writes the reference file of the layouts worker
-        result = run_torchrun(HERE / "offload" / "worker.py", world, str(folder), timeout=300)
+        result = run_ranks(HERE / "offload" / "worker.py", world, str(folder), timeout=300)
         assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-6000:]
         results += [json.loads(line) | {"world": world} for line in result.stdout.splitlines() if line.startswith("{")]
     assert [(case["world"], case["dtype"]) for case in results] == [(w, d) for w in (1, 2) for d in ("float32", "bfloat16")]

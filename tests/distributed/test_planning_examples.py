@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.torchrun import ROOT, run_bounded
+from tests.forks import ROOT, run_script
 
 WORKER = Path(__file__).parent / "planning" / "examples_worker.py"
 CONFIGS = ROOT / "examples" / "configs"
@@ -20,7 +19,7 @@ GIB = 2**30
 
 @pytest.fixture(scope="module")
 def plans(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    result = run_bounded([sys.executable, str(WORKER), str(tmp_path_factory.mktemp("plans"))], timeout=600)
+    result = run_script(WORKER, str(tmp_path_factory.mktemp("plans")), timeout=600)
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-6000:]
     lines = [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
     for line in lines:

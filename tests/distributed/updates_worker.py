@@ -1,6 +1,6 @@
-"""torchrun worker of test_updates.py on two data-parallel ranks: learning rates, skipped steps, orders of epochs. Prints one JSON line.
+"""Worker of test_updates.py on two data-parallel ranks: learning rates, skipped steps, orders of epochs. Prints one JSON line.
 
-    torchrun --nproc-per-node 2 updates_worker.py FOLDER
+    updates_worker.py FOLDER
 
 FOLDER is a model of the layouts' problem.
 """

@@ -22,6 +22,7 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
 from tests.fake_cuda.models import LENGTHS, TokenLoss, build, microbatches  # noqa: E402
+from tests.process_groups import release_groups  # noqa: E402
 from vapo_mcore.config.schema import ParallelConfig  # noqa: E402
 from vapo_mcore.megatron.offload import Residency  # noqa: E402
 from vapo_mcore.megatron.parallel import initialize_parallel  # noqa: E402
@@ -115,7 +116,11 @@ def count_syncs(residency: Residency, models: dict[str, Any], parts: list[Any]) 
 def main() -> None:
     torch.set_num_threads(1)
     world = int(os.environ.get("WORLD_SIZE", "1"))
-    results = {name: run_case(dict(options), world) for name, options in CASES[world].items() if len(sys.argv) < 4 or name in sys.argv[3:]}
+    results = {}
+    for name, options in CASES[world].items():
+        if len(sys.argv) < 4 or name in sys.argv[3:]:
+            results[name] = run_case(dict(options), world)
+            release_groups()
     everywhere: list[Any] = [None] * world
     dist.all_gather_object(everywhere, (results, fake_cuda.FAULTS if FAKE else []))
     if dist.get_rank() == 0:

@@ -15,6 +15,7 @@ from unittest import mock
 import pytest
 import yaml
 
+from tests.process_groups import release_groups
 from tests.torchrun import ROOT
 from tests.training_setup import training_config
 from vapo_mcore.config import Config, load_config
@@ -72,7 +73,9 @@ def own_engine() -> None:
 if __name__ == "__main__":
     become_single_process()
     own_engine()
+    release_groups()
     stale_sampler()
     for name, cap in (("large_packs", 400), ("small_packs", 56)):
+        release_groups()
         config = with_extensions(name, f"batch.max_tokens_per_microbatch={cap}")
         train(config, initialize_parallel(config.parallel), clean=False)

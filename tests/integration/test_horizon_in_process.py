@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from tests.integration.test_resume_in_process import rows, weights
-from tests.process_groups import release_groups
+from tests.process_groups import release_groups, share_gloo_device
 from tests.training_setup import read_samples, training_config, write_setup
 from vapo_mcore.checkpoint.resume import ResumeOptions
 from vapo_mcore.checkpoint_files import list_checkpoints
@@ -46,6 +46,7 @@ SHORT = ("rollout.horizon={tokens: 7, in_flight: 20}",)
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    share_gloo_device()
     yield write_setup(tmp_path_factory.mktemp("horizon"))
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from tests.process_groups import release_groups
+from tests.process_groups import release_groups, share_gloo_device
 from tests.training_setup import read_metrics, training_config, write_setup
 from vapo_mcore.checkpoint.resume import ResumeOptions
 from vapo_mcore.checkpoint.saver import Checkpointer
@@ -40,6 +40,7 @@ SETTINGS = (
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    share_gloo_device()
     yield write_setup(tmp_path_factory.mktemp("resume"), model="qwen2_tied")
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -12,13 +12,14 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from tests.forks import run_command, run_script
 from tests.rollout_models import greedy_of, load_model
 from tests.torchrun import run_bounded
 from tests.training_setup import read_metrics, read_samples, write_setup
 from vapo_mcore.errors import EXIT_HANG
 
 CLI = [sys.executable, "-m", "vapo_mcore.cli", "train"]
-FAILING = "import sys; from vapo_mcore.launch.local import launch; sys.exit(launch('tests.integration.failing_worker', sys.argv[1:], 2))"
+FAILING = ("tests/launcher.py", "tests.integration.failing_worker")
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +28,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def train(folder: Path, *overrides: str, timeout: float = 300) -> subprocess.CompletedProcess[str]:
+    """Start the command as a user does; its launcher starts the ranks."""
     return run_bounded([*CLI, str(folder / "base.yaml"), *overrides], timeout=timeout)
+
+
+def train_quickly(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
+    """The same, but the launcher is forked from a process that has imported everything."""
+    return run_command("train", str(folder / "base.yaml"), *overrides, timeout=300)
 
 
 def test_vllm_run_exports_a_model_that_answers_alike_in_transformers(folder: Path) -> None:
@@ -86,7 +93,8 @@ def test_vllm_plays_turns_with_an_environment(folder: Path) -> None:
         "stop_tokens: [A, B, C, D, E, F, G, H, I, J, K, L, M, N, O, P, a, b, c, d, e]}"
     )
     settings = ["rollout.engine=vllm", "parallel.tensor_model_parallel_size=2", f"rollout.environment={environment}", "run.steps=1"]
-    result = train(folder, f"run.dir={run}", *settings, "critic.value_pretraining.steps=0", "data.eval=[]")
+    settings += [f"run.dir={run}", "critic.value_pretraining.steps=0", "data.eval=[]"]
+    result = run_command("train", str(folder / "base.yaml"), *settings, nproc=2, timeout=300)
     assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-4000:]
     row = read_metrics(run)[-1]
     assert row["turns/mean"] > 1.2
@@ -119,7 +127,7 @@ def _assert_greedy_answers(run: Path) -> None:
 
 def test_a_bad_row_is_told_once_before_a_model_is_loaded(folder: Path) -> None:
     (folder / "bad.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n{"prompt": null, "answer": "2"}\n', encoding="utf-8")
-    result = train(folder, f"run.dir={folder / 'bad'}", f"data.train.0.path={folder / 'bad.jsonl'}")
+    result = train_quickly(folder, f"run.dir={folder / 'bad'}", f"data.train.0.path={folder / 'bad.jsonl'}")
     assert result.returncode == 2
     assert result.stderr.count("error") == 1
     assert "bad.jsonl" in result.stderr
@@ -129,7 +137,7 @@ def test_a_bad_row_is_told_once_before_a_model_is_loaded(folder: Path) -> None:
 
 
 def test_a_verifier_that_cannot_be_imported_is_told_once_before_a_model_is_loaded(folder: Path) -> None:
-    result = train(folder, f"run.dir={folder / 'unimportable'}", "data.train.0.verifier=no_such_module:score")
+    result = train_quickly(folder, f"run.dir={folder / 'unimportable'}", "data.train.0.verifier=no_such_module:score")
     assert result.returncode == 2
     assert result.stderr.startswith("error: data.train.0.verifier: verifier 'no_such_module:score' cannot be loaded")
     assert result.stderr.count("\n") == 1
@@ -140,14 +148,14 @@ def test_a_verifier_that_cannot_be_imported_is_told_once_before_a_model_is_loade
 def test_a_run_directory_in_use_is_refused(folder: Path) -> None:
     (folder / "used").mkdir()
     (folder / "used" / "notes.txt").write_text("mine")
-    result = train(folder, f"run.dir={folder / 'used'}", "--clean")
+    result = train_quickly(folder, f"run.dir={folder / 'used'}", "--clean")
     assert (result.returncode, (folder / "used" / "notes.txt").read_text()) == (2, "mine")
     assert "not a run of vapo-mcore" in result.stderr
 
 
 def test_one_failing_rank_ends_the_run(folder: Path) -> None:
     start = time.monotonic()
-    result = run_bounded([sys.executable, "-c", FAILING, str(folder), "raise"], timeout=240)
+    result = run_script(*FAILING, str(folder), "raise", timeout=240)
     assert result.returncode == 2, result.stderr[-4000:]
     assert result.stderr == "error (rank 1): the second update went wrong here\n"
     assert [row["step"] for row in read_metrics(folder / "failing_raise")] == [0, 1]
@@ -155,21 +163,21 @@ def test_one_failing_rank_ends_the_run(folder: Path) -> None:
 
 
 def test_a_rank_that_is_killed_ends_the_run(folder: Path) -> None:
-    ended, killed = _seconds_after_the_last_sign_of_life([sys.executable, "-c", FAILING, str(folder), "die"], folder / "failing_die")
+    ended, killed = _seconds_after_the_last_sign_of_life(folder, "die")
     assert ended.returncode == 128 + signal.SIGKILL, ended.stderr[-4000:]
     assert ended.stderr == "error: the process of rank 1 was ended by signal SIGKILL\n"
     assert killed < 60
 
 
-def _seconds_after_the_last_sign_of_life(command: list[str], run: Path) -> tuple[subprocess.CompletedProcess[str], float]:
-    result = run_bounded(command, timeout=240)
-    last = max(json.loads(path.read_text())["written"] for path in (run / "heartbeats").glob("*.json"))
+def _seconds_after_the_last_sign_of_life(folder: Path, how: str) -> tuple[subprocess.CompletedProcess[str], float]:
+    result = run_script(*FAILING, str(folder), how, timeout=240)
+    last = max(json.loads(path.read_text())["written"] for path in (folder / f"failing_{how}" / "heartbeats").glob("*.json"))
     return result, time.time() - last
 
 
 @pytest.mark.slow
 def test_a_rank_that_hangs_in_a_collective_is_found_and_told(folder: Path) -> None:
-    result = run_bounded([sys.executable, "-c", FAILING, str(folder), "hang", "faults.hang_minutes=0.25"], timeout=240)
+    result = run_script(*FAILING, str(folder), "hang", "faults.hang_minutes=0.25", timeout=240)
     assert result.returncode == EXIT_HANG, result.stderr[-4000:]
     told = [line for line in result.stderr.splitlines() if line.startswith("error")]
     assert told

@@ -1,4 +1,4 @@
-"""The real vLLM in torchrun's processes: tensor parallel, as several replicas, and both; against plain transformers.
+"""The real vLLM in the processes of a run: tensor parallel, as several replicas, and both; against plain transformers.
 
 The cases are in vllm_worker.py: one launch runs all of them.
 """
@@ -7,23 +7,27 @@ from __future__ import annotations
 
 import json
 import re
-import sys
+import subprocess
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.forks import run_ranks, run_script
 from tests.rollout_models import write_model
-from tests.torchrun import run_bounded, run_torchrun
+from tests.torchrun import run_torchrun
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
 WORKER = Path(__file__).with_name("vllm_worker.py")
 
 
-def launch(folder: Path, nproc: int, tp: int, report: Path) -> dict[str, Any]:
-    result = run_torchrun(WORKER, nproc, str(folder), str(tp), str(report), timeout=600)
+def launch(
+    folder: Path, nproc: int, tp: int, report: Path, run: Callable[..., subprocess.CompletedProcess[str]] = run_ranks
+) -> dict[str, Any]:
+    result = run(WORKER, nproc, str(folder), str(tp), str(report), timeout=600)
     assert result.returncode == 0, result.stdout[-8000:] + result.stderr[-8000:]
     written = re.search(r"^CASES: .*?\[$(.*?)^\]$", WORKER.read_text(), re.MULTILINE | re.DOTALL)
     assert written is not None
@@ -61,7 +65,7 @@ def test_two_runs_on_one_machine_at_once(tmp_path: Path) -> None:
     """Each has shared memory of its own, although both are the first ranks of a torchrun."""
     folder = write_model("qwen2", tmp_path)
     with ThreadPoolExecutor(2) as threads:
-        runs = [threads.submit(launch, folder, 2, 2, tmp_path / f"{number}.json") for number in range(2)]
+        runs = [threads.submit(launch, folder, 2, 2, tmp_path / f"{number}.json", run_torchrun) for number in range(2)]
         first, second = (run.result() for run in runs)
     assert first["responses"] == second["responses"]
 
@@ -89,6 +93,7 @@ for vllm, message in (({{}}, "initialise the process group"), ({{"kv_cache_gib":
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 """
-    result = run_bounded([sys.executable, "-c", code], timeout=120)
+    (tmp_path / "starts.py").write_text(code)
+    result = run_script(tmp_path / "starts.py", timeout=120)
     assert result.returncode == 0, result.stderr[-8000:]
     assert result.stdout.count("refused:") == 2

@@ -1,4 +1,4 @@
-"""Worker of test_vllm_engine.py: ``vllm_worker.py FOLDER TP REPORT``, under torchrun; every case runs on all ranks of one launch.
+"""Worker of test_vllm_engine.py: ``vllm_worker.py FOLDER TP REPORT`` on each rank; every case runs on all ranks of one launch.
 
 One engine per process lives through all cases, as in training; some token ids are excluded in all of them. Rank 0 writes what it
 measured and what its replica sampled to REPORT as JSON. Right answers come from plain transformers.

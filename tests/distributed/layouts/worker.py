@@ -10,17 +10,17 @@ from __future__ import annotations
 import json
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 from unittest import mock
 
 import problem
 import torch
 import torch.distributed as dist
+from cases import BF16, Case, bfloat16_cases, layout_cases, replay_cases
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -32,157 +32,17 @@ from vapo_mcore.config.architecture import ValueBins, read_architecture
 from vapo_mcore.config.schema import OptimizerConfig
 from vapo_mcore.data.microbatch import MicroBatch
 from vapo_mcore.data.thd import ThdLayout
-from vapo_mcore.megatron.engine import MegatronModel, output_row_norms
+from vapo_mcore.megatron.engine import MegatronModel, StepResult, output_row_norms
 from vapo_mcore.megatron.parallel import ParallelContext, initialize_parallel
+from vapo_mcore.megatron.routing import RouterCoefs
 from vapo_mcore.weights.export import Exporter
 from vapo_mcore.weights.loader import load_hf_into
 
+T = TypeVar("T")
 LR = 1e-3
 # eps well above the rounding noise of a gradient element (some 1e-9, where their root mean square is 2e-3): with AdamW's 1e-8 the
 # update of an element whose gradient is nearly zero is its noise, scaled up to a full learning rate.
 OPTIMIZER = OptimizerConfig(lr=LR, eps=1e-5, weight_decay=0.1, clip_grad=1.0, warmup_rollouts=0)
-
-
-@dataclass(frozen=True)
-class Case:
-    """A layout with a model, and how the sequences are packed into micro-batches."""
-
-    model: str
-    tp: int = 1
-    pp: int = 1
-    cp: int = 1
-    vpp: int | None = None
-    sequence_parallel: bool | None = None
-    microbatches: int = 3
-    aggregation: str = "token"
-    recompute: str = "none"
-    dtype: str = "float32"
-    equal: bool = False  # micro-batches padded to one size
-    ep: int = 1
-    etp: int | None = None
-    replay: bool = False  # routers repeat the choices of a pass with other weights and other micro-batches (``replay.py``)
-    parts_of_dp: int = 1  # one process takes the micro-batches of so many data-parallel ranks
-
-    @property
-    def name(self) -> str:
-        world = dist.get_world_size()
-        parts = [f"tp{self.tp}", f"pp{self.pp}", f"cp{self.cp}", f"dp{world // (self.tp * self.pp * self.cp)}"]
-        parts += [f"vpp{self.vpp}"] if self.vpp else []
-        parts += ["equal"] if self.equal else []
-        parts += [f"ep{self.ep}"] if self.ep > 1 else []
-        parts += [f"etp{self.etp}"] if self.etp else []
-        parts += ["no_sp"] if self.sequence_parallel is False else []
-        parts += [self.recompute] if self.recompute != "none" else []
-        parts += [self.dtype] if self.dtype != "float32" else []
-        parts += ["replay"] if self.replay else []
-        return "-".join([self.model, *parts, f"mb{self.microbatches}", self.aggregation])
-
-
-BF16 = "bfloat16"
-
-
-def bfloat16_cases(world: int) -> list[Case]:
-    """bfloat16 weights and activations; the world of one takes the very micro-batches of the two data-parallel ranks."""
-    if world == 1:
-        return [Case("qwen2", dtype=BF16, parts_of_dp=2)]
-    layouts: dict[int, tuple[dict[str, Any], ...]] = {2: ({}, {"tp": 2}, {"pp": 2}, {"cp": 2}), 4: ({"tp": 2, "pp": 2},)}
-    return [Case("qwen2", **degrees, dtype=BF16) for degrees in layouts.get(world, ())]
-
-
-def replay_cases(world: int) -> list[Case]:
-    """Router replay; the first case of one process writes the weights that all others are compared with."""
-    layouts: dict[int, tuple[dict[str, Any], ...]] = {
-        1: ({}, {"microbatches": 1, "recompute": "full"}),
-        2: (
-            {"ep": 2},
-            {"ep": 2, "recompute": "selective"},
-            {"pp": 2, "recompute": "full"},
-            {"pp": 2, "vpp": 2},
-            {"tp": 2, "ep": 2, "etp": 1},
-        ),
-        4: (
-            {"tp": 2, "ep": 2},
-            {"pp": 2, "ep": 2},
-            {"cp": 2, "ep": 2},
-            {"pp": 2, "vpp": 2, "ep": 2, "recompute": "full"},
-            {"tp": 2, "cp": 2, "ep": 2, "etp": 1, "recompute": "selective"},
-            {"pp": 2, "ep": 2, "equal": True},
-        ),
-        8: ({"tp": 2, "pp": 2, "cp": 2, "ep": 2},),
-    }
-    result = [Case(problem.MIXTURE, **degrees, replay=True) for degrees in layouts[world]]
-    return result + ([Case(problem.MIXTURES[1], replay=True)] if world == 1 else [])
-
-
-def cases(world: int) -> list[Case]:
-    every = problem.MODELS
-    if world == 1:
-        extra = [
-            Case("qwen2", microbatches=1),
-            Case("qwen2", microbatches=12),
-            Case("qwen2", aggregation="gspo"),
-            Case("qwen2", recompute="full"),
-            Case("qwen3", recompute="selective"),
-            Case(problem.MLP_HEAD),
-            Case(problem.HISTOGRAM_HEAD),
-            *(Case(model) for model in problem.UNKNOWN_MODELS),
-            Case(problem.MIXTURE, recompute="full"),
-            *(Case(model) for model in problem.MIXTURES),
-        ]
-        return [Case(model, aggregation=kind) for model in every for kind in ("token", "sequence", "fixed_length")] + extra
-    if world == 2:
-        result = [Case(model, **degrees) for model in every for degrees in ({"tp": 2}, {"pp": 2}, {"cp": 2}, {})]
-        result += [Case(model, pp=2, vpp=2) for model in ("qwen2", "qwen2_tied", "qwen3")]
-        result += [Case("qwen2", pp=2, equal=True)]
-        result += [Case("qwen2", tp=2, sequence_parallel=False), Case("qwen3", tp=2, sequence_parallel=False)]
-        result += [Case("qwen2", **degrees, aggregation=kind) for degrees in ({"cp": 2}, {}) for kind in ("sequence", "fixed_length")]
-        result += [Case("qwen2", **degrees, aggregation="gspo") for degrees in ({"cp": 2}, {"pp": 2}, {})]
-        result += [Case("qwen2", microbatches=m) for m in (1, 7)] + [Case("llama_tied", pp=2, vpp=2, microbatches=1)]
-        result += [
-            Case("qwen2_tied", tp=2, recompute="full"),
-            Case("qwen3", tp=2, recompute="selective"),
-            Case("qwen2", cp=2, recompute="full"),
-            *(Case(problem.MLP_HEAD, **degrees) for degrees in ({"tp": 2}, {"tp": 2, "sequence_parallel": False}, {"pp": 2}, {})),
-            *(Case(problem.HISTOGRAM_HEAD, **degrees) for degrees in ({"tp": 2}, {"pp": 2})),
-            Case(problem.UNKNOWN_MODELS[0], tp=2),
-            Case(problem.UNKNOWN_MODELS[1], pp=2),
-            *(Case(problem.MIXTURE, **degrees) for degrees in ({"tp": 2}, {"pp": 2}, {})),
-            *(Case(problem.MIXTURE, ep=2, **degrees) for degrees in ({}, {"cp": 2}, {"tp": 2, "etp": 1}, {"recompute": "selective"})),
-            Case(problem.MIXTURES[1], ep=2),
-            Case("qwen2", ep=2),  # a dense critic beside a mixture
-        ]
-        return result
-    if world == 4:
-        degrees4: tuple[dict[str, Any], ...] = (
-            {"tp": 2, "pp": 2},
-            {"tp": 2, "cp": 2},
-            {"pp": 2, "cp": 2},
-            {"tp": 2},
-            {"tp": 4},
-            {"pp": 2, "vpp": 2},
-        )
-        return [Case(model, **degrees) for model in ("qwen2", "qwen2_tied", "qwen3") for degrees in degrees4] + [
-            Case("one_kv_head", tp=2, pp=2),
-            Case("llama_tied", tp=2, pp=2),
-            Case("qwen3", tp=2, pp=2, equal=True),
-            Case(problem.MLP_HEAD, tp=2, cp=2),
-            Case(problem.HISTOGRAM_HEAD, tp=2, cp=2),
-            Case("qwen2", cp=4),
-            Case("qwen2", pp=4),
-            Case("qwen2", tp=2, cp=2, aggregation="sequence"),
-            Case(problem.UNKNOWN_MODELS[0], tp=4),
-            *(Case(problem.MIXTURE, ep=2, **degrees) for degrees in ({"tp": 2}, {"pp": 2}, {"cp": 2}, {}, {"pp": 2, "vpp": 2})),
-            Case(problem.MIXTURE, ep=4),
-            Case(problem.MIXTURE, tp=2, ep=4, etp=1),
-            Case(problem.UNKNOWN_MODELS[1], tp=2, pp=2),
-        ]
-    return [
-        Case("qwen2", tp=2, pp=2, cp=2),
-        Case("qwen2_tied", tp=2, pp=2, cp=2),
-        Case("qwen3", tp=2, pp=2, vpp=2),
-        Case("one_kv_head", tp=2, cp=2, aggregation="sequence"),
-        Case(problem.MIXTURE, tp=2, pp=2, ep=2),
-    ]
 
 
 class PolicyTestLoss:
@@ -334,6 +194,30 @@ def gradients(model: MegatronModel) -> dict[str, Tensor]:
     return {name: tensor.clone() for bucket in exporter.buckets() for name, tensor in bucket}
 
 
+def two_updates(
+    model: MegatronModel,
+    batches: list[MicroBatch],
+    loss: Any,
+    look: Callable[[dict[str, float]], T],
+    router_coefs: RouterCoefs | None = None,
+) -> tuple[StepResult, T]:
+    """Make two AdamW updates. Returns the first one's result, and what ``look`` returns between its passes and the optimizer's step.
+
+    ``look`` gets the statistics of the passes and finds their gradients in the buffers.
+    """
+    original, seen = model.accumulate, []
+
+    def accumulate(*arguments: Any) -> dict[str, float]:
+        stats = original(*arguments)
+        if not seen:
+            seen.append(look(stats))
+        return stats
+
+    with mock.patch.object(model, "accumulate", accumulate):
+        first, _ = (model.train_step(batches, loss, router_coefs=router_coefs) for _ in range(2))
+    return first, seen[0]
+
+
 def weights(exporter: Exporter) -> dict[str, Tensor]:
     return {name: tensor.clone() for bucket in exporter.buckets() for name, tensor in bucket}
 
@@ -460,22 +344,21 @@ def compare(case: Case, parallel: ParallelContext, reference: Reference, workdir
             loss = ValueTestLoss() if bins is None else HistogramTestLoss(bins)
         else:
             loss = SequenceTestLoss(group) if kind == "gspo" else PolicyTestLoss()
-        stats = model.accumulate(batches, loss)
+        unknown = list(problem.unknown_ids(case.model))
+        if unknown and role == "policy":
+            assert compare_norms(output_row_norms(model), reference.folder)
+        result, (stats, found) = two_updates(model, batches, loss, lambda stats, model=model: (stats, gradients(model)))
         expected = reference.data[f"{role}.{kind}.loss"].item()
         errors[f"{role}_loss"] = abs(stats["loss"] - expected)
         expected_grads = reference.group(f"{role}.{kind}.grad.")
-        found = gradients(model)
         errors[f"{role}_gradient"] = gradient_error(found, expected_grads)
-        unknown = list(problem.unknown_ids(case.model))
         if unknown and role == "policy":
             head = found["lm_head.weight" if "lm_head.weight" in found else "model.embed_tokens.weight"]
             assert head[unknown].count_nonzero() == 0 and (head.norm(dim=-1) > 0).sum() == problem.VOCAB - len(unknown)
-            assert compare_norms(output_row_norms(model), reference.folder)
         if case.dtype == BF16 and (world == 1 or (world == 2 and parallel.data_parallel_size == 2)):
             errors[f"{role}_gradient_of_one_process"] = compare_gradients(found, workdir / f"{case.model}.{role}.{BF16}.safetensors")
-        results = [model.train_step(batches, loss) for _ in range(2)]
         norm = torch.stack([grad.norm() for grad in expected_grads.values()]).norm().item()
-        errors[f"{role}_grad_norm"] = abs(results[0].grad_norm - norm) / norm
+        errors[f"{role}_grad_norm"] = abs(result.grad_norm - norm) / norm
         if case.dtype == "float32":
             path = workdir / f"{case.model}.{role}.{kind}.weights.safetensors"
             errors[f"{role}_weights_over_lr"] = compare_weights(weights(exporter), path)
@@ -552,7 +435,7 @@ def main() -> None:
     initialize_distributed(5)
     only = sys.argv[2] if len(sys.argv) > 2 else ""
     world = dist.get_world_size()
-    for case in cases(world) + bfloat16_cases(world) + replay_cases(world):
+    for case in layout_cases(world) + bfloat16_cases(world) + replay_cases(world):
         if only in case.name:
             say(case.name, check(case, Reference(workdir, case.model), workdir))
             release_groups()

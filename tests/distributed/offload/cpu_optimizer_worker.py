@@ -1,6 +1,6 @@
-"""torchrun worker of test_cpu_optimizer.py, two processes: the optimizer on the CPU against the one on the device and AdamW in float64.
+"""Worker of test_cpu_optimizer.py, two processes: the optimizer on the CPU against the one on the device and AdamW in float64.
 
-    torchrun --nproc-per-node 2 cpu_optimizer_worker.py FOLDER
+    cpu_optimizer_worker.py FOLDER
 
 FOLDER holds the layouts' model "qwen2". Prints one JSON line of facts a case, the worst of both ranks.
 """
@@ -22,6 +22,7 @@ import torch.distributed as dist
 import worker as layouts
 from torch import Tensor
 
+from tests.process_groups import release_groups
 from vapo_mcore.config.architecture import read_architecture
 from vapo_mcore.config.schema import OptimizerConfig
 from vapo_mcore.data.microbatch import MicroBatch
@@ -293,6 +294,7 @@ def main() -> None:
         if dist.get_rank() == 0:
             for case, found in facts.items():
                 print(json.dumps({"case": f"{layout} {case}", **found}), flush=True)
+        release_groups()
     dist.barrier()
     dist.destroy_process_group()
 

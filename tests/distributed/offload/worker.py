@@ -1,4 +1,4 @@
-"""torchrun worker of test_offload.py: policy and critic take turns for ten steps; prints one JSON line of facts a case."""
+"""Worker of test_offload.py: policy and critic take turns for ten steps; prints one JSON line of facts a case."""
 
 from __future__ import annotations
 

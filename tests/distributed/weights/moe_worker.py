@@ -1,6 +1,6 @@
-"""torchrun worker: checkpoints of a mixture of experts and expert parallelism. Prints "case LAYOUT ok" for each layout.
+"""Worker: checkpoints of a mixture of experts and expert parallelism. Prints "case LAYOUT ok" for each layout.
 
-torchrun --nproc-per-node 4 moe_worker.py WORKDIR, which holds a Qwen3-MoE model in ``model``
+moe_worker.py WORKDIR on four ranks, which holds a Qwen3-MoE model in ``model``
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
 
+from tests.process_groups import release_groups
 from vapo_mcore.config.architecture import read_architecture
 from vapo_mcore.config.schema import ModelConfig, ParallelConfig
 from vapo_mcore.megatron.host import import_megatron, megatron_scope
@@ -80,7 +81,8 @@ def main() -> None:
             assert again.keys() == expected.keys()
             assert all(torch.equal(again[name], tensor) for name, tensor in expected.items())
             print(f"case {layout} ok", flush=True)
-        dist.barrier()
+        del chunk, state
+        release_groups()
     dist.destroy_process_group()
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.forks import run_ranks, run_script
 from tests.torchrun import ROOT, run_bounded, run_torchrun
 from tests.unit.weights.models import hf_config
 
@@ -83,7 +84,7 @@ def test_every_layout_gives_the_checkpoint_back(tmp_path: Path) -> None:
 
 
 def test_plans_of_large_models_fit_megatron_at_tp8_pp4() -> None:
-    result = run_bounded([sys.executable, str(META_WORKER)], timeout=300)
+    result = run_script(META_WORKER, timeout=300)
     assert result.returncode == 0, result.stdout + result.stderr
     assert re.findall(r"^model (\S+): \d+ parameters$", result.stdout, re.MULTILINE) == [
         "qwen2.5-32b",
@@ -116,7 +117,7 @@ def test_experts_at_every_expert_parallel_degree(tmp_path: Path) -> None:
         for parameter in model.parameters():
             parameter.normal_()
     model.save_pretrained(tmp_path / "model")
-    result = run_torchrun(MOE_WORKER, 4, str(tmp_path), timeout=300)
+    result = run_ranks(MOE_WORKER, 4, str(tmp_path), timeout=300)
     assert result.returncode == 0, result.stdout + result.stderr
     assert re.findall(r"^case (\w+) ok$", result.stdout, re.MULTILINE) == ["ep4", "tp2_ep2", "pp2_ep2", "tp2_pp2"]
 
@@ -153,7 +154,7 @@ def test_logits_of_every_family_are_those_of_transformers(tmp_path: Path) -> Non
         folders.append(tmp_path / name)
     if SMOLLM2.is_dir():
         folders.append(SMOLLM2)
-    result = run_bounded([sys.executable, "-W", "ignore", str(LOGITS_WORKER), *map(str, folders)], timeout=200)
+    result = run_script(LOGITS_WORKER, *map(str, folders), timeout=200)
     assert result.returncode == 0, result.stdout + result.stderr
     lines = [line.split() for line in result.stdout.splitlines()]
     assert [line[0] for line in lines] == [folder.name for folder in folders]

@@ -14,6 +14,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import torch.distributed.checkpoint.filesystem  # noqa: F401  (a conversion imports it: here once, not in each child)
+
 from vapo_mcore.weights import command, convert, distcp, writer
 
 SOURCES = {"hf-to-megatron": Path(sys.argv[1]), "megatron-to-hf": Path(sys.argv[2])}
