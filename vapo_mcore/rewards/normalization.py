@@ -30,18 +30,26 @@ _SYMBOLS = str.maketrans(
     }
 )  # fmt: skip
 
-_TEXT_COMMAND = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mathit|mbox)\s*\{([^{}]*)\}")
+_TEXT_COMMAND = re.compile(r"\\(?:text|textbf|textit|textrm|textsf|texttt|emph|mathrm|mathbf|mathit|mathsf|mathtt|boldsymbol|bm|mbox)\s*\{([^{}]*)\}")
+_SPACE = r"(?:\s|~|\\(?:[ ,;:>]|q?quad(?![a-z])|(?:en|thin)space(?![a-z])))"
+_OUTER_SPACE = re.compile(rf"^{_SPACE}+|(?<!\\){_SPACE}+$")
+_SPACE_AFTER_COMMA = re.compile(rf",{_SPACE}+")
 _ROOT = re.compile(r"\u221a\s*(?:\(([^()]*)\)|\{([^{}]*)\}|(\d+|[a-z]))")
 _GROUPED_DIGITS = re.compile(r"(?<![\d.])\d{1,3}(?:(?:\\[,;! ]|\{,\}|~| )\d{3})+(?![\d/])")
 _SEPARATOR = re.compile(r"\\[,;! ]|\{,\}|~| ")
 _TIMES_A_POWER = re.compile(r"(?<=\d)\s*[xX*]\s*(?=10\s*\^)")
 _SCIENTIFIC = re.compile(r"([-+]?(?:\d+(?:\.\d*)?|\.\d+))[eE]([-+]?\d{1,4})")
-_REPEATING = re.compile(r"([-+]?)(\d{0,15})\.(\d{0,30})\\overline\s*\{(\d{1,30})\}")
+_REPEATING = re.compile(r"(?<![\d.])(\d{0,15})\.(\d{0,30})\\overline\s*(?:\{(\d{1,30})\}|(\d))")
 _GOING_ON = re.compile(r"([-+]?)(\d{0,15}\.\d{1,30})(?:\.\.\.|\u2026|\\[ld]?dots)")
 _SHOWN_PERIOD = re.compile(r"(\d*)\.(\d*?)(\d{1,6}?)\3+")
 _SEGMENT = re.compile(r"\\overline\s*\{\s*([A-Z]{2})\s*\}")
 _CURRENCY = re.compile(r"\\?\$\s*(?=[-+.\d])")
 _GROUPED_BY_COMMAS = re.compile(r"[-+]?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
+_COMMON_LOG = re.compile(r"\\lg(?![a-z])\s*")
+_FRACTION_NAME = re.compile(r"\\(?:nice|s|x)frac(?![a-z])")
+_EMPTY_SET = re.compile(rf"\\\{{{_SPACE}*\\\}}")
+_BLACKBOARD = re.compile(r"\\mathbb\s+([A-Z])")
+_POWER_E = re.compile(r"\^\s*e(?![A-Za-z])")
 _NATURAL_LOG = re.compile(r"\\log\s*_\s*(?:e|\{\s*e\s*\})\s*")
 _POWERS_OF_TEN = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 _MULTIPLE = re.compile(
@@ -90,9 +98,10 @@ def normalize_answer(text: str) -> str:
     text = _PLAIN_ROOT.sub(lambda match: rf"\sqrt{{{match[1]}}}", text)
     text = _ROOT.sub(lambda match: rf"\sqrt{{{match[1] or match[2] or match[3]}}}", text)
     text = text.translate(_SYMBOLS).strip()
-    text = text.replace(r"\varnothing", r"\emptyset").replace(r"\langle", "(").replace(r"\rangle", ")")
+    text = _EMPTY_SET.sub(lambda _: r"\emptyset", text).replace(r"\varnothing", r"\emptyset").replace(r"\langle", "(").replace(r"\rangle", ")")
     text = text if _SEGMENT.fullmatch(text) else _SEGMENT.sub(r"\1", text)
     text = _CURRENCY.sub("", text.replace(r"\!", ""))
+    text = _SPACE_AFTER_COMMA.sub(", ", text)
     text = text.replace(",", "") if _GROUPED_BY_COMMAS.fullmatch(text) else text
     text = _ROMAN_CONSTANT.sub(r"\1", text)
     text = _without_doubled_braces(text)
@@ -105,7 +114,11 @@ def normalize_answer(text: str) -> str:
     text = _TRIGONOMETRIC.sub(_in_radians, text)  # elsewhere the degree sign is dropped, as a unit
     text = _SPACED_IMAGINARY.sub("i", text)  # math-verify reads the i of "7 i" and of "7i" as different symbols
     text = _PI.sub(lambda _: r"\pi ", text)
-    text = _NATURAL_LOG.sub(lambda _: r"\ln ", text)
+    text = _REPEATING.sub(lambda match: _as_fraction("", match[1], match[2], match[3] or match[4]), text)
+    text = _COMMON_LOG.sub(lambda _: r"\log_{10} ", _NATURAL_LOG.sub(lambda _: r"\ln ", text))
+    text = _FRACTION_NAME.sub(lambda _: r"\frac", _BLACKBOARD.sub(r"\\mathbb{\1}", _POWER_E.sub("^{e}", text)))
+    if (number := _counted_word(text)) is not None:
+        return str(number)
     if _TEXT_COMMAND.sub(r"\1", text).strip().lower() in ("infinity", "inf", "+infinity"):
         return r"\infty"
     if multiple := _MULTIPLE.fullmatch(text):
@@ -116,8 +129,6 @@ def normalize_answer(text: str) -> str:
         return rf"{scientific[1]}\times 10^{{{int(scientific[2])}}}"
     if mixed := _MIXED.fullmatch(text):
         return rf"{mixed[1]}{mixed[2]}\frac{{{mixed[3]}}}{{{mixed[4]}}}"
-    if repeating := _REPEATING.fullmatch(text):
-        return _as_fraction(*repeating.groups())
     if going_on := _GOING_ON.fullmatch(text):
         shown = _SHOWN_PERIOD.fullmatch(going_on[2])
         return _as_fraction(going_on[1], *shown.groups()) if shown and len(going_on[2]) > 4 else going_on[1] + going_on[2]
@@ -128,6 +139,21 @@ def normalize_answer(text: str) -> str:
     if text[-1:].isalpha():
         return _without_noun(text)
     return _usual_brackets(text)
+
+
+_UNITS = "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen eighteen nineteen".split()
+_TENS = "twenty thirty forty fifty sixty seventy eighty ninety".split()
+_COUNTS = {word: number for number, word in enumerate(_UNITS)} | {word: 10 * number for number, word in enumerate(_TENS, 2)}
+
+
+def _counted_word(text: str) -> int | None:
+    """Return the number that a text spells out, below 100 (``seven``, ``Twenty-one``); None for other texts."""
+    if len(text) > 40 or not text[-1:].isalpha() and text[-1:] != "}":
+        return None
+    words = _TEXT_COMMAND.sub(r"\1", text).strip().casefold().replace("-", " ").split()
+    if len(words) == 2 and words[0] in _TENS and 1 <= _COUNTS.get(words[1], 0) <= 9:
+        return _COUNTS[words[0]] + _COUNTS[words[1]]
+    return _COUNTS.get(words[0]) if len(words) == 1 else None
 
 
 def _without_noun(text: str) -> str:
@@ -173,8 +199,8 @@ def _measures(text: str) -> frozenset[str]:
 
 _SPEEDS = {"mph": ("mile", "hour"), "kph": ("kilometer", "hour"), "kmh": ("kilometer", "hour")}
 _WITH_WORDS = re.compile(
-    r"[-+]?(?:\d[\d,]*(?:\.\d+)?|\.\d+|\d+/\d+|\\[dt]?frac\{\d+\}\{\d+\})(?:\s|\\[ ,;:]|~)*"
-    r"(?:\\(?:text|mathrm|textrm|mbox)\s*\{)?\s*([A-Za-z][A-Za-z \-]{0,60}?)\.?\s*\}?"
+    r"(?:[-+]?(?:\d[\d,]*(?:\.\d+)?|\.\d+|\d+/\d+|\\[dt]?frac\{\d+\}\{\d+\})(?:\s|\\[ ,;:]|~)*"
+    r"(?:\\(?:text|mathrm|textrm|mbox)\s*\{)?|.{1,200}?\\(?:text|mathrm|textrm|mbox)\s*\{)\s*~?([A-Za-z][A-Za-z \-]{0,60}?)\.?\s*\}?"
 )
 
 
@@ -215,7 +241,7 @@ def _unwrapped(text: str) -> str:
     before = None
     while before != text:
         before = text
-        text = text.strip()
+        text = _OUTER_SPACE.sub("", text)
         if text.endswith(".") and not text.endswith(".."):
             text = text[:-1].rstrip()
         for wrapper in _WRAPPERS:

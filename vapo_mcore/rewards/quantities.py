@@ -107,19 +107,55 @@ def _read(text: str) -> tuple[Fraction, str, bool] | None:
     return None if dimension is None else (value * known[1] ** power, dimension, "." in number)
 
 
-_ORDER = r"(<|>|\\leq?(?:slant)?(?![a-z])|\\geq?(?:slant)?(?![a-z])|\u2264|\u2265)"
-_TWO_INEQUALITIES = re.compile(
-    rf"\s*([a-z])\s*{_ORDER}\s*([^<>=,;]{{1,40}}?)\s*(?:\\text\s*\{{\s*or\s*\}}|\bor\b|\\lor|\\vee)\s*\1\s*{_ORDER}\s*([^<>=,;]{{1,40}}?)\s*"
+_MEASURED = re.compile(
+    r"(?P<value>.{1,200}?)(?:\\[,;: ]|~|\s)*\\(?:text|mathrm|textrm|mbox)\s*\{\s*~?(?P<power_word>square |cubic |sq )?(?P<unit>[A-Za-z]{1,12})\.?\s*\}"
+    r"(?:\^\{?(?P<power>[23])\}?)?"
 )
 
 
+def measured(text: str) -> tuple[str, Fraction, str] | None:
+    """Return (expression, factor to the base unit, dimension) of ``12\\sqrt{3}\\text{ cm}``; None without a known unit."""
+    match = _MEASURED.fullmatch(_bare(text))
+    known = match and (_UNITS.get(match["unit"]) or _UNITS.get(match["unit"].lower()))
+    if match is None or known is None:
+        return None
+    power = max({"square ": 2, "sq ": 2, "cubic ": 3}.get(match["power_word"] or "", 1), int(match["power"] or 1))
+    dimension = known[0] if power == 1 else _POWERS.get((known[0], power))
+    return None if dimension is None else (match["value"], known[1] ** power, dimension)
+
+
+_ORDER = r"(<|>|\\leq?(?:slant)?(?![a-z])|\\geq?(?:slant)?(?![a-z])|\u2264|\u2265)"
+_OR = re.compile(r"\s*,?\s*(?:\\text\s*\{\s*or\s*\}|\bor\b|\\lor(?![a-z])|\\vee(?![a-z]))\s*")
+_BOUND = r"([^<>=,;]{1,40}?)"
+_ONE_BOUND = re.compile(rf"\s*([a-z])\s*{_ORDER}\s*{_BOUND}\s*")
+_TWO_BOUNDS = re.compile(rf"\s*{_BOUND}\s*{_ORDER}\s*([a-z])\s*{_ORDER}\s*{_BOUND}\s*")
+
+
 def as_union(text: str) -> str:
-    """Rewrite ``x<-1 \\text{ or } x>2`` as ``(-\\infty,-1)\\cup(2,\\infty)``; return anything else unchanged."""
-    match = _TWO_INEQUALITIES.fullmatch(text)
-    if match is None:
+    """Rewrite ``x<-1 \\text{ or } 0<x<2`` as ``(-\\infty,-1)\\cup(0,2)``; return anything else unchanged."""
+    parts = _OR.split(text)
+    if len(parts) < 2:
         return text
-    parts = {}
-    for order, bound in ((match[2], match[3]), (match[4], match[5])):
-        below, strict = order in ("<", "\u2264") or order.startswith("\\le"), order in "<>"
-        parts[below] = rf"(-\infty,{bound}{')' if strict else ']'}" if below else rf"{'(' if strict else '['}{bound},\infty)"
-    return rf"{parts[True]}\cup{parts[False]}" if len(parts) == 2 else text
+    found = [_as_interval(part) for part in parts]
+    return r"\cup".join(interval for _, interval in found) if len({name for name, _ in found}) == 1 and found[0][0] else text
+
+
+def _as_interval(text: str) -> tuple[str, str]:
+    """Return (variable, interval) of an inequality; two empty texts for anything else."""
+    if (one := _ONE_BOUND.fullmatch(text)) is not None:
+        below, strict = _order(one[2])
+        return one[1], (rf"(-\infty,{one[3]}{')' if strict else ']'}" if below else rf"{'(' if strict else '['}{one[3]},\infty)")
+    two = _TWO_BOUNDS.fullmatch(text)
+    if two is None:
+        return "", ""
+    (below, strict), (also_below, also_strict) = _order(two[2]), _order(two[4])
+    if below != also_below:
+        return "", ""
+    if below:
+        return two[3], f"{'(' if strict else '['}{two[1]},{two[5]}{')' if also_strict else ']'}"
+    return two[3], f"{'(' if also_strict else '['}{two[5]},{two[1]}{')' if strict else ']'}"
+
+
+def _order(sign: str) -> tuple[bool, bool]:
+    """Return whether the sign means below, and strictly."""
+    return sign in ("<", "\u2264") or sign.startswith("\\le"), sign in "<>"

@@ -14,9 +14,9 @@ from typing import Any
 
 import sympy  # type: ignore[import-untyped]
 from antlr4.atn.PredictionMode import PredictionMode  # type: ignore[import-untyped]
-from latex2sympy2_extended.latex2sympy2 import _Latex2Sympy
+from latex2sympy2_extended.latex2sympy2 import ConversionConfig, _Latex2Sympy, latex2sympy
 from math_verify import LatexExtractionConfig, grader, verify
-from math_verify.parser import normalize_latex, parse_latex_cached
+from math_verify.parser import get_last_eq, normalize_latex, should_treat_as_complex
 
 from vapo_mcore.rewards.scalars import relations_equal, rounds_to, scalars_equal
 
@@ -25,6 +25,8 @@ for _name in ("math_verify", "latex2sympy2_extended"):
     logging.getLogger(_name).setLevel(logging.CRITICAL)
 
 _SPELLING = replace(LatexExtractionConfig().normalization_config, boxed="last")
+_CASE_SENSITIVE = ConversionConfig(lowercase_symbols=False)
+"""math-verify's default would read ``R`` and ``r`` as one symbol."""
 
 
 def in_two_stages(create_parser: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
@@ -81,7 +83,23 @@ def read_expression(text: str) -> Any:
     unevaluated. Cached, because the responses of a group share their ground truth.
     """
     try:
-        return parse_latex_cached(normalize_latex(text, config=_SPELLING))
+        latex = normalize_latex(text, config=_SPELLING)
+        return next(read for read in map(_read, dict.fromkeys((latex, get_last_eq(latex)))) if read is not None)
+    except MemoryError:
+        raise
+    except Exception:  # noqa: BLE001 - nothing could be read, or the search for the last equation fails
+        return None
+
+
+def _read(latex: str) -> Any:
+    try:
+        return latex2sympy(
+            latex,
+            is_real=not should_treat_as_complex(latex),
+            convert_degrees=False,
+            normalization_config=None,
+            conversion_config=_CASE_SENSITIVE,
+        )
     except MemoryError:
         raise
     except Exception:  # noqa: BLE001 - the parser raises plain Exceptions for syntax errors, sympy various types
