@@ -10,11 +10,12 @@ from vapo_mcore.rewards.forms import Equal, matched, values_of
 _BEFORE = r"(?P<value>.{1,200}?)\s*,?\s*(?:\\q?quad(?![a-z])\s*)?"
 _TEXT = r"(?:\\text\s*\{\s*)?"
 _MEMBER = re.compile(
-    _BEFORE + r"(?:\\text\s*\{\s*(?:where|for|with)?\s*\}|where|for|with)?\s*\(?\s*(?P<name>[a-z])\s*\\in(?![a-z])\s*(?P<domain>[^,;()]{1,60}?)\)?"
+    _BEFORE
+    + r"(?:\\text\s*\{\s*(?:where|for|with)?\s*\}|where|for|with)?\s*\(?\s*(?P<name>[a-z])\s*\\in(?![a-z])\s*(?P<domain>[^,;()]{1,60}?)\)?"
 )
 _INTEGER = re.compile(
-    _BEFORE + _TEXT + r"(?:where|for|with)?(?:\s*(?:all|any|some|every|each))?(?:\s*integers?)?\s*\}?\s*\(?\$?\s*(?P<name>[a-z])\s*\$?\s*"
-    rf"(?:(?<=integer [a-z])|(?<=integers [a-z])|{_TEXT}(?:is|are)?\s*(?:an|any)?\s*integers?\s*\}}?)\s*\)?"
+    _BEFORE + r"\(?\s*(?:\\text\s*\{)?\s*(?:(?:where|for|with|and)\s+)?(?:(?:all|any|some|every|each|an)\s+)?"
+    r"(?:integers?\s*\}?\s*\$?(?P<after>[a-z])\$?|\}?\s*\$?(?P<before>[a-z])\$?\s*(?:\\text\s*\{)?\s*(?:is|are)?\s*(?:an|any)?\s*integers?\s*\}?)\s*\)?"
 )
 _SYMBOL = re.compile(r"\\[A-Za-z]+|[A-Za-z]")
 _ASSIGNED = re.compile(r"[A-Za-z]\s*=\s*")
@@ -38,12 +39,14 @@ def condition_of(text: str) -> Condition | None:
     match = (_MEMBER.fullmatch(text) if r"\in" in text else None) or (_INTEGER.fullmatch(text) if "integer" in text else None)
     if match is None or re.fullmatch(r"[a-z]", match["value"].strip()):
         return None
-    domain = "".join(match["domain"].split()) if "domain" in match.groupdict() else r"\mathbb{Z}"
-    return Condition(match["value"], match["name"], domain) if match["name"] in _SYMBOL.findall(match["value"]) else None
+    found = match.groupdict()
+    name = found.get("name") or found.get("before") or found["after"]
+    domain = "".join(found["domain"].split()) if "domain" in found else r"\mathbb{Z}"
+    return Condition(found["value"], name, domain) if name in _SYMBOL.findall(found["value"]) else None
 
 
 def conditions_equal(candidate: str, truth: str, equal: Equal) -> bool | None:
-    """Compare values with conditions by value, and by domain if both state one; families of an integer by the values that they run through."""
+    """Compare values with conditions by value, and by domain if both state one; families of an integer by the values they take."""
     theirs = condition_of(truth)
     if theirs is None:
         return None
@@ -58,14 +61,17 @@ def conditions_equal(candidate: str, truth: str, equal: Equal) -> bool | None:
     if theirs.domain != r"\mathbb{Z}":
         return False
     values = values_of(renamed) or [renamed], values_of(theirs.value) or [theirs.value]
-    return len(values[0]) == len(values[1]) and matched(*values, lambda one, other: equal(one, other) or _same_family(one, other, theirs.name))
+    return len(values[0]) == len(values[1]) and matched(
+        *values, lambda one, other: equal(one, other) or _same_family(one, other, theirs.name)
+    )
 
 
 def _same_family(one: str, other: str, name: str) -> bool:
     from vapo_mcore.rewards.reading import read_expression
     from vapo_mcore.rewards.scalars import same_progression
 
-    return same_progression(*(read_expression(_ASSIGNED.sub("", text, count=1)) for text in (one, other)), name)
+    ours, theirs = (read_expression(_ASSIGNED.sub("", text, count=1)) for text in (one, other))
+    return same_progression(ours, theirs, name)
 
 
 def readable_parts(truth: str) -> list[str]:

@@ -181,7 +181,9 @@ def _same_class(one: str, other: str, modulus: str) -> bool:
     return len(numbers) == 3 and numbers[2] > 0 and (numbers[0] - numbers[1]) % numbers[2] == 0
 
 
-_ASSIGNED = re.compile(r"([A-Za-z])\s*(?:=|\\in(?![a-z]))\s*((?:\\left\s*)?(?:[(\[]|\\\{).*[,].*(?:[)\]]|\\\}))")
+_ASSIGNED = re.compile(
+    r"([A-Za-z])\s*(?:=|\\in(?![a-z])|(?<=[A-Z])(?=\s*(?:\\left\s*)?\())\s*((?:\\left\s*)?(?:[(\[]|\\\{).*[,].*(?:[)\]]|\\\}))"
+)
 
 
 def assigned_equal(candidate: str, truth: str, equal: Equal) -> bool | None:

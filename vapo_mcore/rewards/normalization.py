@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 
-from vapo_mcore.rewards.quantities import unit_name
+from vapo_mcore.rewards.quantities import is_unit, unit_name
 
 _WRAPPERS = (
     re.compile(r"\$\$(.*)\$\$", re.DOTALL),
@@ -30,7 +30,9 @@ _SYMBOLS = str.maketrans(
     }
 )  # fmt: skip
 
-_TEXT_COMMAND = re.compile(r"\\(?:text|textbf|textit|textrm|textsf|texttt|emph|mathrm|mathbf|mathit|mathsf|mathtt|boldsymbol|bm|mbox)\s*\{([^{}]*)\}")
+_TEXT_COMMAND = re.compile(
+    r"\\(?:text|textbf|textit|textrm|textsf|texttt|emph|mathrm|mathbf|mathit|mathsf|mathtt|boldsymbol|bm|mbox)\s*\{([^{}]*)\}"
+)
 _SPACE = r"(?:\s|~|\\(?:[ ,;:>]|q?quad(?![a-z])|(?:en|thin)space(?![a-z])))"
 _OUTER_SPACE = re.compile(rf"^{_SPACE}+|(?<!\\){_SPACE}+$")
 _SPACE_AFTER_COMMA = re.compile(rf",{_SPACE}+")
@@ -50,6 +52,12 @@ _FRACTION_NAME = re.compile(r"\\(?:nice|s|x)frac(?![a-z])")
 _EMPTY_SET = re.compile(rf"\\\{{{_SPACE}*\\\}}")
 _BLACKBOARD = re.compile(r"\\mathbb\s+([A-Z])")
 _POWER_E = re.compile(r"\^\s*e(?![A-Za-z])")
+_SIZE = re.compile(r"\\(?:tiny|small|normalsize|large|Large|LARGE|huge|Huge|displaystyle|textstyle)(?![A-Za-z])\s*")
+_SPELLED_TOO = re.compile(rf"(\d{{1,2}}){_SPACE}*(?:\\text\s*\{{\s*)?\(([A-Za-z -]{{3,20}})\)\s*\}}?")
+_BUILT_SET = re.compile(
+    r"\\\{\s*([a-z])(?:\s*\\in\s*\\mathbb\{R\})?\s*(?::|\||\\mid(?![a-z])|\\colon(?![a-z])|\\vert(?![a-z]))\s*([^:|{}]{1,80}[<>]|[^:|{}]{0,80}\\[lg]e(?:q|qslant)?(?![a-z]))([^:|{},]{0,80})\\\}"
+)
+_VALUE_OF = re.compile(r"[A-Za-z]\s*\(\s*-?\d{1,20}\s*\)\s*=\s*([^=]+)")
 _NATURAL_LOG = re.compile(r"\\log\s*_\s*(?:e|\{\s*e\s*\})\s*")
 _POWERS_OF_TEN = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 _MULTIPLE = re.compile(
@@ -97,8 +105,10 @@ def normalize_answer(text: str) -> str:
         text = wrapped[1].strip()  # words in \\text are compared as words, see as_words
     text = _PLAIN_ROOT.sub(lambda match: rf"\sqrt{{{match[1]}}}", text)
     text = _ROOT.sub(lambda match: rf"\sqrt{{{match[1] or match[2] or match[3]}}}", text)
-    text = text.translate(_SYMBOLS).strip()
-    text = _EMPTY_SET.sub(lambda _: r"\emptyset", text).replace(r"\varnothing", r"\emptyset").replace(r"\langle", "(").replace(r"\rangle", ")")
+    text = _SIZE.sub("", text.translate(_SYMBOLS)).strip()
+    text = (
+        _EMPTY_SET.sub(lambda _: r"\emptyset", text).replace(r"\varnothing", r"\emptyset").replace(r"\langle", "(").replace(r"\rangle", ")")
+    )
     text = text if _SEGMENT.fullmatch(text) else _SEGMENT.sub(r"\1", text)
     text = _CURRENCY.sub("", text.replace(r"\!", ""))
     text = _SPACE_AFTER_COMMA.sub(", ", text)
@@ -117,8 +127,19 @@ def normalize_answer(text: str) -> str:
     text = _REPEATING.sub(lambda match: _as_fraction("", match[1], match[2], match[3] or match[4]), text)
     text = _COMMON_LOG.sub(lambda _: r"\log_{10} ", _NATURAL_LOG.sub(lambda _: r"\ln ", text))
     text = _FRACTION_NAME.sub(lambda _: r"\frac", _BLACKBOARD.sub(r"\\mathbb{\1}", _POWER_E.sub("^{e}", text)))
+    return _as_whole(text)
+
+
+def _as_whole(text: str) -> str:
+    """Rewrite an answer that has one of these forms as a whole."""
     if (number := _counted_word(text)) is not None:
         return str(number)
+    if (twice := _SPELLED_TOO.fullmatch(text)) and str(_counted_word(twice[2])) == twice[1]:
+        return twice[1]
+    if (built := _BUILT_SET.fullmatch(text)) and built[1] in built[2] + built[3]:
+        return (built[2] + built[3]).strip()
+    if value := _VALUE_OF.fullmatch(text):
+        text = value[1]
     if _TEXT_COMMAND.sub(r"\1", text).strip().lower() in ("infinity", "inf", "+infinity"):
         return r"\infty"
     if multiple := _MULTIPLE.fullmatch(text):
@@ -141,14 +162,19 @@ def normalize_answer(text: str) -> str:
     return _usual_brackets(text)
 
 
-_UNITS = "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen eighteen nineteen".split()
-_TENS = "twenty thirty forty fifty sixty seventy eighty ninety".split()
-_COUNTS = {word: number for number, word in enumerate(_UNITS)} | {word: 10 * number for number, word in enumerate(_TENS, 2)}
+# fmt: off
+_BELOW_TWENTY = [
+    "zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve", "thirteen", "fourteen",
+    "fifteen", "sixteen", "seventeen", "eighteen", "nineteen",
+]
+# fmt: on
+_TENS = ["twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"]
+_COUNTS = {word: number for number, word in enumerate(_BELOW_TWENTY)} | {word: 10 * number for number, word in enumerate(_TENS, 2)}
 
 
 def _counted_word(text: str) -> int | None:
     """Return the number that a text spells out, below 100 (``seven``, ``Twenty-one``); None for other texts."""
-    if len(text) > 40 or not text[-1:].isalpha() and text[-1:] != "}":
+    if len(text) > 40 or (not text[-1:].isalpha() and text[-1:] != "}"):
         return None
     words = _TEXT_COMMAND.sub(r"\1", text).strip().casefold().replace("-", " ").split()
     if len(words) == 2 and words[0] in _TENS and 1 <= _COUNTS.get(words[1], 0) <= 9:
@@ -161,6 +187,34 @@ def _without_noun(text: str) -> str:
     text = _PERCENT.sub(lambda _: r"\%", text)
     counted = _COUNTED.fullmatch(text)
     return text if counted is None or _NUMBER_WORDS.search(counted[2]) else counted[1]
+
+
+_TEXT_UNIT = re.compile(
+    r"(?<=\S)(?:\\[,;: ]|~|\s)*\\(?:text|mathrm|textrm|mbox)\s*\{\s*[A-Za-z][A-Za-z ./^\d-]{0,60}\}(?:\^(?:\d|\{\d\}))?\s*$"
+)
+_NUMBER_AND_WORDS = re.compile(
+    r"(?P<number>(?:\\[A-Za-z]+|\\[^A-Za-z]|[^A-Za-z\\]){1,200}?)(?P<space>\s*)"
+    r"(?P<words>[A-Za-z]+(?:[ .-]+[A-Za-z]+){0,5})\.?\s*(?:\^\{?[23]\}?)?\s*"
+)
+_SHORT_NOUNS = re.compile("men|way|toy|rev|deg|mph|kph|rpm|mol|ohm|yrs|usd|cal|gal|bit|per|sq|cu|in|ft|of|and|th")
+
+
+def without_unit(text: str) -> str:
+    """Remove what counts or measures after a number, and not factors: ``5 cm`` is 5, but ``r^2h``, ``3ab`` and ``2t`` are products."""
+    text = _TEXT_UNIT.sub("", text) or text
+    match = _NUMBER_AND_WORDS.fullmatch(text)
+    if match is None or not re.search(r"\d|\\pi", match["number"]):
+        return text
+    words, spaced = re.split(r"[ .-]+", match["words"]), bool(match["space"])
+    if len(words[0]) == 1 and not (match["number"][-1].isdigit() or (spaced and match["number"][-1] == "}")):
+        return text
+    if _NUMBER_WORDS.search(match["words"]):
+        return text
+    known = all(
+        is_unit(word) or bool(_SHORT_NOUNS.fullmatch(word)) or (len(word) > 3 and (spaced or number > 0))
+        for number, word in enumerate(words)
+    )
+    return match["number"].strip() if known else text
 
 
 _MEASURES = re.compile(

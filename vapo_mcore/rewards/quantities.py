@@ -27,7 +27,7 @@ _OTHERS = {
         "ms millisecond": "1/1000",
         "s sec second": "1",
         "min minute": "60",
-        "h hr hour": "3600",
+        "h hr hrs hour": "3600",
         "day": "86400",
         "week": "604800",
     },
@@ -53,6 +53,11 @@ def unit_name(word: str) -> str | None:
     """Return one name for all spellings of a unit; None for other words and for single letters."""
     known = None if len(word) == 1 else _UNITS.get(word) or _UNITS.get(word.lower())
     return None if known is None else f"{known[1]} {known[0]}"
+
+
+def is_unit(word: str) -> bool:
+    """Return whether a word, or a single letter, is the name of a known unit."""
+    return word in _UNITS or word.lower() in _UNITS
 
 
 _POWERS = {("length", 1): "length", ("length", 2): "area", ("length", 3): "volume"}
@@ -108,8 +113,8 @@ def _read(text: str) -> tuple[Fraction, str, bool] | None:
 
 
 _MEASURED = re.compile(
-    r"(?P<value>.{1,200}?)(?:\\[,;: ]|~|\s)*\\(?:text|mathrm|textrm|mbox)\s*\{\s*~?(?P<power_word>square |cubic |sq )?(?P<unit>[A-Za-z]{1,12})\.?\s*\}"
-    r"(?:\^\{?(?P<power>[23])\}?)?"
+    r"(?P<value>.{1,200}?)(?:\\[,;: ]|~|\s)*\\(?:text|mathrm|textrm|mbox)\s*\{\s*~?(?P<power_word>square |cubic |sq )?"
+    r"(?P<unit>[A-Za-z]{1,12})\.?\s*\}(?:\^\{?(?P<power>[23])\}?)?"
 )
 
 
@@ -127,6 +132,7 @@ def measured(text: str) -> tuple[str, Fraction, str] | None:
 _ORDER = r"(<|>|\\leq?(?:slant)?(?![a-z])|\\geq?(?:slant)?(?![a-z])|\u2264|\u2265)"
 _OR = re.compile(r"\s*,?\s*(?:\\text\s*\{\s*or\s*\}|\bor\b|\\lor(?![a-z])|\\vee(?![a-z]))\s*")
 _BOUND = r"([^<>=,;]{1,40}?)"
+_POINT = re.compile(rf"\s*([a-z])\s*=\s*{_BOUND}\s*")
 _ONE_BOUND = re.compile(rf"\s*([a-z])\s*{_ORDER}\s*{_BOUND}\s*")
 _TWO_BOUNDS = re.compile(rf"\s*{_BOUND}\s*{_ORDER}\s*([a-z])\s*{_ORDER}\s*{_BOUND}\s*")
 
@@ -137,11 +143,16 @@ def as_union(text: str) -> str:
     if len(parts) < 2:
         return text
     found = [_as_interval(part) for part in parts]
-    return r"\cup".join(interval for _, interval in found) if len({name for name, _ in found}) == 1 and found[0][0] else text
+    names = {name for name, _ in found}
+    if len(names) > 1 or "" in names or all(interval.startswith("\\{") for _, interval in found):
+        return text
+    return r"\cup".join(interval for _, interval in found)
 
 
 def _as_interval(text: str) -> tuple[str, str]:
-    """Return (variable, interval) of an inequality; two empty texts for anything else."""
+    """Return (variable, interval) of an inequality, (variable, set) of an equation; two empty texts for anything else."""
+    if (point := _POINT.fullmatch(text)) is not None:
+        return point[1], rf"\{{{point[2]}\}}"
     if (one := _ONE_BOUND.fullmatch(text)) is not None:
         below, strict = _order(one[2])
         return one[1], (rf"(-\infty,{one[3]}{')' if strict else ']'}" if below else rf"{'(' if strict else '['}{one[3]},\infty)")

@@ -18,13 +18,14 @@ from latex2sympy2_extended.latex2sympy2 import ConversionConfig, _Latex2Sympy, l
 from math_verify import LatexExtractionConfig, grader, verify
 from math_verify.parser import get_last_eq, normalize_latex, should_treat_as_complex
 
+from vapo_mcore.rewards.normalization import without_unit
 from vapo_mcore.rewards.scalars import relations_equal, rounds_to, scalars_equal
 
 # math-verify warns that its time-out is disabled. That is intended: it needs SIGALRM in the main thread, and the pool limits the time.
 for _name in ("math_verify", "latex2sympy2_extended"):
     logging.getLogger(_name).setLevel(logging.CRITICAL)
 
-_SPELLING = replace(LatexExtractionConfig().normalization_config, boxed="last")
+_SPELLING = replace(LatexExtractionConfig().normalization_config, boxed="last", units=False)
 _CASE_SENSITIVE = ConversionConfig(lowercase_symbols=False)
 """math-verify's default would read ``R`` and ``r`` as one symbol."""
 
@@ -83,7 +84,7 @@ def read_expression(text: str) -> Any:
     unevaluated. Cached, because the responses of a group share their ground truth.
     """
     try:
-        latex = normalize_latex(text, config=_SPELLING)
+        latex = normalize_latex(without_unit(text), config=_SPELLING)
         return next(read for read in map(_read, dict.fromkeys((latex, get_last_eq(latex)))) if read is not None)
     except MemoryError:
         raise

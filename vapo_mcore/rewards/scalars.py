@@ -149,7 +149,9 @@ def same_progression(one: Any, other: Any, name: str) -> bool:
     )
     if any(step.free_symbols or step.is_zero or not step.is_number for step in (p, q)):
         return False
-    if not all(scalars_equal(side, start + step * symbol) for side, start, step in ((one, a, p), (other, b, q)) if (symbol := _symbol(side, name))):
+    if not all(
+        scalars_equal(side, start + step * symbol) for side, start, step in ((one, a, p), (other, b, q)) if (symbol := _symbol(side, name))
+    ):
         return False  # not linear
     if not (scalars_equal(p, q) or scalars_equal(p, -q)):
         return False
