@@ -164,9 +164,15 @@ def _listed(words: str) -> str:
     return re.sub(r"\s*,\s*", ",", words)
 
 
+_BARE_LETTER = re.compile(r"(?<![\\A-Za-z])[A-Za-z]|\\(?:text|mathrm|[lgn]eq?|neq|begin)(?![a-z])|[<>]")
+
+
 @lru_cache(maxsize=4096)
 def _normalized(ground_truth: str) -> str:
-    return as_union(normalize_answer(ground_truth))
+    text = as_union(normalize_answer(ground_truth))
+    if "=" in text and not _BARE_LETTER.search(text):
+        return text.rpartition("=")[2].strip()  # ``3 + 5 = 8`` asks for 8
+    return text
 
 
 @dataclass(frozen=True)

@@ -94,13 +94,17 @@ def read_expression(text: str) -> Any:
 
 def _read(latex: str) -> Any:
     try:
-        return latex2sympy(
+        expression = latex2sympy(
             latex,
             is_real=not should_treat_as_complex(latex),
             convert_degrees=False,
             normalization_config=None,
             conversion_config=_CASE_SENSITIVE,
         )
+        derivatives = expression.atoms(sympy.Derivative) if isinstance(expression, sympy.Basic) else set()
+        # dy/dx of a plain symbol would be evaluated to 0, and all equations for it would have the same solutions
+        names = {one: sympy.Symbol(str(one)) for one in derivatives if isinstance(one.expr, sympy.Symbol)}
+        return expression.xreplace(names) if names else expression
     except MemoryError:
         raise
     except Exception:  # noqa: BLE001 - the parser raises plain Exceptions for syntax errors, sympy various types

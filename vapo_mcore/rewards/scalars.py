@@ -173,6 +173,8 @@ def relations_equal(a: Any, b: Any) -> bool | None:
     None.
     """
     kinds = type(a), type(b)
+    if kinds == (sympy.Eq, sympy.Eq) and not a.free_symbols and not b.free_symbols:  # of numbers: both true, or both false, says nothing
+        return bool(scalars_equal(a.lhs, b.lhs) and scalars_equal(a.rhs, b.rhs))
     if kinds[0] not in _MIRRORED or kinds[1] not in _MIRRORED or a.free_symbols != b.free_symbols or not a.free_symbols:
         return None
     sides = (a.lhs, a.rhs, b.lhs, b.rhs)

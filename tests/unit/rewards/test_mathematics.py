@@ -272,6 +272,10 @@ BOTH_WAYS = [
     (r"x<-1 \text{ or } 0<x<2", r"(-\infty,-1)\cup(0,2)", True),
     (r"\{x : x>2\}", r"(2,\infty)", True),
     ("Twenty-one", "21", True),
+    (r"\frac{dy}{dx}=2x", r"\frac{dy}{dx}=3x", False),
+    (r"\frac{dy}{dx}=2x", r"2x=\frac{dy}{dx}", True),
+    (r"3\cdot 4=12", r"12", True),
+    (r"3\cdot 4=12", r"3\cdot 4=22", False),
     (r"a=2,\ b=3", "b=3, a=2", True),
     (r"\{(1,2),(3,4)\}", "(3,4),(1,2)", True),
 ]
