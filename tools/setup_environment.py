@@ -70,6 +70,7 @@ def set_up(venv: Path) -> None:
         SetupError: a requirement is missing on this machine, or an installation failed.
     """
     require_machine()
+    require_space(venv, "cpu")  # the smaller build; checked first, because a venv that finds no space does not say so
     python = make_venv(venv)
     log = venv / "setup.log"
     log.write_text("", encoding="utf-8")
@@ -177,7 +178,8 @@ def in_parts(pins: dict[str, str], first: Sequence[str]) -> list[list[str]]:
 def require_space(venv: Path, build: str) -> None:
     """Raise SetupError if the file system of ``venv`` has too little space for the packages still to install."""
     present = sum(file.lstat().st_size for file in venv.rglob("*") if not file.is_dir())
-    needed, free = DISK_GB[build] - present / 1e9, shutil.disk_usage(venv).free / 1e9
+    there = next(folder for folder in (venv, *venv.parents) if folder.exists())
+    needed, free = DISK_GB[build] - present / 1e9, shutil.disk_usage(there).free / 1e9
     if needed > free:
         raise SetupError(
             f"{_short(venv)} needs {needed:.1f} GB more, but only {free:.1f} GB are free; free space, or choose another folder (VENV=...)"

@@ -21,16 +21,17 @@ def tree() -> Iterator[Path]:
     """What git would commit, with a link to the environment. ``DOCS_TREE`` keeps it for the next call, for some of the commands again."""
     kept = os.environ.get("DOCS_TREE")
     if kept:
-        _copy(Path(kept))
+        copy_tree(Path(kept))
         yield Path(kept)
         return
     with tempfile.TemporaryDirectory(prefix="vapo_mcore_docs_") as folder:
         Path(folder).chmod(0o755)
-        _copy(Path(folder))
+        copy_tree(Path(folder))
         yield Path(folder)
 
 
-def _copy(tree: Path) -> None:
+def copy_tree(tree: Path) -> None:
+    """Copy what git would commit to ``tree``, and link the environment there."""
     listed = subprocess.run(["git", "ls-files", "-z", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True)
     for name in filter(None, listed.stdout.split("\0")):
         if (ROOT / name).is_file():

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.docs.pages import fenced_blocks
+from tests.docs.pages import PAGES, fenced_blocks
 
 ELISION = "..."
 _PATTERNS = (
@@ -63,3 +63,6 @@ def first_difference(recorded: Sequence[str], output: str) -> str | None:
             return line
         at, anywhere = place + 1, False
     return None if anywhere or at == len(printed) else f"end of the output, instead of: {printed[at]}"
+
+
+SESSIONS = {command: lines for page in PAGES for command, lines in recorded_sessions(page).items()}

@@ -7,10 +7,13 @@ with what earlier calls made in it.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import shutil
 import socket
+import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,13 +21,11 @@ from typing import Any
 
 import pytest
 
-from tests.docs.pages import PAGES
-from tests.docs.sessions import first_difference, recorded_sessions
+from tests.docs.conftest import copy_tree
+from tests.docs.sessions import SESSIONS, first_difference
 from tests.docs.table import COMMANDS, Command
 from tests.slurm.fake_cluster import FakeCluster
 from tests.torchrun import ROOT, run_bounded
-
-SESSIONS = {command: lines for page in PAGES for command, lines in recorded_sessions(page).items()}
 
 
 def _name(command: Command) -> str:
@@ -114,6 +115,31 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+def test_the_recorded_setup(tmp_path: Path) -> None:
+    """``make setup`` in another copy, whose environment sees the packages of ours: the real script, pip and imports, no downloads."""
+    spec = importlib.util.find_spec("torch")
+    assert spec is not None and spec.origin is not None
+    ours = Path(spec.origin).parents[1]
+    copy_tree(tmp_path)
+    (tmp_path / ".venv").unlink()
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / ".venv")], check=True)
+    (theirs,) = (tmp_path / ".venv" / "lib").glob("python*/site-packages")
+    for package in ours.glob("pip*"):
+        shutil.copytree(package, theirs / package.name)
+    (theirs / "ours.pth").write_text(f"{ours}\n", encoding="utf-8")
+    result = run_bounded(["make", "setup", f"PYTHON={sys.executable}"], timeout=570, cwd=tmp_path, environment=dict(os.environ))
+    assert result.returncode == 0, result.stdout + result.stderr
+    if "CUDA build" in result.stdout:
+        pytest.skip("recorded with the CPU build of torch")
+    assert first_difference(SESSIONS["make setup"], result.stdout) is None, result.stdout
+
+
+def test_every_recorded_session_is_compared() -> None:
+    """Each recorded command is run by a test above, and none is recorded with nothing printed."""
+    run = {command.written for command in COMMANDS if command.runs} | {"make setup"}
+    assert set(SESSIONS) <= run and all(SESSIONS.values()), set(SESSIONS) - run
 
 
 @pytest.mark.parametrize("command", [command for command in COMMANDS if command.by_ci], ids=_name)

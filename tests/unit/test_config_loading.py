@@ -211,6 +211,7 @@ def test_null_resets_what_cannot_be_null(tmp_path: Path) -> None:
         ("data.train.0.verifyer=x", "data.train.0.verifyer: unknown key; did you mean 'verifier'?"),
         ("data.eval.0.fields.prompt=x", "data.eval.0.fields: unknown key; known here: kind, task, name, size, seed, weight, options"),
         ("seed=1.5", "seed: 1.5 must be a whole number"),
+        ("run.dir=007", "run.dir: 7 must be text; quotes make it text, as in '\"007\"'"),
         ("seed='7'", "seed: '7' must be a whole number; quotes make it text: write 7"),
         ("seed=1_000", "seed: '1_000' must be a whole number; YAML 1.2 numbers have no '_': write 1000"),
         ("policy.optimizer.lr=1_0e-6", "policy.optimizer.lr: '1_0e-6' must be a number; YAML 1.2 numbers have no '_': write 10e-6"),

@@ -187,7 +187,7 @@ def _message(item: Any, root: type[BaseModel]) -> str:
         given = f"unknown kind {shown(value.get('kind'))}" if "tag" in context else "the source has no kind"
         return f"{given}; kind must be {' or '.join(map(repr, _SOURCES))}"
     if kind in _EXPECTED:
-        return f"{shown(value)} must be {_EXPECTED[kind]}{_meant_number(kind, value)}"
+        return f"{shown(value)} must be {_EXPECTED[kind]}{_meant_number(kind, value)}{_meant_text(kind, value)}"
     if kind in _BOUNDS:
         name, sign = _BOUNDS[kind]
         bound = context[name]
@@ -201,6 +201,11 @@ def _message(item: Any, root: type[BaseModel]) -> str:
     if kind == "value_error":  # from this package's validators, whose messages name the value
         return str(context["error"])
     return f"{shown(value)}: {item['msg'][0].lower()}{item['msg'][1:]}"
+
+
+def _meant_text(kind: str, value: Any) -> str:
+    """Return a hint if a number was read where text belongs: ``run.dir=007`` is 7."""
+    return "; quotes make it text, as in '\"007\"'" if kind == "string_type" and isinstance(value, int | float) else ""
 
 
 def _meant_number(kind: str, value: Any) -> str:

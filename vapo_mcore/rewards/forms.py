@@ -1,6 +1,6 @@
 """Compare answers by their written form before they are parsed as mathematics.
 
-Covers numbers in a stated base, percentages, ratios, sequences with dots, lists, tuples, names of points and values with a condition. The
+Covers numbers in a stated base, percentages, ratios, sequences with dots, lists, tuples and names of points. The
 LaTeX parser drops what matters in them (the base, the order, the dots) or is slow on them. Each comparison returns None for answers of
 another form.
 """
@@ -21,7 +21,9 @@ _BASE = (
     rf"|\s*\(?\s*(?:\\(?:text|mathrm)\s*\{{)?\s*(?:in )?base[ -](\d{{1,2}}|{'|'.join(_WORDS)})\s*\}}?\s*\)?)"
 )
 # A single letter is a term of a sequence, such as Fibonacci's F_{17}, not a digit.
-_BASED = re.compile(rf"(-?)\(?(?:\\(?:text|mathrm))?\{{?\s*([0-9]|[0-9A-Fa-f]{{2,100}})\}}?\)?{_BASE}")
+_BASED = re.compile(
+    rf"(-?)\(?(?:(?:\\(?:text|mathrm))?\{{?\s*(?P<digits>[0-9]|[0-9A-Fa-f]{{2,100}})\}}?|\\(?:text|mathrm)\{{\s*(?P<letter>[A-Fa-f])\s*\}})\)?{_BASE}"
+)
 _BARE_DIGITS = re.compile(r"(-?)([0-9]+)")
 
 
@@ -52,8 +54,8 @@ def _based(text: str) -> tuple[str, int] | None:
     match = _BASED.fullmatch(text)
     if match is None:
         return None
-    base = next(group for group in match.groups()[2:] if group)
-    return match[1] + match[2].upper(), _WORDS.get(base) or int(base)
+    base = next(group for group in match.groups()[3:] if group)
+    return match[1] + (match["digits"] or match["letter"]).upper(), _WORDS.get(base) or int(base)
 
 
 def _in_base(digits: str, base: int) -> int | None:
@@ -154,7 +156,8 @@ def _dotted_part(one: str, other: str, equal: Equal) -> bool:
 
 _CONGRUENCE = re.compile(
     r"(?:(?P<name>[A-Za-z])\s*(?:\\equiv(?![a-z])|\u2261|=)\s*)?(?P<rest>.{1,60}?)\s*"
-    r"(?:\\pmod\s*\{?\s*(?P<braced>\w{1,30})\s*\}?|\\?\(\s*\\?b?mod\s*\{?\s*(?P<round>\w{1,30})\}?\s*\))"
+    r"(?:\\pmod\s*\{?\s*(?P<braced>\w{1,30})\s*\}?|\\?\(\s*\\?b?mod\s*\{?\s*(?P<round>\w{1,30})\}?\s*\)"
+    r"|\\b?mod(?![a-z])\s*\{?\s*(?P<plain>\d{1,30})\}?)"
 )
 
 
@@ -170,7 +173,7 @@ def congruences_equal(candidate: str, truth: str, equal: Equal) -> bool | None:
 
 def _congruence(text: str) -> tuple[str, str] | None:
     match = _CONGRUENCE.fullmatch(text) if "mod" in text else None
-    return None if match is None else (match["rest"], match["braced"] or match["round"])
+    return None if match is None else (match["rest"], match["braced"] or match["round"] or match["plain"])
 
 
 def _same_class(one: str, other: str, modulus: str) -> bool:
@@ -178,7 +181,9 @@ def _same_class(one: str, other: str, modulus: str) -> bool:
     return len(numbers) == 3 and numbers[2] > 0 and (numbers[0] - numbers[1]) % numbers[2] == 0
 
 
-_ASSIGNED = re.compile(r"([A-Za-z])\s*(?:=|\\in(?![a-z]))\s*((?:\\left\s*)?(?:[(\[]|\\\{).*[,].*(?:[)\]]|\\\}))")
+_ASSIGNED = re.compile(
+    r"([A-Za-z])\s*(?:=|\\in(?![a-z])|(?<=[A-Z])(?=\s*(?:\\left\s*)?\())\s*((?:\\left\s*)?(?:[(\[]|\\\{).*[,].*(?:[)\]]|\\\}))"
+)
 
 
 def assigned_equal(candidate: str, truth: str, equal: Equal) -> bool | None:
@@ -240,33 +245,8 @@ def _readings(kind: str, letters: str) -> set[str]:
     return {letters}
 
 
-_CONDITION = re.compile(
-    r"(.{1,200}?)\s*,?\s*(?:\\(?:quad|qquad|text\s*\{\s*(?:where|for|with)?\s*\}))?\s*\(?\s*([a-z]\s*\\in\s*[^,;()]{1,60}?)\)?"
-)
-
-
-def conditions_equal(candidate: str, truth: str, equal: Equal) -> bool | None:
-    """Compare ``k\\pi, k \\in \\mathbb{Z}`` by value, and by condition if both state one."""
-    theirs = _condition(truth)
-    if theirs is None:
-        return None
-    ours = _condition(candidate)
-    if ours is None:
-        return equal(candidate, theirs[0])
-    return "".join(ours[1].split()) == "".join(theirs[1].split()) and equal(ours[0], theirs[0])
-
-
-def _condition(text: str) -> tuple[str, str] | None:
-    match = _CONDITION.fullmatch(text) if r"\in" in text else None
-    if match is None or re.fullmatch(r"[a-z]", match[1].strip()):
-        return None
-    return (match[1], match[2]) if re.search(rf"(?<![\\A-Za-z]){match[2][0]}(?![A-Za-z])", match[1]) else None
-
-
 def readable_parts(truth: str) -> list[str]:
     """Return the parts of a ground truth that must be readable as mathematics; the whole text if it has none of these forms."""
-    if found := _condition(truth):
-        return [found[0]]
     if based := _based(truth):
         return [str(value)] if (value := _in_base(*based)) is not None else ["0"]
     if percentage := _PERCENTAGE.fullmatch(truth):
@@ -318,7 +298,7 @@ def _coordinates(text: str) -> list[str] | None:
     if match is None:
         return None
     parts = _comma_parts(match[1])
-    closes = all(part.count("(") == part.count(")") for part in parts)  # not ``(1, 2), (3, 4)``
+    closes = all(part.count("(") == part.count(")") and part.find("(") <= part.find(")") for part in parts)  # not ``(1, 2), (3, 4)``
     return [part.strip() for part in parts] if len(parts) > 1 and closes else None
 
 
@@ -337,13 +317,18 @@ def lists_equal(candidate: str, truth: str, equal: Equal) -> bool | None:
         return False
     if (len(set(names[1])) > 1 and not names[0]) or (len(set(names[0])) > 1 and not names[1]):  # ``3, 4`` for ``x = 3, y = 4``
         return all(equal(one, other) for one, other in zip(ours, theirs, strict=True))
+    return matched(ours, theirs, equal)
+
+
+def matched(ours: list[str], theirs: list[str], equal: Equal) -> bool:
+    """Return whether each value equals one of the other list, each used once."""
     left = list(ours)
     for value in theirs:
         found = next((index for index, one in enumerate(left) if equal(one, value)), None)
         if found is None:
             return False
         del left[found]
-    return True
+    return not left
 
 
 _NO_LIST = re.compile(r"\\(?:begin|le|ge|lt|gt|cup|cap|mid|leq|geq)(?![a-z])|[<>;|]")

@@ -19,10 +19,10 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
-from vapo_mcore.rewards import forms
+from vapo_mcore.rewards import families, forms
 from vapo_mcore.rewards.extraction import answer_line, marked_answer, marked_answer_or_last_number
 from vapo_mcore.rewards.normalization import as_words, normalize_answer, units_differ, unwrap_text
-from vapo_mcore.rewards.quantities import as_union, number_of, quantities_equal
+from vapo_mcore.rewards.quantities import as_union, measured, number_of, quantities_equal
 from vapo_mcore.rewards.roundings import is_rounding
 from vapo_mcore.rewards.types import UngradableError
 
@@ -103,13 +103,16 @@ def is_equal(answer: str | None, ground_truth: str) -> bool:
     same_quantity = quantities_equal(answer, ground_truth)
     if same_quantity is not None:
         return same_quantity
+    ours, theirs = measured(answer), measured(ground_truth)
+    if ours is not None and theirs is not None:
+        factor = ours[1] / theirs[1]
+        scaled = ours[0] if factor == 1 else rf"\frac{{{factor.numerator}}}{{{factor.denominator}}}\left({ours[0]}\right)"
+        return ours[2] == theirs[2] and _part_equal(scaled, theirs[0])
     if units_differ(answer, ground_truth):
         return False
-    candidate = normalize_answer(answer)
-    if candidate == truth:
+    candidate = as_union(normalize_answer(answer))
+    if candidate == truth or _is_same_letter(candidate, truth):
         return True
-    if r"\cup" in truth:
-        candidate = as_union(candidate)
     if truth_words is not None:
         return _listed(" ".join(unwrap_text(candidate).split()).casefold()) == _listed(truth_words)
     if truth_number is not None:
@@ -132,7 +135,7 @@ _FORMS = (
     forms.percentages_equal,
     forms.congruences_equal,
     forms.assigned_equal,
-    forms.conditions_equal,
+    families.conditions_equal,
     forms.dotted_equal,
     forms.names_equal,
     forms.ratios_equal,
@@ -140,6 +143,12 @@ _FORMS = (
     forms.points_equal,
     forms.lists_equal,
 )
+
+
+def _is_same_letter(candidate: str, truth: str) -> bool:
+    """Return whether both are the same single letter, which names a choice: its case does not matter there. In expressions it does."""
+    one, other = unwrap_text(candidate), unwrap_text(truth)
+    return len(one) == len(other) == 1 and one.isalpha() and one.casefold() == other.casefold()
 
 
 def _part_equal(part: str, truth_part: str) -> bool:
@@ -155,9 +164,15 @@ def _listed(words: str) -> str:
     return re.sub(r"\s*,\s*", ",", words)
 
 
+_BARE_LETTER = re.compile(r"(?<![\\A-Za-z])[A-Za-z]|\\(?:text|mathrm|[lgn]eq?|neq|begin)(?![a-z])|[<>]")
+
+
 @lru_cache(maxsize=4096)
 def _normalized(ground_truth: str) -> str:
-    return normalize_answer(ground_truth)
+    text = as_union(normalize_answer(ground_truth))
+    if "=" in text and not _BARE_LETTER.search(text):
+        return text.rpartition("=")[2].strip()  # ``3 + 5 = 8`` asks for 8
+    return text
 
 
 @dataclass(frozen=True)
@@ -256,7 +271,7 @@ def _is_readable(truth: str) -> bool:
 
     if forms.is_compared_as_text(truth) or read_expression(truth) is not None:
         return True
-    parts = forms.readable_parts(truth)
+    parts = families.readable_parts(truth) or forms.readable_parts(truth)
     return parts != [truth] and bool(parts) and all(_plain_number(part) is not None or _is_readable(part) for part in parts)
 
 

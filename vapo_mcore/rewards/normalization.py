@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 
-from vapo_mcore.rewards.quantities import unit_name
+from vapo_mcore.rewards.quantities import is_unit, unit_name
 
 _WRAPPERS = (
     re.compile(r"\$\$(.*)\$\$", re.DOTALL),
@@ -30,18 +30,34 @@ _SYMBOLS = str.maketrans(
     }
 )  # fmt: skip
 
-_TEXT_COMMAND = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mathit|mbox)\s*\{([^{}]*)\}")
+_TEXT_COMMAND = re.compile(
+    r"\\(?:text|textbf|textit|textrm|textsf|texttt|emph|mathrm|mathbf|mathit|mathsf|mathtt|boldsymbol|bm|mbox)\s*\{([^{}]*)\}"
+)
+_SPACE = r"(?:\s|~|\\(?:[ ,;:>]|q?quad(?![a-z])|(?:en|thin)space(?![a-z])))"
+_OUTER_SPACE = re.compile(rf"^{_SPACE}+|(?<!\\){_SPACE}+$")
+_SPACE_AFTER_COMMA = re.compile(rf",{_SPACE}+")
 _ROOT = re.compile(r"\u221a\s*(?:\(([^()]*)\)|\{([^{}]*)\}|(\d+|[a-z]))")
 _GROUPED_DIGITS = re.compile(r"(?<![\d.])\d{1,3}(?:(?:\\[,;! ]|\{,\}|~| )\d{3})+(?![\d/])")
 _SEPARATOR = re.compile(r"\\[,;! ]|\{,\}|~| ")
 _TIMES_A_POWER = re.compile(r"(?<=\d)\s*[xX*]\s*(?=10\s*\^)")
 _SCIENTIFIC = re.compile(r"([-+]?(?:\d+(?:\.\d*)?|\.\d+))[eE]([-+]?\d{1,4})")
-_REPEATING = re.compile(r"([-+]?)(\d{0,15})\.(\d{0,30})\\overline\s*\{(\d{1,30})\}")
+_REPEATING = re.compile(r"(?<![\d.])(\d{0,15})\.(\d{0,30})\\overline\s*(?:\{(\d{1,30})\}|(\d))")
 _GOING_ON = re.compile(r"([-+]?)(\d{0,15}\.\d{1,30})(?:\.\.\.|\u2026|\\[ld]?dots)")
 _SHOWN_PERIOD = re.compile(r"(\d*)\.(\d*?)(\d{1,6}?)\3+")
 _SEGMENT = re.compile(r"\\overline\s*\{\s*([A-Z]{2})\s*\}")
 _CURRENCY = re.compile(r"\\?\$\s*(?=[-+.\d])")
 _GROUPED_BY_COMMAS = re.compile(r"[-+]?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
+_COMMON_LOG = re.compile(r"\\lg(?![a-z])\s*")
+_FRACTION_NAME = re.compile(r"\\(?:nice|s|x)frac(?![a-z])")
+_EMPTY_SET = re.compile(rf"\\\{{{_SPACE}*\\\}}")
+_BLACKBOARD = re.compile(r"\\mathbb\s+([A-Z])")
+_POWER_E = re.compile(r"\^\s*e(?![A-Za-z])")
+_SIZE = re.compile(r"\\(?:tiny|small|normalsize|large|Large|LARGE|huge|Huge|displaystyle|textstyle)(?![A-Za-z])\s*")
+_SPELLED_TOO = re.compile(rf"(\d{{1,2}}){_SPACE}*(?:\\text\s*\{{\s*)?\(([A-Za-z -]{{3,20}})\)\s*\}}?")
+_BUILT_SET = re.compile(
+    r"\\\{\s*([a-z])(?:\s*\\in\s*\\mathbb\{R\})?\s*(?::|\||\\mid(?![a-z])|\\colon(?![a-z])|\\vert(?![a-z]))\s*([^:|{}]{1,80}[<>]|[^:|{}]{0,80}\\[lg]e(?:q|qslant)?(?![a-z]))([^:|{},]{0,80})\\\}"
+)
+_VALUE_OF = re.compile(r"[A-Za-z]\s*\(\s*-?\d{1,20}\s*\)\s*=\s*([^=]+)")
 _NATURAL_LOG = re.compile(r"\\log\s*_\s*(?:e|\{\s*e\s*\})\s*")
 _POWERS_OF_TEN = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 _MULTIPLE = re.compile(
@@ -89,10 +105,13 @@ def normalize_answer(text: str) -> str:
         text = wrapped[1].strip()  # words in \\text are compared as words, see as_words
     text = _PLAIN_ROOT.sub(lambda match: rf"\sqrt{{{match[1]}}}", text)
     text = _ROOT.sub(lambda match: rf"\sqrt{{{match[1] or match[2] or match[3]}}}", text)
-    text = text.translate(_SYMBOLS).strip()
-    text = text.replace(r"\varnothing", r"\emptyset").replace(r"\langle", "(").replace(r"\rangle", ")")
+    text = _SIZE.sub("", text.translate(_SYMBOLS)).strip()
+    text = (
+        _EMPTY_SET.sub(lambda _: r"\emptyset", text).replace(r"\varnothing", r"\emptyset").replace(r"\langle", "(").replace(r"\rangle", ")")
+    )
     text = text if _SEGMENT.fullmatch(text) else _SEGMENT.sub(r"\1", text)
     text = _CURRENCY.sub("", text.replace(r"\!", ""))
+    text = _SPACE_AFTER_COMMA.sub(", ", text)
     text = text.replace(",", "") if _GROUPED_BY_COMMAS.fullmatch(text) else text
     text = _ROMAN_CONSTANT.sub(r"\1", text)
     text = _without_doubled_braces(text)
@@ -105,7 +124,22 @@ def normalize_answer(text: str) -> str:
     text = _TRIGONOMETRIC.sub(_in_radians, text)  # elsewhere the degree sign is dropped, as a unit
     text = _SPACED_IMAGINARY.sub("i", text)  # math-verify reads the i of "7 i" and of "7i" as different symbols
     text = _PI.sub(lambda _: r"\pi ", text)
-    text = _NATURAL_LOG.sub(lambda _: r"\ln ", text)
+    text = _REPEATING.sub(lambda match: _as_fraction("", match[1], match[2], match[3] or match[4]), text)
+    text = _COMMON_LOG.sub(lambda _: r"\log_{10} ", _NATURAL_LOG.sub(lambda _: r"\ln ", text))
+    text = _FRACTION_NAME.sub(lambda _: r"\frac", _BLACKBOARD.sub(r"\\mathbb{\1}", _POWER_E.sub("^{e}", text)))
+    return _as_whole(text)
+
+
+def _as_whole(text: str) -> str:
+    """Rewrite an answer that has one of these forms as a whole."""
+    if (number := _counted_word(text)) is not None:
+        return str(number)
+    if (twice := _SPELLED_TOO.fullmatch(text)) and str(_counted_word(twice[2])) == twice[1]:
+        return twice[1]
+    if (built := _BUILT_SET.fullmatch(text)) and built[1] in built[2] + built[3]:
+        return (built[2] + built[3]).strip()
+    if value := _VALUE_OF.fullmatch(text):
+        text = value[1]
     if _TEXT_COMMAND.sub(r"\1", text).strip().lower() in ("infinity", "inf", "+infinity"):
         return r"\infty"
     if multiple := _MULTIPLE.fullmatch(text):
@@ -116,8 +150,6 @@ def normalize_answer(text: str) -> str:
         return rf"{scientific[1]}\times 10^{{{int(scientific[2])}}}"
     if mixed := _MIXED.fullmatch(text):
         return rf"{mixed[1]}{mixed[2]}\frac{{{mixed[3]}}}{{{mixed[4]}}}"
-    if repeating := _REPEATING.fullmatch(text):
-        return _as_fraction(*repeating.groups())
     if going_on := _GOING_ON.fullmatch(text):
         shown = _SHOWN_PERIOD.fullmatch(going_on[2])
         return _as_fraction(going_on[1], *shown.groups()) if shown and len(going_on[2]) > 4 else going_on[1] + going_on[2]
@@ -130,11 +162,59 @@ def normalize_answer(text: str) -> str:
     return _usual_brackets(text)
 
 
+# fmt: off
+_BELOW_TWENTY = [
+    "zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve", "thirteen", "fourteen",
+    "fifteen", "sixteen", "seventeen", "eighteen", "nineteen",
+]
+# fmt: on
+_TENS = ["twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"]
+_COUNTS = {word: number for number, word in enumerate(_BELOW_TWENTY)} | {word: 10 * number for number, word in enumerate(_TENS, 2)}
+
+
+def _counted_word(text: str) -> int | None:
+    """Return the number that a text spells out, below 100 (``seven``, ``Twenty-one``); None for other texts."""
+    if len(text) > 40 or (not text[-1:].isalpha() and text[-1:] != "}"):
+        return None
+    words = _TEXT_COMMAND.sub(r"\1", text).strip().casefold().replace("-", " ").split()
+    if len(words) == 2 and words[0] in _TENS and 1 <= _COUNTS.get(words[1], 0) <= 9:
+        return _COUNTS[words[0]] + _COUNTS[words[1]]
+    return _COUNTS.get(words[0]) if len(words) == 1 else None
+
+
 def _without_noun(text: str) -> str:
     """Rewrite ``12 dollars`` to ``12``, ``5 percent`` to ``5\\%``; keep ``12 million`` and ``2 thirds``, whose words change the value."""
     text = _PERCENT.sub(lambda _: r"\%", text)
     counted = _COUNTED.fullmatch(text)
     return text if counted is None or _NUMBER_WORDS.search(counted[2]) else counted[1]
+
+
+_TEXT_UNIT = re.compile(
+    r"(?<=\S)(?:\\[,;: ]|~|\s)*\\(?:text|mathrm|textrm|mbox)\s*\{\s*[A-Za-z][A-Za-z ./^\d-]{0,60}\}(?:\^(?:\d|\{\d\}))?\s*$"
+)
+_NUMBER_AND_WORDS = re.compile(
+    r"(?P<number>(?:\\[A-Za-z]+|\\[^A-Za-z]|[^A-Za-z\\]){1,200}?)(?P<space>\s*)"
+    r"(?P<words>[A-Za-z]+(?:[ .-]+[A-Za-z]+){0,5})\.?\s*(?:\^\{?[23]\}?)?\s*"
+)
+_SHORT_NOUNS = re.compile("men|way|toy|rev|deg|mph|kph|rpm|mol|ohm|yrs|usd|cal|gal|bit|per|sq|cu|in|ft|of|and|th")
+
+
+def without_unit(text: str) -> str:
+    """Remove what counts or measures after a number, and not factors: ``5 cm`` is 5, but ``r^2h``, ``3ab`` and ``2t`` are products."""
+    text = _TEXT_UNIT.sub("", text) or text
+    match = _NUMBER_AND_WORDS.fullmatch(text)
+    if match is None or not re.search(r"\d|\\pi", match["number"]):
+        return text
+    words, spaced = re.split(r"[ .-]+", match["words"]), bool(match["space"])
+    if len(words[0]) == 1 and not (match["number"][-1].isdigit() or (spaced and match["number"][-1] == "}")):
+        return text
+    if _NUMBER_WORDS.search(match["words"]):
+        return text
+    known = all(
+        is_unit(word) or bool(_SHORT_NOUNS.fullmatch(word)) or (len(word) > 3 and (spaced or number > 0))
+        for number, word in enumerate(words)
+    )
+    return match["number"].strip() if known else text
 
 
 _MEASURES = re.compile(
@@ -173,8 +253,8 @@ def _measures(text: str) -> frozenset[str]:
 
 _SPEEDS = {"mph": ("mile", "hour"), "kph": ("kilometer", "hour"), "kmh": ("kilometer", "hour")}
 _WITH_WORDS = re.compile(
-    r"[-+]?(?:\d[\d,]*(?:\.\d+)?|\.\d+|\d+/\d+|\\[dt]?frac\{\d+\}\{\d+\})(?:\s|\\[ ,;:]|~)*"
-    r"(?:\\(?:text|mathrm|textrm|mbox)\s*\{)?\s*([A-Za-z][A-Za-z \-]{0,60}?)\.?\s*\}?"
+    r"(?:[-+]?(?:\d[\d,]*(?:\.\d+)?|\.\d+|\d+/\d+|\\[dt]?frac\{\d+\}\{\d+\})(?:\s|\\[ ,;:]|~)*"
+    r"(?:\\(?:text|mathrm|textrm|mbox)\s*\{)?|.{1,200}?\\(?:text|mathrm|textrm|mbox)\s*\{)\s*~?([A-Za-z][A-Za-z \-]{0,60}?)\.?\s*\}?"
 )
 
 
@@ -215,7 +295,7 @@ def _unwrapped(text: str) -> str:
     before = None
     while before != text:
         before = text
-        text = text.strip()
+        text = _OUTER_SPACE.sub("", text)
         if text.endswith(".") and not text.endswith(".."):
             text = text[:-1].rstrip()
         for wrapper in _WRAPPERS:

@@ -27,7 +27,7 @@ _OTHERS = {
         "ms millisecond": "1/1000",
         "s sec second": "1",
         "min minute": "60",
-        "h hr hour": "3600",
+        "h hr hrs hour": "3600",
         "day": "86400",
         "week": "604800",
     },
@@ -53,6 +53,11 @@ def unit_name(word: str) -> str | None:
     """Return one name for all spellings of a unit; None for other words and for single letters."""
     known = None if len(word) == 1 else _UNITS.get(word) or _UNITS.get(word.lower())
     return None if known is None else f"{known[1]} {known[0]}"
+
+
+def is_unit(word: str) -> bool:
+    """Return whether a word, or a single letter, is the name of a known unit."""
+    return word in _UNITS or word.lower() in _UNITS
 
 
 _POWERS = {("length", 1): "length", ("length", 2): "area", ("length", 3): "volume"}
@@ -107,19 +112,61 @@ def _read(text: str) -> tuple[Fraction, str, bool] | None:
     return None if dimension is None else (value * known[1] ** power, dimension, "." in number)
 
 
-_ORDER = r"(<|>|\\leq?(?:slant)?(?![a-z])|\\geq?(?:slant)?(?![a-z])|\u2264|\u2265)"
-_TWO_INEQUALITIES = re.compile(
-    rf"\s*([a-z])\s*{_ORDER}\s*([^<>=,;]{{1,40}}?)\s*(?:\\text\s*\{{\s*or\s*\}}|\bor\b|\\lor|\\vee)\s*\1\s*{_ORDER}\s*([^<>=,;]{{1,40}}?)\s*"
+_MEASURED = re.compile(
+    r"(?P<value>.{1,200}?)(?:\\[,;: ]|~|\s)*\\(?:text|mathrm|textrm|mbox)\s*\{\s*~?(?P<power_word>square |cubic |sq )?"
+    r"(?P<unit>[A-Za-z]{1,12})\.?\s*\}(?:\^\{?(?P<power>[23])\}?)?"
 )
 
 
+def measured(text: str) -> tuple[str, Fraction, str] | None:
+    """Return (expression, factor to the base unit, dimension) of ``12\\sqrt{3}\\text{ cm}``; None without a known unit."""
+    match = _MEASURED.fullmatch(_bare(text))
+    known = match and (_UNITS.get(match["unit"]) or _UNITS.get(match["unit"].lower()))
+    if match is None or known is None:
+        return None
+    power = max({"square ": 2, "sq ": 2, "cubic ": 3}.get(match["power_word"] or "", 1), int(match["power"] or 1))
+    dimension = known[0] if power == 1 else _POWERS.get((known[0], power))
+    return None if dimension is None else (match["value"], known[1] ** power, dimension)
+
+
+_ORDER = r"(<|>|\\leq?(?:slant)?(?![a-z])|\\geq?(?:slant)?(?![a-z])|\u2264|\u2265)"
+_OR = re.compile(r"\s*,?\s*(?:\\text\s*\{\s*or\s*\}|\bor\b|\\lor(?![a-z])|\\vee(?![a-z]))\s*")
+_BOUND = r"([^<>=,;]{1,40}?)"
+_POINT = re.compile(rf"\s*([a-z])\s*=\s*{_BOUND}\s*")
+_ONE_BOUND = re.compile(rf"\s*([a-z])\s*{_ORDER}\s*{_BOUND}\s*")
+_TWO_BOUNDS = re.compile(rf"\s*{_BOUND}\s*{_ORDER}\s*([a-z])\s*{_ORDER}\s*{_BOUND}\s*")
+
+
 def as_union(text: str) -> str:
-    """Rewrite ``x<-1 \\text{ or } x>2`` as ``(-\\infty,-1)\\cup(2,\\infty)``; return anything else unchanged."""
-    match = _TWO_INEQUALITIES.fullmatch(text)
-    if match is None:
+    """Rewrite ``x<-1 \\text{ or } 0<x<2`` as ``(-\\infty,-1)\\cup(0,2)``; return anything else unchanged."""
+    parts = _OR.split(text)
+    if len(parts) < 2:
         return text
-    parts = {}
-    for order, bound in ((match[2], match[3]), (match[4], match[5])):
-        below, strict = order in ("<", "\u2264") or order.startswith("\\le"), order in "<>"
-        parts[below] = rf"(-\infty,{bound}{')' if strict else ']'}" if below else rf"{'(' if strict else '['}{bound},\infty)"
-    return rf"{parts[True]}\cup{parts[False]}" if len(parts) == 2 else text
+    found = [_as_interval(part) for part in parts]
+    names = {name for name, _ in found}
+    if len(names) > 1 or "" in names or all(interval.startswith("\\{") for _, interval in found):
+        return text
+    return r"\cup".join(interval for _, interval in found)
+
+
+def _as_interval(text: str) -> tuple[str, str]:
+    """Return (variable, interval) of an inequality, (variable, set) of an equation; two empty texts for anything else."""
+    if (point := _POINT.fullmatch(text)) is not None:
+        return point[1], rf"\{{{point[2]}\}}"
+    if (one := _ONE_BOUND.fullmatch(text)) is not None:
+        below, strict = _order(one[2])
+        return one[1], (rf"(-\infty,{one[3]}{')' if strict else ']'}" if below else rf"{'(' if strict else '['}{one[3]},\infty)")
+    two = _TWO_BOUNDS.fullmatch(text)
+    if two is None:
+        return "", ""
+    (below, strict), (also_below, also_strict) = _order(two[2]), _order(two[4])
+    if below != also_below:
+        return "", ""
+    if below:
+        return two[3], f"{'(' if strict else '['}{two[1]},{two[5]}{')' if also_strict else ']'}"
+    return two[3], f"{'(' if also_strict else '['}{two[5]},{two[1]}{')' if strict else ']'}"
+
+
+def _order(sign: str) -> tuple[bool, bool]:
+    """Return whether the sign means below, and strictly."""
+    return sign in ("<", "\u2264") or sign.startswith("\\le"), sign in "<>"

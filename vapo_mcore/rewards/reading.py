@@ -14,17 +14,20 @@ from typing import Any
 
 import sympy  # type: ignore[import-untyped]
 from antlr4.atn.PredictionMode import PredictionMode  # type: ignore[import-untyped]
-from latex2sympy2_extended.latex2sympy2 import _Latex2Sympy
+from latex2sympy2_extended.latex2sympy2 import ConversionConfig, _Latex2Sympy, latex2sympy
 from math_verify import LatexExtractionConfig, grader, verify
-from math_verify.parser import normalize_latex, parse_latex_cached
+from math_verify.parser import get_last_eq, normalize_latex, should_treat_as_complex
 
+from vapo_mcore.rewards.normalization import without_unit
 from vapo_mcore.rewards.scalars import relations_equal, rounds_to, scalars_equal
 
 # math-verify warns that its time-out is disabled. That is intended: it needs SIGALRM in the main thread, and the pool limits the time.
 for _name in ("math_verify", "latex2sympy2_extended"):
     logging.getLogger(_name).setLevel(logging.CRITICAL)
 
-_SPELLING = replace(LatexExtractionConfig().normalization_config, boxed="last")
+_SPELLING = replace(LatexExtractionConfig().normalization_config, boxed="last", units=False)
+_CASE_SENSITIVE = ConversionConfig(lowercase_symbols=False)
+"""math-verify's default would read ``R`` and ``r`` as one symbol."""
 
 
 def in_two_stages(create_parser: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
@@ -81,7 +84,27 @@ def read_expression(text: str) -> Any:
     unevaluated. Cached, because the responses of a group share their ground truth.
     """
     try:
-        return parse_latex_cached(normalize_latex(text, config=_SPELLING))
+        latex = normalize_latex(without_unit(text), config=_SPELLING)
+        return next(read for read in map(_read, dict.fromkeys((latex, get_last_eq(latex)))) if read is not None)
+    except MemoryError:
+        raise
+    except Exception:  # noqa: BLE001 - nothing could be read, or the search for the last equation fails
+        return None
+
+
+def _read(latex: str) -> Any:
+    try:
+        expression = latex2sympy(
+            latex,
+            is_real=not should_treat_as_complex(latex),
+            convert_degrees=False,
+            normalization_config=None,
+            conversion_config=_CASE_SENSITIVE,
+        )
+        derivatives = expression.atoms(sympy.Derivative) if isinstance(expression, sympy.Basic) else set()
+        # dy/dx of a plain symbol would be evaluated to 0, and all equations for it would have the same solutions
+        names = {one: sympy.Symbol(str(one)) for one in derivatives if isinstance(one.expr, sympy.Symbol)}
+        return expression.xreplace(names) if names else expression
     except MemoryError:
         raise
     except Exception:  # noqa: BLE001 - the parser raises plain Exceptions for syntax errors, sympy various types

@@ -55,7 +55,21 @@ def exact(expression: Any) -> Any:
         elif str(atom) in _CONSTANTS:
             replaced[atom] = _CONSTANTS[str(atom)]
     expression = expression.xreplace(replaced) if replaced else expression
-    return expression.doit() if expression.has(sympy.UnevaluatedExpr, *_UNEVALUATED) else expression
+    expression = expression.doit() if expression.has(sympy.UnevaluatedExpr, *_UNEVALUATED) else expression
+    return with_real_roots(expression)
+
+
+def with_real_roots(expression: Any) -> Any:
+    """Replace odd roots of negative numbers by the real ones: ``\\sqrt[3]{-27}`` is -3. Expressions with i keep the principal root."""
+    roots = {power for power in expression.atoms(sympy.Pow) if power.exp.is_Rational and power.exp.q > 1 and power.exp.q % 2}
+    if not roots or expression.has(sympy.I):
+        return expression
+    real = {
+        power: (-1) ** (power.exp.p % 2) * (-power.base) ** power.exp
+        for power in roots
+        if not power.base.free_symbols and power.base.is_negative
+    }
+    return expression.xreplace(real) if real else expression
 
 
 _CONSTANTS = {"e": sympy.E, "i": sympy.I, "pi": sympy.pi}
@@ -90,16 +104,23 @@ def _functions_equal(a: Any, b: Any, difference: Any) -> bool | None:
     points = _POINTS if difference.has(sympy.floor, sympy.ceiling, sympy.Mod) else _POINTS[:3]
     for (up, up_step), (down, down_step) in points:
         point = {symbol: sympy.Rational(up + up_step * n, down + down_step * n) for n, symbol in enumerate(symbols)}
-        value = difference.evalf(15, subs=point, maxn=_DIGITS)
+        value = _value(difference, point)
         if not value.is_number or value.has(sympy.nan, sympy.zoo, sympy.oo):
             continue
         if not any(_is_significant(part) for part in value.as_real_imag()):
             compared += 1
             continue
-        reals = [is_complex or not _is_significant(side.evalf(15, subs=point, maxn=_DIGITS).as_real_imag()[1]) for side in (a, b)]
+        reals = [is_complex or not _is_significant(_value(side, point).as_real_imag()[1]) for side in (a, b)]
         if any(reals):
             return False
     return True if compared else None
+
+
+def _value(expression: Any, point: dict[Any, Any]) -> Any:
+    odd_roots = any(power.exp.is_Rational and power.exp.q > 1 and power.exp.q % 2 for power in expression.atoms(sympy.Pow))
+    if odd_roots:  # of a number that is negative at this point
+        expression = with_real_roots(expression.xreplace(point))
+    return expression.evalf(15, subs=point, maxn=_DIGITS)
 
 
 def _rounds_to(decimal: Any, value: Any) -> bool:
@@ -117,6 +138,31 @@ def rounds_to(decimal: Any, places: int, value: Any) -> bool:
     return bool(found.is_real) and is_rounding(Fraction(scaled.p, scaled.q), places, found * 10**places)
 
 
+def same_progression(one: Any, other: Any, name: str) -> bool:
+    """Return whether ``a + p k`` and ``b + q k`` run through the same values for all integers k (the symbol called ``name``)."""
+    if not (isinstance(one, sympy.Expr) and isinstance(other, sympy.Expr)):
+        return False
+    one, other = exact(one), exact(other)
+    (p, a), (q, b) = (
+        (sympy.expand(side).coeff(symbol, 1), side.subs(symbol, 0)) if (symbol := _symbol(side, name)) else (sympy.Integer(0), side)
+        for side in (one, other)
+    )
+    if any(step.free_symbols or step.is_zero or not step.is_number for step in (p, q)):
+        return False
+    if not all(
+        scalars_equal(side, start + step * symbol) for side, start, step in ((one, a, p), (other, b, q)) if (symbol := _symbol(side, name))
+    ):
+        return False  # not linear
+    if not (scalars_equal(p, q) or scalars_equal(p, -q)):
+        return False
+    apart = sympy.expand((a - b) / p)
+    return not apart.free_symbols and bool(apart.is_real) and scalars_equal(apart, sympy.Integer(round(float(apart)))) is True
+
+
+def _symbol(expression: Any, name: str) -> Any:
+    return next((symbol for symbol in expression.free_symbols if str(symbol) == name), None)
+
+
 _MIRRORED = {sympy.Gt: sympy.Lt, sympy.Ge: sympy.Le, sympy.Lt: sympy.Gt, sympy.Le: sympy.Ge, sympy.Eq: sympy.Eq}
 
 
@@ -127,6 +173,8 @@ def relations_equal(a: Any, b: Any) -> bool | None:
     None.
     """
     kinds = type(a), type(b)
+    if kinds == (sympy.Eq, sympy.Eq) and not a.free_symbols and not b.free_symbols:  # of numbers: both true, or both false, says nothing
+        return bool(scalars_equal(a.lhs, b.lhs) and scalars_equal(a.rhs, b.rhs))
     if kinds[0] not in _MIRRORED or kinds[1] not in _MIRRORED or a.free_symbols != b.free_symbols or not a.free_symbols:
         return None
     sides = (a.lhs, a.rhs, b.lhs, b.rhs)

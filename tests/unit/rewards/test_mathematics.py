@@ -30,14 +30,15 @@ def _pairs(name: str) -> list[dict]:
 
 PAIRS = _pairs("answer_pairs.jsonl")
 HELD_OUT = _pairs("answer_pairs_holdout.jsonl")
+LATER_HELD_OUT = _pairs("answer_pairs_second_holdout.jsonl") + _pairs("answer_pairs_third_holdout.jsonl")
 ATTACKS = _pairs("answer_attacks.jsonl")
 
 # Known disagreements, each explained in docs/verifiers.md; anything else that differs from its label is a fault.
 DISAGREEMENTS = {
     ("C", "C) 12"),
     ("C", r"\textbf{(C)}\ 12"),
-    (r"-2<x<1\text{ or }x>3", r"(-2,1)\cup(3,\infty)"),
 }
+LATER_DISAGREEMENTS = {(r"\ln(ab)", r"\ln a+\ln b")}
 
 
 @pytest.mark.parametrize(
@@ -189,7 +190,7 @@ def test_a_truth_that_cannot_be_read_is_no_verdict_whatever_the_response(truth, 
 
 
 def test_labelled_pairs():
-    """660 pairs, exactly the listed ones differ (99.5 % right): a new mistake fails here, and so does a stale list and no new mistake."""
+    """660 pairs, exactly the listed ones differ (99.7 % right): a new mistake fails here, and so does a stale list and no new mistake."""
     assert len(PAIRS) == 660
     assert min(sum(pair["equal"] for pair in PAIRS), sum(not pair["equal"] for pair in PAIRS)) >= 50
     wrong = {(pair["ground_truth"], pair["answer"]) for pair in PAIRS if is_equal(pair["answer"], pair["ground_truth"]) != pair["equal"]}
@@ -202,6 +203,27 @@ def test_held_out_pairs():
     """649 pairs written before the rules; 645 were right at first sight (docs/verifiers.md), all are since."""
     assert len(HELD_OUT) == 649
     assert [pair for pair in HELD_OUT if is_equal(pair["answer"], pair["ground_truth"]) != pair["equal"]] == []
+
+
+@pytest.mark.slow
+def test_later_held_out_pairs():
+    """594 and 508 pairs, each set committed before it was measured once: 96.8 % and 97.6 % right at first sight (docs/verifiers.md)."""
+    assert len(LATER_HELD_OUT) == 594 + 508
+    wrong = {
+        (pair["ground_truth"], pair["answer"]) for pair in LATER_HELD_OUT if is_equal(pair["answer"], pair["ground_truth"]) != pair["equal"]
+    }
+    assert wrong == LATER_DISAGREEMENTS
+
+
+def test_labels_of_values_are_those_of_sympy():
+    """The rows state the value of both sides as sympy expressions: equal numbers differ by less than 1e-50, the others by more."""
+    compared = 0
+    for pair in LATER_HELD_OUT:
+        difference = sympy.sympify("-".join(f"({value})" for value in pair.get("values", ["x", "0"])))
+        if not difference.free_symbols:
+            compared += 1
+            assert (abs(sympy.N(difference, 100)) < sympy.Float("1e-50")) == pair["equal"], pair
+    assert compared > 300
 
 
 @pytest.mark.slow
@@ -235,6 +257,27 @@ BOTH_WAYS = [
     ("3:4", "4:3", False),
     (r"x \equiv 3 \pmod 7", r"x \equiv 10 \pmod 7", True),
     ("073", "73", True),
+    ("r^2h", "r^2", False),  # not a number of hours
+    (r"\frac{1}{3}\pi r^2h", r"\frac{\pi r^2h}{3}", True),
+    ("3ab", "3", False),
+    ("2t", "2", False),
+    (r"\frac{abc}{4R}", r"\frac{abc}{4r}", False),
+    (r"12\sqrt{3}\text{ cm}", r"12\sqrt3\text{ m}", False),
+    (r"\frac{1}{2}\sqrt3\text{ m}", r"50\sqrt{3}\text{ cm}", True),
+    (r"\sqrt[3]{-27}", "-3", True),
+    (r"\sqrt[3]{x^3}", "x", True),
+    (r"\sqrt{x^2}", "x", False),
+    (r"\frac{\pi}{2}+k\pi, k\in\mathbb{Z}", r"-\frac{\pi}{2}+n\pi,\ n\in\mathbb Z", True),
+    (r"\frac{\pi}{2}+k\pi, k\in\mathbb{Z}", r"\frac{\pi}{2}+2k\pi, k\in\mathbb{Z}", False),
+    (r"x<-1 \text{ or } 0<x<2", r"(-\infty,-1)\cup(0,2)", True),
+    (r"\{x : x>2\}", r"(2,\infty)", True),
+    ("Twenty-one", "21", True),
+    (r"\frac{dy}{dx}=2x", r"\frac{dy}{dx}=3x", False),
+    (r"\frac{dy}{dx}=2x", r"2x=\frac{dy}{dx}", True),
+    (r"3\cdot 4=12", r"12", True),
+    (r"3\cdot 4=12", r"3\cdot 4=22", False),
+    (r"a=2,\ b=3", "b=3, a=2", True),
+    (r"\{(1,2),(3,4)\}", "(3,4),(1,2)", True),
 ]
 
 

@@ -172,3 +172,19 @@ def test_setup_as_on_an_ordinary_machine(tmp_path: Path) -> None:
     subprocess.run(tests, cwd=ROOT, env=environment, check=True)
     again = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert again.returncode == 0 and "download" not in again.stdout
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
+def test_full_disk_is_said_before_anything_is_made(tmp_path: Path) -> None:
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(tmp_path)], capture_output=True, text=True, check=False)
+    if mounted.returncode != 0:
+        pytest.skip(f"cannot mount here: {mounted.stderr.strip()}")
+    try:
+        command = [sys.executable, str(ROOT / "tools" / "setup_environment.py"), "--venv", str(tmp_path / "deep" / "venv")]
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert (result.returncode, result.stdout, list(tmp_path.iterdir())) == (2, "", [])
+        assert re.fullmatch(
+            r"error: \S+ needs 3\.6 GB more, but only 0\.0 GB are free; free space, or choose another folder .*\n", result.stderr
+        )
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)
