@@ -6,7 +6,7 @@
 # make certify     measure on the quickstart's recipe whether trainer, engine, critic and graders agree (docs/certify.md)
 # make test        all tests but the slow ones; test-fast: unit tests; test-slow: the slow ones; test-mcore-next: a newer Megatron-Core
 # make test-docs   the shorter commands of the pages, with small sizes, in a copy of the tree; test-docs-slow: all of them, as written
-# make test-chaos  35 runs killed at random times and resumed (four of them are in make test)
+# make test-chaos  35 runs killed at random times and resumed (three of them are in make test)
 # make test-slurm  jobs on a real Slurm of fake nodes (needs root; installs Debian's slurm-wlm and munge if they are missing)
 # make lint        ruff (rules and formatting), mypy, shellcheck
 # make bench       benchmarks, one JSON object a line

@@ -1,6 +1,6 @@
 """Runs that are killed (-9) at random times, saves included, and resumed: what they leave is what an uninterrupted run leaves.
 
-``make test`` has three of them and one with ``rollout.horizon``, ``make test-chaos`` all 25 and ten with open responses. The time of each
+``make test`` has three of them, ``make test-chaos`` all 25 and ten with open responses (``rollout.horizon``). The time of each
 kill is drawn from a fixed seed, but what the run does at that time is chance: a failure names the number of the kill, and the folder of
 the run stays.
 """
@@ -23,7 +23,7 @@ from tests.forks import Forked, servers
 from tests.training_setup import read_metrics, read_samples, write_setup
 
 KILLS, IN_MAKE_TEST = 25, 3
-KILLS_WITH_HORIZON, OF_THEM_IN_MAKE_TEST = 10, 1
+KILLS_WITH_HORIZON = 10
 SETTINGS = [
     "parallel.world_size=1",
     "batch={prompts_per_step: 8, responses_per_prompt: 2, mini_batch_size: 8, max_tokens_per_microbatch: 96}",
@@ -144,9 +144,8 @@ def test_a_killed_run_continues_as_if_nothing_had_happened(runs: Runs, uninterru
     kill_and_resume(runs, uninterrupted, f"killed_{number}", number, random.Random(f"kill {number}"))
 
 
-@pytest.mark.parametrize(
-    "number", [pytest.param(n, marks=[] if n < OF_THEM_IN_MAKE_TEST else [pytest.mark.slow]) for n in range(KILLS_WITH_HORIZON)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(KILLS_WITH_HORIZON))
 def test_a_killed_run_with_open_responses_continues_them(
     runs: Runs, uninterrupted_with_horizon: Callable[[str], tuple[Path, float]], number: int
 ) -> None:

@@ -548,16 +548,14 @@ def test_a_saved_critic_goes_on_where_it_was_and_head_only_leaves_the_trunk(fold
 
 
 @pytest.mark.parametrize("mode", ["completed", "segments"])
-@pytest.mark.parametrize("layout", ["horizon", "horizon_tp2"])
-def test_a_horizon_as_long_as_the_responses_changes_nothing_on_two_ranks(folder: Path, layout: str, mode: str) -> None:
-    assert_nothing_changes(folder / f"{layout}_long_{mode}", folder / f"{layout}_none")
+def test_a_horizon_as_long_as_the_responses_changes_nothing_on_two_ranks(folder: Path, mode: str) -> None:
+    assert_nothing_changes(folder / f"horizon_long_{mode}", folder / "horizon_none")
 
 
 @pytest.mark.parametrize("mode", ["completed", "segments"])
-@pytest.mark.parametrize("layout", ["horizon", "horizon_tp2"])
-def test_a_short_horizon_loses_nothing_on_two_ranks(folder: Path, layout: str, mode: str) -> None:
-    assert_nothing_is_lost(folder / f"{layout}_{mode}", mode)
-    assert exported(folder / f"{layout}_{mode}") != exported(folder / f"{layout}_long_{mode}")
+def test_a_short_horizon_loses_nothing_on_two_ranks(folder: Path, mode: str) -> None:
+    assert_nothing_is_lost(folder / f"horizon_{mode}", mode)
+    assert exported(folder / f"horizon_{mode}") != exported(folder / f"horizon_long_{mode}")
 
 
 @pytest.mark.parametrize("mode", ["completed", "segments"])

@@ -356,13 +356,13 @@ CASES: list[Callable[[], None]] = [
     process_supervision,
     multi_turn,
     horizon,
-    horizon_tp2,
 ]
 BY_NAME: list[Callable[[], None]] = [
+    horizon_tp2,
     horizon_vllm,
     horizon_vllm_tp2,
 ]
-"""Cases that only run when named: vLLM keeps the groups of its first engine, so each layout has a launch of its own."""
+"""Cases that only run when named (test_horizon_layouts.py): vLLM keeps the groups of its first engine, so each has a launch."""
 
 if __name__ == "__main__":
     for case in CASES if len(sys.argv) == 2 else [case for case in CASES + BY_NAME if case.__name__ in sys.argv[2:]]:
