@@ -237,6 +237,9 @@ def explain(output: str, what: str, venv: Path) -> str:
     missing = re.search(r"No matching distribution found for (\S+)", output)
     if missing:
         return f"{what}: pip finds no {missing.group(1)} for Python {_version(sys.version_info)} on this machine in its package indexes"
+    fatal = re.search(r"\S+: fatal error: .*", output)
+    if fatal:  # of a compiler; pip's own last line says only that a build failed
+        errors.append(fatal.group())
     last = errors[-1] if errors else (output.strip().splitlines() or ["no output"])[-1]
     return f"{what} failed: {last[:300]} (full output of pip: {venv / 'setup.log'}); {again}"
 

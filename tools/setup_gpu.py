@@ -4,9 +4,9 @@
 
 torch comes before Transformer Engine, whose extension is compiled against it: in one step, pip's build isolation would compile it against
 the newest torch. The parts of Transformer Engine are installed without dependencies: resolvers take the libraries for CUDA 12 and 13 both,
-which overwrite each other's files. The compiler gets the headers of cuDNN and NCCL from torch's own packages. At the end everything is
-imported, with kernel caches in a folder that can be written. ``--dry-run`` prints the commands and runs none. A second call continues
-after a failure. Exit code: 0, or 2 after an error. Uses only the standard library.
+which overwrite each other's files. The compiler gets the headers of cuDNN, NCCL and CUDA's libraries from torch's own packages. At the end
+everything is imported, with kernel caches in a folder that can be written. ``--dry-run`` prints the commands and runs none. A second call
+continues after a failure. Exit code: 0, or 2 after an error. Uses only the standard library.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Step:
 
 def steps(venv: Path, home: Path, jobs: int) -> list[Step]:
     """Return the calls of pip, in order. ``home``: folder of the CUDA toolkit."""
-    headers = [site_packages(venv) / "nvidia" / name / "include" for name in ("cudnn", "nccl")]
+    headers = [site_packages(venv) / "nvidia" / name / "include" for name in ("cudnn", "nccl", f"cu{CUDA}")]
     compiling = {
         "NVTE_FRAMEWORK": "pytorch",
         "CUDA_HOME": str(home),
@@ -93,7 +93,7 @@ def main() -> None:
     try:
         set_up(options.venv.absolute(), options.jobs, dry_run=options.dry_run)
     except SetupError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {str(error).replace('`make setup`', '`make setup-gpu`')}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         print("stopped: `make setup-gpu` continues", file=sys.stderr)

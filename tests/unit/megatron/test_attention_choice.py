@@ -14,6 +14,7 @@ from vapo_mcore.certify.checks import trainer
 from vapo_mcore.config.schema import ModelConfig
 from vapo_mcore.megatron import model as module
 from vapo_mcore.megatron.model import choose_attention, recompute_settings
+from vapo_mcore.trainer import models
 from vapo_mcore.weights import verify
 from vapo_mcore.weights.views import open_view
 
@@ -45,6 +46,23 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
 def test_auto_on_a_gpu(gpu: Callable[[bool], None], has_te: bool, cp: int, dtype: str, chosen: str) -> None:
     gpu(has_te)
     assert choose_attention("auto", cp, dtype) == chosen
+
+
+@pytest.mark.parametrize(("dtype", "attention", "warned"), [("float32", "te", True), ("float32", "auto", False), ("bfloat16", "te", False)])
+def test_a_run_is_told_of_tf32(dtype: Any, attention: Any, warned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before models are built."""
+
+    def stop(_: str) -> None:
+        raise Built
+
+    monkeypatch.setattr(models, "read_architecture", lambda _: SimpleNamespace(vocab_size=8))
+    monkeypatch.setattr(models, "load_tokenizer", stop)
+    config: Any = SimpleNamespace(model=ModelConfig(path="a folder", dtype=dtype, attention=attention))
+    said: list[str] = []
+    parallel: Any = SimpleNamespace(device=None)
+    with pytest.raises(Built):
+        models.build_models(config, parallel, said.append)
+    assert [line for line in said if "multiplies float32 in TF32" in line] == said and bool(said) == warned
 
 
 def test_te_is_taken_for_float32_where_it_is_asked_for(gpu: Callable[[bool], None]) -> None:

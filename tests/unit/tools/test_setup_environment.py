@@ -25,6 +25,9 @@ PIP_FAILURES = {
     "pip._vendor.urllib3.exceptions.ProtocolError: ('Connection broken: IncompleteRead(1 bytes read)')": "cannot reach the package index",
     "ERROR: Could not find a version that satisfies the requirement torch==9 (from versions: 2.13.0)\n"
     "ERROR: No matching distribution found for torch==9": rf"pip finds no torch==9 for Python {HERE}",
+    "torch/CUDAContextLight.h:10:10: fatal error: cusparse.h: No such file or directory\n  error: failed-wheel-build-for-install": (
+        "failed: torch/CUDAContextLight.h:10:10: fatal error: cusparse.h: No such file"
+    ),
     "  error: command '/usr/bin/gcc' failed with exit code 1\nmore": "failed:   error: command '/usr/bin/gcc' failed",
 }
 

@@ -50,7 +50,7 @@ def test_commands_in_their_order(cuda: Path, tmp_path: Path) -> None:
     )  # one library, whatever a resolver thinks
     assert extension.endswith(" --no-deps --no-build-isolation transformer-engine-torch==2.11.0")  # against the torch that is there
     packages = f"{venv}/lib/python{sys.version_info[0]}.{sys.version_info[1]}/site-packages/nvidia"
-    assert f"CPATH={packages}/cudnn/include:{packages}/nccl/include:/own/include " in extension
+    assert f"CPATH={packages}/cudnn/include:{packages}/nccl/include:{packages}/cu13/include:/own/include " in extension
     assert f"CUDA_HOME={cuda} " in extension and "MAX_JOBS=3 " in extension and "NVTE_FRAMEWORK=pytorch " in extension
     assert "torch==2.13.0 vllm==0.32.0 megatron-core==0.16.1 --editable" in package
     assert launch.endswith("--no-deps --requirement " + str(ROOT / "requirements" / "launch.txt"))
