@@ -183,6 +183,8 @@ def test_full_disk_is_said_before_anything_is_made(tmp_path: Path) -> None:
         command = [sys.executable, str(ROOT / "tools" / "setup_environment.py"), "--venv", str(tmp_path / "deep" / "venv")]
         result = subprocess.run(command, capture_output=True, text=True, check=False)
         assert (result.returncode, result.stdout, list(tmp_path.iterdir())) == (2, "", [])
-        assert re.fullmatch(r"error: \S+ needs 3\.6 GB more, but only 0\.0 GB are free; free space, or choose another folder .*\n", result.stderr)
+        assert re.fullmatch(
+            r"error: \S+ needs 3\.6 GB more, but only 0\.0 GB are free; free space, or choose another folder .*\n", result.stderr
+        )
     finally:
         subprocess.run(["umount", str(tmp_path)], check=True)
