@@ -52,17 +52,32 @@ def first_difference(recorded: Sequence[str], output: str) -> str | None:
     wanted = [line for line in wanted if line and not _WAITING.search(line)]
     printed = [masked(line) for line in output.splitlines()]
     printed = [line for line in printed if line and not _WAITING.search(line)]
-    at, anywhere = 0, False
-    for line in wanted:
+    at, segments = 0, _segments(wanted)
+    for number, segment in enumerate(segments):
+        if number == 0:
+            starts = range(1)
+        elif number == len(segments) - 1 and segment:  # nothing may follow it
+            starts = range(max(at, len(printed) - len(segment)), max(at, len(printed) - len(segment)) + 1)
+        else:
+            starts = range(at, len(printed) + 1)
+        agreed = [
+            next((n for n, line in enumerate(segment) if printed[start + n : start + n + 1] != [line]), len(segment)) for start in starts
+        ]
+        if max(agreed) < len(segment):
+            return segment[max(agreed)]
+        at = starts[agreed.index(len(segment))] + len(segment)
+    return None if len(segments) > 1 or at == len(printed) else f"end of the output, instead of: {printed[at]}"
+
+
+def _segments(lines: Sequence[str]) -> list[list[str]]:
+    """Return the runs of lines between elisions."""
+    segments: list[list[str]] = [[]]
+    for line in lines:
         if line == ELISION:
-            anywhere = True
-            continue
-        places = range(at, len(printed)) if anywhere else range(at, min(at + 1, len(printed)))
-        place = next((number for number in places if printed[number] == line), None)
-        if place is None:
-            return line
-        at, anywhere = place + 1, False
-    return None if anywhere or at == len(printed) else f"end of the output, instead of: {printed[at]}"
+            segments.append([])
+        else:
+            segments[-1].append(line)
+    return segments
 
 
 SESSIONS = {command: lines for page in PAGES for command, lines in recorded_sessions(page).items()}

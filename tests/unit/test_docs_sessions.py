@@ -21,6 +21,7 @@ policy exported: runs/quickstart/export/hf
     [
         OUTPUT.splitlines(),
         ["starting 2 processes", "...", "policy exported: runs/quickstart/export/hf"],
+        ["...", "step 60/60 | reward 0.5 | ev 0 | 1.2s (gen 2.0)", "policy exported: runs/quickstart/export/hf"],  # the second such line
         ["...", "step 7/60 | reward 0.125 | ev -0.3 | 1.2s (gen 2.0)", "..."],
         ["starting 3 processes", "starting 3 processes: 20 s", "starting 3 processes: 30 s", "..."],
     ],

@@ -224,6 +224,7 @@ def import_megatron() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         logging.getLogger("megatron").setLevel(logging.WARNING)
+        logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # "No CUDA runtime is found", of torch's CUDA build
         try:
             if not HAS_CUDA:
                 importlib.import_module("torch._dynamo")  # records torch's functions on import; must see the original ones

@@ -243,6 +243,7 @@ def configure_logging() -> None:
     """Log warnings of this package, and only errors of other libraries."""
     logging.basicConfig(level=logging.ERROR, format="%(levelname)s %(name)s: %(message)s")
     logging.getLogger("vapo_mcore").setLevel(logging.WARNING)
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # torch's CUDA build warns of a missing GPU
     # Silence resource_tracker: after a rank is terminated it always reports the graders' locks.
     given = os.environ.get("PYTHONWARNINGS")
     os.environ["PYTHONWARNINGS"] = ",".join(filter(None, (given, "ignore:resource_tracker:UserWarning")))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 PROGRAM = r"""
 import os, sys
@@ -16,6 +18,23 @@ try:
 except ValueError:
     print("after the block", file=sys.stderr)
 """
+
+CUDA_BUILD = """
+import sys, torch
+from vapo_mcore.megatron.host import import_megatron
+import_megatron()
+sys.modules.pop("torch.utils.cpp_extension", None)
+torch.version.cuda, torch.cuda._is_compiled, torch.cuda.is_available = "13.0", lambda: True, lambda: False
+import torch.utils.cpp_extension as extension
+assert extension.CUDA_HOME
+"""
+
+
+def test_the_cuda_build_of_torch_does_not_warn_of_a_missing_gpu(tmp_path: Path) -> None:
+    environment = {**os.environ, "CUDA_HOME": str(tmp_path)}
+    command = [sys.executable, "-c", CUDA_BUILD]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, env=environment)
+    assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
 
 
 def test_only_the_notice_is_left_out() -> None:
