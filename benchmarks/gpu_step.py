@@ -31,6 +31,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
 from benchmarks.gpu_model import QWEN_1_5B, SMALL, write_model, write_recipe  # noqa: E402
+from vapo_mcore.certify.certificate import FILE_NAME, PARTIAL_NAME  # noqa: E402
 
 FORMAT = 1
 PARTS: Mapping[str, tuple[str, str]] = {
@@ -164,7 +165,9 @@ class Run:
     def records(self) -> dict[str, Any]:
         """Part -> record of its check, of those that are complete."""
         try:
-            checks = json.loads((self.folder / "certificate.json").read_text(encoding="utf-8"))["checks"]
+            path = self.folder / FILE_NAME
+            path = path if path.is_file() else self.folder / PARTIAL_NAME  # of a process that crashed
+            checks = json.loads(path.read_text(encoding="utf-8"))["checks"]
         except OSError:
             return {}
         return {name: checks[PARTS[name][0]] for name in self.names if PARTS[name][0] in checks}

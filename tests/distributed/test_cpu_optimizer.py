@@ -35,6 +35,8 @@ def test_updates_are_those_of_adamw(cases: dict[str, dict[str, Any]], layout: st
 
     Main parameters against AdamW in float64: weights of up to 1.3 are rounded to 6e-8 in each of five updates. The fused AdamW of the
     CPU rounds otherwise than the one on the device: given the same gradients their weights differ by less than a tenth of that bound.
+    In a free run in bfloat16 a weight that this rounds to the next value changes all gradients by that dtype's noise: 2 % of the weights
+    then end one step apart (2^-7 at the largest weights). Another rate moves most of them.
     """
     case = cases[f"{layout} updates {model}"]
     assert case["clipped"] and case["skipped_alike"] and case["unchanged"] and case["counted"] and case["updates"] == 4
@@ -44,7 +46,10 @@ def test_updates_are_those_of_adamw(cases: dict[str, dict[str, Any]], layout: st
     assert case["oracle"] <= 1e-6 < case["largest_weight"]
     assert case["weights_are_main"]
     assert case["device_optimizer"] <= 1e-7
-    assert case["free_run"] <= 1e-6
+    if model.endswith("float32"):
+        assert case["free_run"] <= 1e-6
+    else:
+        assert case["free_run"] <= 2**-7 and case["free_run_differs"] <= 0.05
 
 
 @pytest.mark.parametrize(("layout", "dtype"), [("dp2", "float32"), ("dp2", "bfloat16"), ("tp2", "bfloat16")])

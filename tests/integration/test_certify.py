@@ -156,7 +156,8 @@ def test_a_lost_rank_and_a_crash_end_with_2_and_leave_no_certificate(tmp_path: P
     assert done.returncode == 2, done.stdout[-2000:] + done.stderr[-4000:]
     assert says in done.stderr
     assert "folder: holds" in done.stdout
-    assert sorted(path.name for path in output.glob("*.json")) == ["certificate.previous.json"]
+    assert sorted(path.name for path in output.glob("*.json")) == ["certificate.partial.json", "certificate.previous.json"]
+    assert list(json.loads((output / "certificate.partial.json").read_text())["checks"]) == ["folder"]
 
 
 def test_a_check_that_asks_for_a_restart_fails_with_2_not_75(tmp_path: Path) -> None:

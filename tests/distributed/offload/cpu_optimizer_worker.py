@@ -128,6 +128,11 @@ def distance(one: list[Tensor], other: list[Tensor]) -> float:
     return max(float((a.double() - b.double()).abs().max()) for a, b in zip(one, other, strict=True))
 
 
+def share_apart(one: list[Tensor], other: list[Tensor]) -> float:
+    """The share of weights that differ."""
+    return sum(int((a != b).sum()) for a, b in zip(one, other, strict=True)) / sum(a.numel() for a in one)
+
+
 def worst(facts: dict[str, Any]) -> dict[str, Any]:
     """Of both ranks: the larger number, the smaller truth."""
     ranks: list[Any] = [None] * dist.get_world_size()
@@ -184,6 +189,7 @@ def updates(role: str, dtype: str, parallel: ParallelContext, batches: list[Micr
     facts["weights_are_main"] = all(torch.equal(shard.detach(), mains[name].to(shard.dtype)) for name, _, shard, _ in shards(on_cpu))
     facts["device_optimizer"] = distance(weights(on_cpu), weights(same))
     facts["free_run"] = distance(weights(on_cpu), weights(free))
+    facts["free_run_differs"] = share_apart(weights(on_cpu), weights(free))
     facts["largest_weight"] = max(float(weight.abs().max()) for weight in weights(on_cpu))
     facts["updates"] = on_cpu.optimizer.updates
     steps = {int(values["step"]) for hybrid in hybrid_optimizers(on_cpu.optimizer.megatron) for values in hybrid.state.values()}
