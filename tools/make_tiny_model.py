@@ -29,7 +29,7 @@ from toolkit import folder_written_atomically, run, saying
 from vapo_mcore.errors import DataError
 
 OWN_FILES = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
-OWN_FILES |= {"train.jsonl", "heldout.jsonl", ".made"}
+OWN_FILES |= {"checksums.json", "train.jsonl", "heldout.jsonl", ".made"}
 """Files that an existing ``--output`` may contain and that are replaced; ``.made`` is make's stamp file."""
 TRAIN_PROBLEMS, HELDOUT_PROBLEMS = 6000, 400
 PAD, EOS = "<pad>", "<eos>"

@@ -12,6 +12,8 @@ import pytest
 from tests.torchrun import ROOT, run_bounded
 
 SCRIPT = ROOT / "tools" / "make_tiny_model.py"
+sys.path.insert(0, str(SCRIPT.parent))
+from make_tiny_model import OWN_FILES  # noqa: E402
 
 
 def test_a_few_steps(tmp_path: Path) -> None:
@@ -32,6 +34,7 @@ def test_a_few_steps(tmp_path: Path) -> None:
     assert AutoTokenizer.from_pretrained(output).decode([1]) == "<eos>"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["tiny"]
     assert not (output / "untrained").exists() and not (output / "trained").exists()
+    assert {path.name for path in output.iterdir()} <= OWN_FILES  # so that a newer version of the script replaces it
 
 
 def test_a_failed_run_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

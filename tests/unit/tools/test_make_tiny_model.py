@@ -8,7 +8,7 @@ from make_tiny_model import require_own_folder
 from vapo_mcore.errors import DataError
 
 
-@pytest.mark.parametrize("names", [[], ["train.jsonl", "heldout.jsonl", "model.safetensors", "config.json", ".made"]])
+@pytest.mark.parametrize("names", [[], ["train.jsonl", "heldout.jsonl", "model.safetensors", "checksums.json", "config.json", ".made"]])
 def test_own_and_empty_folders_may_be_replaced(names: list[str], tmp_path: Path) -> None:
     for name in names:
         (tmp_path / name).touch()
