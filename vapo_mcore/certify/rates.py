@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from vapo_mcore.certify.record import Measurement, informs, warns
+from vapo_mcore.certify.tolerances import BY_NAME
 from vapo_mcore.config.architecture import ModelArchitecture
 from vapo_mcore.config.schema import Config
 from vapo_mcore.planning.devices import Device
@@ -14,7 +15,7 @@ from vapo_mcore.planning.memory import vllm_memory
 from vapo_mcore.planning.timing import StepTimer
 from vapo_mcore.planning.workload import Workload
 
-SLOWER = 2.0
+SLOWER = BY_NAME["rates/slower"].float32
 """Factor below plan's assumption from which a rate of a GPU is a warning: assumptions are rough, a fault costs more."""
 
 

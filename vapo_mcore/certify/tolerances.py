@@ -75,6 +75,33 @@ TABLE = (
         "largest difference of values between a sequence alone and packed with others, relative to the root mean square of the values: "
         "matrix products of other sizes sum in another order",
     ),
+    Tolerance(
+        "invariance/known_change",
+        0.01,
+        0.01,
+        "relative difference of ratio, KL, importance weight and surrogate to their values for a known change of log-probs: rounding of "
+        "float32 means over all tokens is below 1e-4, a ratio or weight that is ignored is off by 10 % or more",
+    ),
+    Tolerance(
+        "critic/head_cosine",
+        0.999,
+        0.999,
+        "cosine of the value head with each row of the policy's output layer: a copy has 1, also after rounding; rows that are not related "
+        "have about 1 over the root of the hidden size",
+    ),
+    Tolerance(
+        "graders/other_truths",
+        0.05,
+        0.05,
+        "share of the truths of other rows that are graded right: rows can have equal answers in other words",
+    ),
+    Tolerance(
+        "rates/slower",
+        2.0,
+        2.0,
+        "how many times slower than plan assumes a GPU may be before a warning: plan's efficiencies are those of large models, and small "
+        "ones reach about half of them",
+    ),
 )
 
 BY_NAME = {tolerance.name: tolerance for tolerance in TABLE}

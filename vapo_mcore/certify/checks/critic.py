@@ -16,7 +16,7 @@ from torch.nn.functional import normalize
 from vapo_mcore.algorithm.histogram import expected_values
 from vapo_mcore.certify.bench import Bench
 from vapo_mcore.certify.record import Measurement, NotApplicable, fails, holds, not_applicable
-from vapo_mcore.certify.tolerances import judge
+from vapo_mcore.certify.tolerances import BY_NAME, judge
 from vapo_mcore.checkpoint_files import model_folder
 from vapo_mcore.collectives import all_gather_objects, broadcast_object
 from vapo_mcore.config.architecture import ValueBins
@@ -30,7 +30,7 @@ from vapo_mcore.weights.export import Exporter, save_hf
 from vapo_mcore.weights.families import HEAD_PREFIX
 from vapo_mcore.weights.loader import load_hf_into
 
-SAME = 0.999
+SAME = BY_NAME["critic/head_cosine"].float32
 """Cosine from which two directions of the hidden space are the same one; those of random directions are near 0."""
 
 

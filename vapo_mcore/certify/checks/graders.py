@@ -9,12 +9,13 @@ from importlib.resources import files
 
 from vapo_mcore.certify.bench import Bench
 from vapo_mcore.certify.record import Measurement, fails, holds, not_applicable, warns
+from vapo_mcore.certify.tolerances import BY_NAME
 from vapo_mcore.collectives import broadcast_object, fail_together
 from vapo_mcore.data.prompts import Prompt
 from vapo_mcore.rewards import GradeItem, Verdict, VerifierPool
 
 ROWS = 48
-COLLISIONS = 0.05
+COLLISIONS = BY_NAME["graders/other_truths"].float32
 """Share of foreign truths that may be graded right before it is the grader's fault: different texts may have equal values (1/2, 0.5)."""
 FORMS: Mapping[str, str] = {
     "math": "The answer is \\boxed{{{}}}.",

@@ -14,7 +14,7 @@ from vapo_mcore.algorithm import importance
 from vapo_mcore.certify.batches import critic_batches, policy_batches, policy_loss
 from vapo_mcore.certify.bench import Bench
 from vapo_mcore.certify.record import Measurement, fails, holds, not_applicable
-from vapo_mcore.certify.tolerances import judge
+from vapo_mcore.certify.tolerances import BY_NAME, judge
 from vapo_mcore.config.schema import ImportanceCorrectionConfig, ParallelConfig
 from vapo_mcore.megatron.engine import MegatronModel, StepResult
 from vapo_mcore.megatron.losses import CriticLoss
@@ -23,6 +23,7 @@ from vapo_mcore.trainer.models import fill_policy
 
 LOG_RATIO = 0.1
 """By which the old log-probs are moved: a ratio of 1.105, inside the usual clips."""
+_NEAR = BY_NAME["invariance/known_change"].float32
 FROZEN = "the loss does not see the change of the policy: old log-probs are overwritten, or the ratio or weight is frozen"
 
 
@@ -44,8 +45,8 @@ def _ratio(step: StepResult) -> Measurement:
     what, stats = "importance ratio", step.metrics
     ratio, kl = stats["ratio"] / stats["tokens"], stats["approx_kl"] / stats["tokens"]
     expected, expected_kl = math.exp(LOG_RATIO), math.exp(LOG_RATIO) - 1 - LOG_RATIO
-    tolerance = f"{expected:.4f} and {expected_kl:.5f} (exp(d) and exp(d) - 1 - d for d = {LOG_RATIO}), within 1 %"
-    good = abs(ratio / expected - 1) <= 0.01 and abs(kl / expected_kl - 1) <= 0.01
+    tolerance = f"{expected:.4f} and {expected_kl:.5f} (exp(d) and exp(d) - 1 - d for d = {LOG_RATIO}), within {_NEAR:.0%}"
+    good = abs(ratio / expected - 1) <= _NEAR and abs(kl / expected_kl - 1) <= _NEAR
     shown = f"ratio {ratio:.4f}, KL {kl:.5f}"
     return holds(what, shown, tolerance, ratio) if good else fails(what, shown, tolerance, FROZEN, ratio)
 
@@ -67,16 +68,16 @@ def _weight(correction: ImportanceCorrectionConfig) -> Measurement:
         return not_applicable(what, f"a weight of {wanted:.3f} is beyond the recipe's bounds")
     read = (LOG_RATIO / 4 * ones, 0 * ones, ones.bool(), torch.tensor([0, 4]))
     weight = float(importance.importance_weights(*read, kind=correction.kind, cap=correction.cap, low=correction.low).mean())
-    shown, tolerance = f"{weight:.4f}", f"{wanted:.4f}, within 1 %"
-    good = abs(weight / wanted - 1) <= 0.01
+    shown, tolerance = f"{weight:.4f}", f"{wanted:.4f}, within {_NEAR:.0%}"
+    good = abs(weight / wanted - 1) <= _NEAR
     return holds(what, shown, tolerance, weight) if good else fails(what, shown, tolerance, FROZEN, weight)
 
 
 def _weighted(once: float, twice: float) -> Measurement:
     """Weights of 2 in the place of 1 must double the surrogate."""
-    what, tolerance = "importance weight in the loss", "weights of 2 double the surrogate, within 1 %"
+    what, tolerance = "importance weight in the loss", f"weights of 2 double the surrogate, within {_NEAR:.0%}"
     shown = f"surrogate {once:.6g} with weights of 1, {twice:.6g} with weights of 2"
-    good = once != 0 and abs(twice / once - 2) <= 0.02
+    good = once != 0 and abs(twice / once / 2 - 1) <= _NEAR
     return holds(what, shown, tolerance, twice) if good else fails(what, shown, tolerance, FROZEN, twice)
 
 

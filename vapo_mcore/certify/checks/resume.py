@@ -22,8 +22,8 @@ from vapo_mcore.experience.step_dump import StepDump
 from vapo_mcore.rewards import Verdict
 from vapo_mcore.rollout.base import Generation, GenerationRequest, Trajectory
 
-PROMPTS, SAMPLES, LENGTH = 4, 4, 24
-"""A rollout of drawn token ids, half of the responses of each prompt called right."""
+PROMPTS, SAMPLES, LENGTH = 4, 2, 24
+"""A rollout of drawn token ids (of as many prompts as data-parallel ranks, at least), half of the responses of each prompt called right."""
 
 
 def run(bench: Bench) -> list[Measurement]:
@@ -33,7 +33,7 @@ def run(bench: Bench) -> list[Measurement]:
     if "sync" in bench.__dict__:
         bench.sync.put_to_sleep()
     sampled = _rollout(bench)
-    counts = SamplingCounts(rounds=1, prompts_tried=PROMPTS).with_responses([sampled])
+    counts = SamplingCounts(rounds=1, prompts_tried=len(sampled.rows) // SAMPLES).with_responses([sampled])
     runner = ReplayStepRunner(config, parallel, models, StepDump("rl", 1, 1, sampled, counts))
     runner.end_pretraining()
     runner.replay()
@@ -75,7 +75,7 @@ def _rollout(bench: Bench) -> Round:
     known = sorted(set(range(bench.architecture.vocab_size)) - set(bench.unknown_token_ids))
     length = min(LENGTH, bench.config.rollout.max_response_length)
     generator = torch.Generator().manual_seed(bench.config.seed)
-    prompts = bench.checked_prompts(PROMPTS)
+    prompts = bench.checked_prompts(max(PROMPTS, bench.parallel.data_parallel_size))
     groups = [group for group in range(len(prompts)) for _ in range(SAMPLES)]
     drawn = [[known[int(i)] for i in torch.randint(len(known), (length,), generator=generator)] for _ in groups]
     sequences = [[*prompts[group].token_ids, *ids] for group, ids in zip(groups, drawn, strict=True)]
