@@ -25,7 +25,10 @@ from vapo_mcore.megatron.host import HAS_CUDA
 from vapo_mcore.megatron.logprob import vocab_parallel_logprobs
 from vapo_mcore.megatron.losses import CriticLoss
 from vapo_mcore.planning.devices import DEVICES
+from vapo_mcore.rollout.factory import engine_traits
 
+STAND_IN = "h100"
+"""The device that plan assumes where it does not know this one."""
 LOWEST, HIGHEST = 0.95, 1.25
 """Predicted over measured bytes: plan may promise more than is needed, for fragments; less would end a run."""
 ROUNDS = 3
@@ -49,10 +52,13 @@ def memory(bench: Bench) -> list[Measurement]:
     _require_cuda()
     if bench.parallel.world_size != 1:
         raise NotApplicable("it is measured in one process")
-    _, plan = planned(bench, int(os.environ.get("LOCAL_WORLD_SIZE", "1")), device_name() or "h100")
+    _, plan = planned(bench, int(os.environ.get("LOCAL_WORLD_SIZE", "1")), device_name() or STAND_IN)
     stages = plan["pipeline_ranks"][0]["stages"]
     predicted = {stage: {name: float(size) for name, size in facts["parts"].items()} for stage, facts in stages.items()}
     found = []
+    if device_name() is None:
+        shown = f"{STAND_IN}, since plan does not know {torch.cuda.get_device_name()}; what the engine takes depends on the device's memory"
+        found.append(informs("plan's device", shown))
     with offloading(bench.models):
         bench.models.residency.enter("generate")
         for stage, run in _passes(bench).items():
@@ -67,7 +73,7 @@ def _of_the_stage(parts: Mapping[str, float]) -> float:
 
 def _passes(bench: Bench) -> dict[Any, Callable[[], object]]:
     """Stage -> what a step runs in it, on two micro-batches as plan packs them."""
-    assumed = Assumed(bench.config, bench.architecture, DEVICES[device_name() or "h100"])
+    assumed = Assumed(bench.config, bench.architecture, DEVICES[device_name() or STAND_IN])
     lengths = list(pass_work(assumed).lengths)
     packs = [list(range(len(lengths))), list(range(len(lengths), 2 * len(lengths)))]
     microbatches = bench.microbatches(bench.drawn(lengths * 2), packs)
@@ -134,7 +140,7 @@ def _engine(bench: Bench, predicted: Mapping[str, float]) -> Measurement:
     bench.sync.put_to_sleep()
     parts = {name: predicted.get(name, 0.0) for name in ENGINE_PARTS}
     bench.details["generate"] = {"measured": awake, "predicted": parts}
-    if bench.config.rollout.engine == "vllm":
+    if engine_traits(bench.config.rollout.engine).reserves_cache:
         return _beside(bench, "generate, of the engine", awake, sum(parts.values()))
     shown = f"{awake / 2**20:,.1f} MiB; plan predicts {parts['vLLM weights'] / 2**20:,.1f} MiB of weights"
     return informs("peak of generate, of the engine", f"{shown}, and its cache grows while it generates", float(awake))

@@ -70,7 +70,7 @@ def set_up(venv: Path) -> None:
         SetupError: a requirement is missing on this machine, or an installation failed.
     """
     require_machine()
-    require_space(venv, "cpu")  # the smaller build; checked first, because a venv that finds no space does not say so
+    require_space(venv, DISK_GB["cpu"])  # the smaller build; checked first, because a venv that finds no space does not say so
     python = make_venv(venv)
     log = venv / "setup.log"
     log.write_text("", encoding="utf-8")
@@ -89,7 +89,7 @@ def set_up(venv: Path) -> None:
         )
     else:
         print(f"torch {name}: the CPU build; {DOWNLOAD_GB['cpu']} GB to download, {DISK_GB['cpu']} GB on disk", flush=True)
-    require_space(venv, build)
+    require_space(venv, DISK_GB[build])
     parts = in_parts(pins, first=("setuptools", "torch"))
     for number, part in enumerate(parts, start=1):
         label = f"packages, part {number} of {len(parts)}"
@@ -175,11 +175,11 @@ def in_parts(pins: dict[str, str], first: Sequence[str]) -> list[list[str]]:
     return alone + [rest[begin : begin + PART] for begin in range(0, len(rest), PART)]
 
 
-def require_space(venv: Path, build: str) -> None:
-    """Raise SetupError if the file system of ``venv`` has too little space for the packages still to install."""
+def require_space(venv: Path, gigabytes: float) -> None:
+    """Raise SetupError if the file system of ``venv`` has too little space for what is still missing of its ``gigabytes``."""
     present = sum(file.lstat().st_size for file in venv.rglob("*") if not file.is_dir())
     there = next(folder for folder in (venv, *venv.parents) if folder.exists())
-    needed, free = DISK_GB[build] - present / 1e9, shutil.disk_usage(there).free / 1e9
+    needed, free = gigabytes - present / 1e9, shutil.disk_usage(there).free / 1e9
     if needed > free:
         raise SetupError(
             f"{_short(venv)} needs {needed:.1f} GB more, but only {free:.1f} GB are free; free space, or choose another folder (VENV=...)"

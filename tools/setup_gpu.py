@@ -24,7 +24,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from setup_environment import ROOT, SetupError, _output, _short, make_venv, require_machine, run_pip
+from setup_environment import ROOT, SetupError, _output, _short, make_venv, require_machine, require_space, run_pip
 
 TORCH, VLLM, TRANSFORMER_ENGINE, MEGATRON = "2.13.0", "0.32.0", "2.11.0", "0.16.1"
 CUDA, DRIVER = 13, 580
@@ -123,9 +123,9 @@ def set_up(venv: Path, jobs: int, *, dry_run: bool) -> None:
         return
     require_machine()
     home, note = toolkit(os.environ), driver_note()
+    require_space(venv, DISK_GB)
     make_venv(venv)
     require_own_builds(python)
-    require_space(venv)
     log = venv / "setup.log"
     log.write_text("", encoding="utf-8")
     for step in steps(venv, home, jobs):
@@ -187,14 +187,6 @@ def require_cuda_build(python: Path) -> None:
             f"pip took torch {version}, built {f'with CUDA {cuda}' if cuda != 'None' else 'for CPUs'}, and CUDA {CUDA} is needed: an index "
             f"that pip is configured with has it (PIP_EXTRA_INDEX_URL, `{python} -m pip config list`); call this without that index"
         )
-
-
-def require_space(venv: Path) -> None:
-    """Raise SetupError if the file system has too little space for what is still to be installed."""
-    present = sum(file.lstat().st_size for file in venv.rglob("*") if not file.is_dir())
-    needed, free = DISK_GB - present / 1e9, shutil.disk_usage(venv).free / 1e9
-    if needed > free:
-        raise SetupError(f"{_short(venv)} needs {needed:.0f} GB more, and {free:.0f} GB are free; free space, or choose another (VENV=...)")
 
 
 def check_imports(python: Path, log: Path) -> None:

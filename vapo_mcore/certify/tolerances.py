@@ -80,7 +80,7 @@ TABLE = (
         0.01,
         0.01,
         "relative difference of ratio, KL, importance weight and surrogate to their values for a known change of log-probs: rounding of "
-        "float32 means over all tokens is below 1e-4, a ratio or weight that is ignored is off by 10 % or more",
+        "float32 means over all tokens is far below, a ratio or weight that is ignored is off by 2 % or more",
     ),
     Tolerance(
         "critic/head_cosine",
@@ -99,8 +99,8 @@ TABLE = (
         "rates/slower",
         2.0,
         2.0,
-        "how many times slower than plan assumes a GPU may be before a warning: plan's efficiencies are those of large models, and small "
-        "ones reach about half of them",
+        "how many times slower than plan assumes a GPU may be before a warning: the assumptions are rough, and a fault (a slow link, "
+        "clocks that are held down) costs more",
     ),
 )
 

@@ -10,7 +10,7 @@ import shutil
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch.distributed as dist
 
@@ -23,7 +23,7 @@ from vapo_mcore.config.loading import dump_yaml
 from vapo_mcore.config.schema import Config, UntilConfig, ValuePretrainingConfig
 from vapo_mcore.errors import ConfigError, TrainingError
 from vapo_mcore.experience.collecting import SamplingCounts
-from vapo_mcore.experience.sampling import ResponseSampler, Round
+from vapo_mcore.experience.sampling import Round
 from vapo_mcore.experience.scored_responses import ScoredReader, ScoredResponses, require_disjoint, require_spread, split
 from vapo_mcore.launch.local import become_stoppable
 from vapo_mcore.megatron.parallel import ParallelContext, initialize_parallel
@@ -35,9 +35,9 @@ from vapo_mcore.trainer.advantages import trainable_rows
 from vapo_mcore.trainer.critic_probe import CriticProbe
 from vapo_mcore.trainer.main import configure_logging, ending_together, seed_everything
 from vapo_mcore.trainer.models import build_critic_alone
-from vapo_mcore.trainer.step import StepRunner, _Step
+from vapo_mcore.trainer.offline import NO_SAMPLER, OfflineStepRunner
+from vapo_mcore.trainer.step_state import StepState
 from vapo_mcore.trainer.value_pretraining import PROBE, PretrainingEnd
-from vapo_mcore.trainer.weight_sync import WeightSync
 from vapo_mcore.weights.export import Exporter, save_hf
 
 BEFORE = f"{PROBE}_before"
@@ -102,44 +102,32 @@ def read_responses(config: Config, options: PretrainOptions, say: Callable[[str]
     return training, held_out
 
 
-class StoredStepRunner(StepRunner):
-    """A StepRunner that takes its responses from disk. It has no policy and no rollout engine."""
+class StoredStepRunner(OfflineStepRunner):
+    """A StepRunner that takes its responses from disk. It has no policy."""
 
     def __init__(self, config: Config, parallel: ParallelContext, models: Models, training: ScoredResponses, probe: StoredProbe) -> None:
-        super().__init__(config, parallel, models, cast(ResponseSampler, _NoSampler()), cast(WeightSync, None), _no_prompts, probe=probe)
+        super().__init__(config, parallel, models, probe=probe)
         self.imitation = None  # trains the policy
         self.stored = training.round(parallel.rank, parallel.world_size)
         self.counts = SamplingCounts(rounds=0, prompts_tried=training.prompts).with_responses([self.stored])
 
-    def _sample(self, step: _Step, *, dynamic: bool) -> tuple[Round, SamplingCounts]:
+    def _sample(self, step: StepState, *, dynamic: bool) -> tuple[Round, SamplingCounts]:
         return self.stored, self.counts
 
-    def _dump(self, step: _Step) -> str:
+    def _dump(self, step: StepState) -> str:
         return "its responses are those of --data"
-
-    def _sync(self, step: _Step) -> None:
-        """Do nothing: there is no engine."""
 
 
 class StoredProbe(CriticProbe):
     """A probe whose responses come from disk."""
 
     def __init__(self, config: Config, parallel: ParallelContext, held_out: ScoredResponses) -> None:
-        super().__init__(config, [], parallel, cast(ResponseSampler, _NoSampler()))
+        super().__init__(config, [], parallel, NO_SAMPLER)
         self.stored = held_out.round(parallel.rank, parallel.world_size)
 
     def sample(self, models: Models) -> None:
         """Distribute the stored responses."""
         self.hold(self.stored, models)
-
-
-class _NoSampler:
-    engine_rebuilds = 0
-    grader_restarts = 0
-
-
-def _no_prompts(count: int) -> list[Any]:
-    raise AssertionError("stored responses need no prompts")
 
 
 def _open_run_directory(

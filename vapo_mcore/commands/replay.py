@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,12 +21,11 @@ from vapo_mcore.collectives import fail_together
 from vapo_mcore.commands.replay_checks import ReplayOptions, check_json_path, checkpoint_before, is_exact
 from vapo_mcore.config.architecture import read_architecture
 from vapo_mcore.config.schema import Config
-from vapo_mcore.data.prompts import Prompt
 from vapo_mcore.data.tokenizer import load_tokenizer, unknown_token_ids
 from vapo_mcore.errors import ConfigError
 from vapo_mcore.experience.batches import Experience
 from vapo_mcore.experience.collecting import SamplingCounts
-from vapo_mcore.experience.sampling import ResponseSampler, Round
+from vapo_mcore.experience.sampling import Round
 from vapo_mcore.experience.step_dump import StepDump, json_number, load_step
 from vapo_mcore.megatron.parallel import ParallelContext, initialize_parallel
 from vapo_mcore.megatron.roles import Models, refresh_critic
@@ -35,9 +34,9 @@ from vapo_mcore.records.console import Console
 from vapo_mcore.trainer.bad_batch import BadUpdate
 from vapo_mcore.trainer.main import configure_logging, ending_together, seed_everything
 from vapo_mcore.trainer.models import build_models
-from vapo_mcore.trainer.step import StepOutcome, StepRunner, _Step
+from vapo_mcore.trainer.offline import OfflineStepRunner
+from vapo_mcore.trainer.step_state import StepOutcome, StepState
 from vapo_mcore.trainer.updates import StoppedUpdate
-from vapo_mcore.trainer.weight_sync import WeightSync
 
 OF_THE_WEIGHTS = ("policy/", "critic/", "mismatch/", "advantages/", "kl/", "imitation/")
 """Prefixes of metrics that depend on the weights."""
@@ -121,11 +120,11 @@ def _known_tokens(config: Config) -> Tensor:
     return known
 
 
-class ReplayStepRunner(StepRunner):
-    """A StepRunner that takes its responses from a dump. It has no rollout engine, syncs no weights, and writes nothing."""
+class ReplayStepRunner(OfflineStepRunner):
+    """A StepRunner that takes its responses from a dump, and writes nothing."""
 
     def __init__(self, config: Config, parallel: ParallelContext, models: Models, dump: StepDump) -> None:
-        super().__init__(config, parallel, models, cast(ResponseSampler, _NoSampler()), cast(WeightSync, None), _no_prompts)
+        super().__init__(config, parallel, models)
         self.dump = dump
 
     def load(self, objects: Mapping[str, Any]) -> None:
@@ -145,26 +144,14 @@ class ReplayStepRunner(StepRunner):
             return self.value_pretraining_step(self.dump.step)
         return self.rl_step(self.dump.step)
 
-    def _sample(self, step: _Step, *, dynamic: bool) -> tuple[Round, SamplingCounts]:
+    def _sample(self, step: StepState, *, dynamic: bool) -> tuple[Round, SamplingCounts]:
         return self.dump.sampled, self.dump.counts
 
-    def _dump(self, step: _Step) -> str:
+    def _dump(self, step: StepState) -> str:
         return "its rollout is dumped already"
 
-    def _keep_batch(self, step: _Step, experience: Experience, update: BadUpdate, stopped: StoppedUpdate) -> str:
+    def _keep_batch(self, step: StepState, experience: Experience, update: BadUpdate, stopped: StoppedUpdate) -> str:
         return f"epoch {update.epoch}, mini-batch {update.minibatch}"
-
-    def _sync(self, step: _Step) -> None:
-        """Do nothing: there is no engine."""
-
-
-class _NoSampler:
-    engine_rebuilds = 0
-    grader_restarts = 0
-
-
-def _no_prompts(count: int) -> list[Prompt]:
-    raise AssertionError("a replay draws no prompts")
 
 
 def describe_start(config: Config, options: ReplayOptions, checkpoint: Checkpoint | None, *, exact: bool) -> str:

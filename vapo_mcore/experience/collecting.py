@@ -51,9 +51,9 @@ class SamplingCounts:
         cuts = tuple((row, tokens, float(value)) for row, tokens, value in horizon.get("cut_values", ()))
         return cls(**record | {"horizon": HorizonCounts(**horizon | {"cut_values": cuts})})
 
-    def with_occupancy(self, tokens: Sequence[Sequence[int]], config: Config) -> SamplingCounts:
-        """Return a copy with the shares of engine steps without work. ``tokens``: sampled tokens of each replica's responses."""
-        found = Occupancy.of_lengths(tokens, config.rollout.vllm.max_num_seqs if config.rollout.engine == "vllm" else None)
+    def with_occupancy(self, tokens: Sequence[Sequence[int]], slots: int | None) -> SamplingCounts:
+        """Return a copy with the shares of engine steps without work; arguments as of ``Occupancy.of_lengths``."""
+        found = Occupancy.of_lengths(tokens, slots)
         return self if found is None else replace(self, idle_frac=found.idle, empty_frac=found.empty)
 
     def with_responses(self, rounds: Sequence[Round]) -> SamplingCounts:
@@ -111,7 +111,7 @@ def collect(
             show=lambda rows: shown_rows(rows, config.run.samples_per_step),
         )
         counts = SamplingCounts(rounds=1, prompts_tried=len(fresh), horizon=found).with_responses([drawn])
-        return drawn, replace(counts, tokens=found.sampled, moved_tokens=moved).with_occupancy(tokens, config)
+        return drawn, replace(counts, tokens=found.sampled, moved_tokens=moved).with_occupancy(tokens, sampler.engine.max_running)
 
     def draw(prompts: int) -> Round:
         show = shown_rows(prompts * size, config.run.samples_per_step)
@@ -125,7 +125,7 @@ def collect(
             return drawn, counts
         lengths = drawn.rows.response_length.tolist()
         parts = split_evenly(len(lengths), sampler.engine.num_replicas)
-        return drawn, counts.with_occupancy([[lengths[row] for row in part] for part in parts], config)
+        return drawn, counts.with_occupancy([[lengths[row] for row in part] for part in parts], sampler.engine.max_running)
     settings = config.rollout.dynamic_sampling
     collector = GroupCollector(target=wanted, max_rounds=settings.max_rounds)
     rounds: list[Round] = []

@@ -24,9 +24,8 @@ STAGES: tuple[Stage, ...] = ("generate", "values", "critic_update", "logprobs", 
 """The stages in the order of a step."""
 VLLM_BLOCK = 16  # tokens of a KV block
 _BATCH_BYTES_A_TOKEN = 8 + 2 * 1 + 7 * 4  # ids, two masks, seven float32 columns
-_PACKED_BYTES_A_TOKEN = (
-    8 + 1 + 8 + 5 * 8 + 1
-)  # in the micro-batches: ids and mask again, positions in the batch, indices and mask of the layout
+# In the micro-batches: ids and mask again, positions in the batch, the layout's five columns of indices and its mask.
+_PACKED_BYTES_A_TOKEN = 8 + 1 + 8 + 5 * 8 + 1
 _VLLM_BATCHED_TOKENS = {True: 16384, False: 8192}  # vLLM's default tokens per engine step, on a large GPU and on CPU
 
 

@@ -12,6 +12,7 @@ The model is deliberately simple; docs/planning.md has every formula:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,7 @@ from vapo_mcore.config.architecture import ModelArchitecture
 from vapo_mcore.planning.devices import Device
 from vapo_mcore.planning.memory import RankModel, Vllm, offload_enabled
 from vapo_mcore.planning.state import CPU_OPTIMIZER_BYTES, GRADIENT_BYTES, ITEM_BYTES, Role, mlp_parameters, num_active_parameters
-from vapo_mcore.planning.waiting import Floats, Lengths, Replicas
+from vapo_mcore.planning.waiting import Lengths, Replicas
 from vapo_mcore.planning.workload import Workload
 from vapo_mcore.rollout.factory import ranks_of_replica
 
@@ -217,40 +218,35 @@ class StepTimer:
 
     def generation_seconds(self, vllm: Vllm, responses: int, length: float) -> float:
         """Estimate the time of ``responses`` responses of mean ``length`` over all replicas; at least max_response_length steps."""
-        config, device, work, arch = self.config, self.device, self.work, self.architectures["policy"]
-        tp = ranks_of_replica(config)
-        replicas = max(1, config.parallel.world_size // tp)
+        config, work = self.config, self.work
+        replicas, token, step_seconds = self._engine(vllm)
         mine = -(-responses // replicas)
         sequence = work.prompt_length + length / 2  # average length while it grows
         running = max(1.0, min(config.rollout.vllm.max_num_seqs, mine, vllm.kv_bytes / (sequence * vllm.kv_bytes_per_token)))
         steps = max(mine * length / running, config.rollout.max_response_length)
         mean_running = mine * length / steps
-        read = vllm.weight_bytes * self._read_share(mean_running) + mean_running * sequence * vllm.kv_bytes_per_token
-        operations = 2 * num_active_parameters(arch) / tp
-        decode = max(
-            read / (device.memory_rate * device.memory_efficiency), mean_running * operations / (self.peak * device.forward_efficiency)
-        )
-        latency = device.decode_overhead + (2 * arch.num_layers * device.layer_latency if tp > 1 else 0.0)
-        prefill = mine * work.prompt_length * operations / (self.peak * device.forward_efficiency)
-        return steps * (decode + latency) + prefill
+        return steps * float(step_seconds(mean_running, mean_running * sequence)) + mine * work.prompt_length * token
 
     def replicas(self, vllm: Vllm, lengths: Lengths, responses: int) -> Replicas:
         """Return the replicas with ``responses`` open responses over all, for ``estimate_waiting``."""
-        config, device, work, arch = self.config, self.device, self.work, self.architectures["policy"]
-        tp = ranks_of_replica(config)
-        count = max(1, config.parallel.world_size // tp)
+        work, (count, token, step_seconds) = self.work, self._engine(vllm)
+        fit = vllm.kv_bytes / ((work.prompt_length + lengths.context) * vllm.kv_bytes_per_token)
+        slots = max(1, min(self.config.rollout.vllm.max_num_seqs, int(fit)))
+        return Replicas(count, -(-responses // count), slots, work.prompt_length, step_seconds, lambda tokens: tokens * token)
+
+    def _engine(self, vllm: Vllm) -> tuple[int, float, Callable[[Any, Any], Any]]:
+        """Return the number of replicas, seconds of a prefilled token, and seconds of an engine step (``Replicas.step_seconds``)."""
+        device, arch = self.device, self.architectures["policy"]
+        tp = ranks_of_replica(self.config)
         memory = device.memory_rate * device.memory_efficiency
         token = 2 * num_active_parameters(arch) / tp / (self.peak * device.forward_efficiency)
         latency = device.decode_overhead + (2 * arch.num_layers * device.layer_latency if tp > 1 else 0.0)
 
-        def step_seconds(running: Floats, cached: Floats) -> Floats:
+        def step_seconds(running: Any, cached: Any) -> Any:
             read = vllm.weight_bytes * self._read_share(running) + cached * vllm.kv_bytes_per_token
-            found: Floats = np.maximum(read / memory, running * token) + latency
-            return found
+            return np.maximum(read / memory, running * token) + latency
 
-        fit = vllm.kv_bytes / ((work.prompt_length + lengths.context) * vllm.kv_bytes_per_token)
-        slots = max(1, min(config.rollout.vllm.max_num_seqs, int(fit)))
-        return Replicas(count, -(-responses // count), slots, work.prompt_length, step_seconds, lambda tokens: tokens * token)
+        return max(1, self.config.parallel.world_size // tp), token, step_seconds
 
     def _read_share(self, running: Any) -> Any:
         """Return the fraction of the weights that a decoding step reads; with experts, those that its tokens choose."""

@@ -237,6 +237,11 @@ class RolloutEngine(Protocol):
     def is_replica_leader(self) -> bool: ...
 
     @property
+    def max_running(self) -> int | None:
+        """Responses that a replica samples at a time; None: all that it is given."""
+        ...
+
+    @property
     def last_sync(self) -> SyncReport | None: ...
 
     def settings(self) -> dict[str, Any]:

@@ -75,6 +75,10 @@ class StatefulEngine(ABC):
         return self.replica.count
 
     @property
+    def max_running(self) -> int | None:
+        return None
+
+    @property
     def is_replica_leader(self) -> bool:
         return self.replica.rank_in_replica == 0
 

@@ -104,6 +104,10 @@ class VllmEngine(StatefulEngine):
         self._llm: Any = None
         self._build()
 
+    @property
+    def max_running(self) -> int | None:
+        return int(self._arguments["max_num_seqs"])
+
     def _build(self) -> None:
         """Start vLLM under a unique name and put it to sleep. A collective over all ranks."""
         with _random_state_kept(), warnings.catch_warnings():

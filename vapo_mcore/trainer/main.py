@@ -162,13 +162,7 @@ def train(config: Config, parallel: ParallelContext, *, clean: bool, resume: Res
         evaluator = Evaluator(config, held_out.items) if held_out is not None else None
         run = TrainingLoop(config, trainer, evaluator, console, checkpointer)
         if past is not None:
-            restart = resume is not None and resume.restart_data
-            objects = _objects(trainer, past, restart=restart, console=console)
-            trainer.state.load_state_dict(objects | {"prompts": prompts.state_dict()})
-            if trainer.open_responses is not None:
-                parts = load_parts(past.checkpoint, trainer.open_responses.parts_needed())
-                with fail_together():
-                    trainer.open_responses.load_parts(parts)
+            _load_state(trainer, past, prompts, restart=resume is not None and resume.restart_data, console=console)
         fresh = (clean or resume is not None) and locked
         run_dir = _open_run_directory(config, parallel, past, stack, watchdog, console, fresh=fresh, locked=locked)
         if run_dir is not None:
@@ -243,7 +237,6 @@ def configure_logging() -> None:
     """Log warnings of this package, and only errors of other libraries."""
     logging.basicConfig(level=logging.ERROR, format="%(levelname)s %(name)s: %(message)s")
     logging.getLogger("vapo_mcore").setLevel(logging.WARNING)
-    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # torch's CUDA build warns of a missing GPU
     # Silence resource_tracker: after a rank is terminated it always reports the graders' locks.
     given = os.environ.get("PYTHONWARNINGS")
     os.environ["PYTHONWARNINGS"] = ",".join(filter(None, (given, "ignore:resource_tracker:UserWarning")))
@@ -331,6 +324,16 @@ def build_open_responses(config: Config, engine: RolloutEngine, tokenizer: Any, 
     )
     responses.prompts = {prompt.prompt_id: prompt for prompt in prompts.items}
     return responses
+
+
+def _load_state(trainer: StepRunner, past: _Past, prompts: PromptDataset, *, restart: bool, console: Console) -> None:
+    """Load the state of all objects but the prompts, which ``_continue_data`` has loaded, and the tokens of open responses."""
+    objects = _objects(trainer, past, restart=restart, console=console)
+    trainer.state.load_state_dict(objects | {"prompts": prompts.state_dict()})
+    if trainer.open_responses is not None:
+        parts = load_parts(past.checkpoint, trainer.open_responses.parts_needed())
+        with fail_together():
+            trainer.open_responses.load_parts(parts)
 
 
 def _objects(trainer: StepRunner, past: _Past, *, restart: bool, console: Console) -> dict[str, Any]:

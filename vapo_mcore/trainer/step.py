@@ -1,13 +1,13 @@
 """Run one step: collect and distribute responses, compute log-probs, values and advantages, update critic and policy, sync weights.
 
-``StepRunner`` holds the objects that live as long as the run. A ``_Step`` holds the state of one step.
+``StepRunner`` holds the objects that live as long as the run. A ``StepState`` holds the state of one step.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from safetensors import SafetensorError
@@ -57,11 +57,11 @@ from vapo_mcore.trainer.step_metrics import (
     record_time_and_memory,
     record_values,
 )
+from vapo_mcore.trainer.step_state import Row, StepOutcome, StepState
 from vapo_mcore.trainer.stopping import StopRequests
 from vapo_mcore.trainer.updates import StoppedUpdate, update_critic, update_policy
 from vapo_mcore.trainer.weight_sync import WeightSync
 
-Row = dict[str, Any]
 logger = logging.getLogger(__name__)
 
 OPEN_RESPONSES = "open_responses"
@@ -69,38 +69,6 @@ OPEN_RESPONSES = "open_responses"
 
 HALTED = 2
 """Exit code of a run stopped by ``diagnosis.halt_on``."""
-
-
-@dataclass
-class StepOutcome:
-    """Result of a step.
-
-    ``row``: reduced metrics. ``samples``: responses to write to the samples file, on all ranks; only rank 0 has their tokens.
-    ``warnings``: findings of the diagnosis, one sentence each.
-    """
-
-    row: Row
-    samples: list[dict[str, Any]]
-    warnings: list[str]
-
-
-@dataclass
-class _Step:
-    """State of one step."""
-
-    stage: Stage
-    number: int
-    metrics: StepMetrics
-    timer: PhaseTimer = field(default_factory=PhaseTimer)
-    samples: dict[int, dict[str, Any]] = field(default_factory=dict)  # by row
-    updates_stopped: bool = False  # too many consecutive updates were skipped: no further update in this step
-    sampled: tuple[Round, SamplingCounts] | None = None  # the step's rollout, kept for a dump
-    dumped: bool = False
-    ended: Experience | None = None  # with horizon.critic: ended, these responses with all their tokens
-
-    def of_critic(self, experience: Experience) -> Experience:
-        """Return what the critic trains on, if the policy trains on ``experience``."""
-        return experience if self.ended is None else self.ended
 
 
 class StepRunner:
@@ -186,11 +154,11 @@ class StepRunner:
         self._sync(step)
         return self._finish(step)
 
-    def _begin(self, stage: Stage, number: int) -> _Step:
+    def _begin(self, stage: Stage, number: int) -> StepState:
         heartbeat.at_step(f"{stage} {number}")
-        return _Step(stage, number, StepMetrics(self._table))
+        return StepState(stage, number, StepMetrics(self._table))
 
-    def _imitate(self, step: _Step) -> None:
+    def _imitate(self, step: StepState) -> None:
         """Run the self-imitation step if one is due. The policy goes first because it is on the device already."""
         if self.imitation is None:
             return
@@ -208,11 +176,11 @@ class StepRunner:
             step.metrics.put("imitation/skipped", made.count(False))
         self.imitation.record(self.rollouts, step.metrics)
 
-    def _remember(self, step: _Step, experience: Experience) -> None:
+    def _remember(self, step: StepState, experience: Experience) -> None:
         if self.imitation is not None:
             self.imitation.remember(experience, self.rollouts, pretraining=step.stage == "value_pretraining")
 
-    def _update_policy(self, step: _Step, experience: Experience) -> None:
+    def _update_policy(self, step: StepState, experience: Experience) -> None:
         self.models.residency.enter("policy_update")
         with step.timer.phase("policy_update"):
             self.estimator.correct_importance(experience, step.metrics)
@@ -222,7 +190,7 @@ class StepRunner:
             self.models.residency.mark_changed("policy")
             self._stop_updates(step, experience, "policy", stopped)
 
-    def _update_critic(self, step: _Step, experience: Experience) -> None:
+    def _update_critic(self, step: StepState, experience: Experience) -> None:
         assert self.models.critic is not None
         self.models.residency.enter("critic_update")
         with step.timer.phase("critic_update"):
@@ -231,7 +199,7 @@ class StepRunner:
             self.models.residency.mark_changed("critic")
             self._stop_updates(step, experience, "critic", stopped)
 
-    def _stop_updates(self, step: _Step, experience: Experience, role: str, stopped: StoppedUpdate | None) -> None:
+    def _stop_updates(self, step: StepState, experience: Experience, role: str, stopped: StoppedUpdate | None) -> None:
         """If too many consecutive updates were skipped: save the batch, make no further update, and stop after this step."""
         if stopped is None:
             return
@@ -248,7 +216,7 @@ class StepRunner:
         )
         guard.in_a_row = 0  # resuming resets the counter
 
-    def _gather_sample_tokens(self, step: _Step, experience: Experience) -> None:
+    def _gather_sample_tokens(self, step: StepState, experience: Experience) -> None:
         """Gather per-token values of the sampled responses from their owners to rank 0."""
         if not step.samples:
             return
@@ -259,7 +227,7 @@ class StepRunner:
             for row, columns in (item for part in parts or [] for item in part.items()):
                 step.samples[row]["tokens"] = merged(step.samples[row].get("tokens", {}), columns)
 
-    def _keep_batch(self, step: _Step, experience: Experience, update: BadUpdate, stopped: StoppedUpdate) -> str:
+    def _keep_batch(self, step: StepState, experience: Experience, update: BadUpdate, stopped: StoppedUpdate) -> str:
         """Write the batch of a skipped update and the rollout of its step. Returns a sentence with their paths or the failure."""
         folder, failure = faults_folder(self.config.run.dir), None
         try:
@@ -298,12 +266,12 @@ class StepRunner:
         self._sync(step)
         return self._finish(step)
 
-    def _measure_probe(self, step: _Step, name: str) -> None:
+    def _measure_probe(self, step: StepState, name: str) -> None:
         assert self.probe is not None
         with step.timer.phase("probe"):
             step.metrics.put(name, self.probe.explained_variance(self.models, self.estimator))
 
-    def _collect(self, step: _Step, *, dynamic: bool, probe: bool = False) -> Experience:
+    def _collect(self, step: StepState, *, dynamic: bool, probe: bool = False) -> Experience:
         """Sample, grade, shape rewards, plan mini-batches and send tokens to their owners. ``probe``: also sample the critic's probe."""
         config = self.config
         self.rollouts += 1
@@ -343,7 +311,7 @@ class StepRunner:
         trainable, whole = trainable_rows(config, rows), self.segments
         return plan, distribute(sampled, rows, trainable, positive, plan, parallel, ranks, skipped, whole_positive=whole)
 
-    def _sample(self, step: _Step, *, dynamic: bool) -> tuple[Round, SamplingCounts]:
+    def _sample(self, step: StepState, *, dynamic: bool) -> tuple[Round, SamplingCounts]:
         """Sample new responses, then put the rollout engine to sleep."""
         found = collect(
             self.config,
@@ -357,7 +325,7 @@ class StepRunner:
         self.sync.put_to_sleep()
         return found
 
-    def _dump(self, step: _Step) -> str:
+    def _dump(self, step: StepState) -> str:
         """Write the step's rollout for ``vapo-mcore replay-step``. Returns a sentence with its path or the failure. Collective."""
         assert step.sampled is not None
         folder = dump_folder(self.config.run.dir, step.stage, step.number)
@@ -373,14 +341,14 @@ class StepRunner:
             logger.warning("%s", message)
         return message
 
-    def _check(self, step: _Step, experience: Experience) -> None:
+    def _check(self, step: StepState, experience: Experience) -> None:
         """Run ``check_experience``. If it fails, dump the rollout and raise StepBroken on all ranks."""
         try:
             check_experience(experience)
         except TrainingError as error:
             raise StepBroken(f"{error}\nin step {step.number} ({step.stage}); {self._dump(step)}") from error
 
-    def _log_probs(self, step: _Step, experience: Experience) -> None:
+    def _log_probs(self, step: StepState, experience: Experience) -> None:
         """Compute the old log-probs (by the trainer, on the micro-batches of the update, or the rollout's) and the reference's."""
         rollout = self.config.rollout
         self.models.residency.enter("logprobs")
@@ -410,7 +378,7 @@ class StepRunner:
         """Whether the model's updates repeat the experts of the pass before them."""
         return model.routing is not None and self.config.model.router.replay == "trainer"
 
-    def _values(self, step: _Step, experience: Experience, *, before_update: bool = True) -> None:
+    def _values(self, step: StepState, experience: Experience, *, before_update: bool = True) -> None:
         """Compute the critic's values; ``before_update``: its update comes after this pass, and may repeat its choices of experts."""
         assert self.models.critic is not None
         if not experience.minibatches:
@@ -427,12 +395,12 @@ class StepRunner:
             if bootstrap:
                 experience.bootstrap_values = experience.store_rows(found["bootstrap_values"])
 
-    def _record_values(self, step: _Step, experience: Experience) -> None:
+    def _record_values(self, step: StepState, experience: Experience) -> None:
         monte_carlo = self.estimator.monte_carlo_returns(experience)
         longest = self.config.rollout.max_response_length
         record_values(step.metrics, experience, monte_carlo, longest, self.parallel.data_parallel_group, self.config.reward.interval)
 
-    def _start_at_mean_return(self, step: _Step, experience: Experience) -> None:
+    def _start_at_mean_return(self, step: StepState, experience: Experience) -> None:
         """In the first rollout, set the bias of a new value head to the mean return of the response tokens, if configured."""
         if (
             not experience.minibatches
@@ -449,7 +417,7 @@ class StepRunner:
                 self.models.critic.set_value_bias(mean)
                 self.models.residency.mark_changed("critic")
 
-    def _advantages_and_critic(self, step: _Step, experience: Experience) -> None:
+    def _advantages_and_critic(self, step: StepState, experience: Experience) -> None:
         """Compute advantages and update the critic. ``values`` chooses values from before or after this step's critic update."""
         estimator, critic, learned = self.estimator, self.models.critic, step.of_critic(experience)
         late = critic is not None and self.config.algorithm.advantage.values == "after_update"
@@ -477,7 +445,7 @@ class StepRunner:
                 estimator.advantages(experience, step.metrics)
                 self._check(step, experience)
 
-    def _keep_cut_values(self, step: _Step, experience: Experience) -> None:
+    def _keep_cut_values(self, step: StepState, experience: Experience) -> None:
         """Keep the values that stood for the rest of responses that were cut, to compare them with the returns that come later."""
         lam, gamma = self.estimator.lambdas(experience), self.config.algorithm.advantage.gamma
         record_cut_weight(step.metrics, experience, lam, gamma)
@@ -485,7 +453,7 @@ class StepRunner:
         if self.open_responses is not None:  # a replay has none
             self.open_responses.keep_cut_values(values)
 
-    def _sync(self, step: _Step) -> None:
+    def _sync(self, step: StepState) -> None:
         if self.before_sync is not None:
             self.before_sync(step.stage, step.number, step.timer)
         with step.timer.phase("weight_sync"):
@@ -499,7 +467,7 @@ class StepRunner:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.rollouts, self.models.critic_updates = state["rollouts"], state["critic_updates"]
 
-    def _finish(self, step: _Step) -> StepOutcome:
+    def _finish(self, step: StepState) -> StepOutcome:
         """Reduce the step's metrics over all ranks, run the diagnosis, and return the outcome."""
         metrics = step.metrics
         metrics.put("step", step.number)

@@ -116,7 +116,7 @@ def finish(trainer_config, row, monkeypatch):
         stop_requests=StopRequests(),
         config=trainer_config,
     )
-    outcome = step_module.StepRunner._finish(trainer, step_module._Step("rl", 1, StepMetrics(step_module.metrics_of(()))))
+    outcome = step_module.StepRunner._finish(trainer, step_module.StepState("rl", 1, StepMetrics(step_module.metrics_of(()))))
     return outcome, trainer.stop_requests.agreed()
 
 

@@ -134,11 +134,9 @@ def test_pip_failures_are_one_line(output: str, says: str, tmp_path: Path) -> No
 
 def test_too_small_a_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "present").write_bytes(b"1" * 10**6)
-    monkeypatch.setattr(setup_environment, "DISK_GB", {"cpu": 1e9})
     with pytest.raises(setup_environment.SetupError, match=r"needs 999999999.9|needs 1000000000.0"):
-        setup_environment.require_space(tmp_path, "cpu")
-    monkeypatch.setattr(setup_environment, "DISK_GB", {"cpu": 0.0011})
-    setup_environment.require_space(tmp_path, "cpu")
+        setup_environment.require_space(tmp_path, 1e9)
+    setup_environment.require_space(tmp_path, 0.0011)
 
 
 @pytest.mark.parametrize(

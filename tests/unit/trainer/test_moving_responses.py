@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import pickle
+import copy
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,6 +30,7 @@ class Engine:
     replica_index: int
     num_replicas: int
     is_replica_leader: bool = True
+    max_running: int | None = None
 
     def generate(self, requests: Sequence[Any], _: Any) -> list[Any]:
         return [generate(request) for request in requests]
@@ -63,12 +64,13 @@ def tokens(found: Step) -> list[tuple[str, int, list[int]]]:
 
 
 def test_two_replicas_that_swap_responses_sample_what_one_samples(monkeypatch: pytest.MonkeyPatch) -> None:
-    place, barrier, box = threading.local(), threading.Barrier(2), [b"", b""]
+    place, barrier = threading.local(), threading.Barrier(2)
+    box: list[Any] = [None, None]
 
     def gather(parts: list[Any], value: Any, group: Any = None) -> None:
-        box[place.rank] = pickle.dumps(value)
+        box[place.rank] = copy.deepcopy(value)
         barrier.wait(60)
-        parts[:] = [pickle.loads(data) for data in box]
+        parts[:] = copy.deepcopy(box)
         barrier.wait(60)
 
     found: dict[int, list[Step]] = {}
