@@ -92,7 +92,7 @@ class Monitor:
 _READ = frozenset(
     {
         "step", "stage", "critic/explained_variance", "critic/explained_variance_mc", "critic/loss", "critic/returns_std",
-        "policy/entropy", "response/length_mean",
+        "policy/entropy", "response/length_mean", "response/truncated_frac",
         "accuracy/mean", "policy/clip_frac_high", "policy/clip_frac_low", "mismatch/logprob_abs_mean", "policy/approx_kl_first",
         "gae/lambda_zero_frac", "groups/all_right_frac", "groups/all_wrong_frac", "grading/failed", "response/count", "response/missed_end",
         "policy/updates_skipped", "critic/updates_skipped", "policy/updates", "critic/updates", "policy/minibatches_masked",

@@ -26,6 +26,7 @@ from vapo_mcore.config.schema.diagnosis import (
     LengthRule,
     MismatchRule,
     StaleWeightsRule,
+    TruncationRule,
     UniformGroupsRule,
     ValueLossRule,
 )
@@ -173,6 +174,18 @@ def length_collapse(rows: Rows, rule: LengthRule, context: Context) -> str | Non
         f"response/length_mean fell from {lengths[0]:.1f} to {lengths[1]:.1f} tokens ({_steps(rows, rule.window)}), below "
         f"{rule.fraction:g} of its start, and accuracy from {accuracies[0]:.3f} to {accuracies[1]:.3f}"
     )
+
+
+def truncation_rising(rows: Rows, rule: TruncationRule, context: Context) -> str | None:
+    """Compare with the lowest window, not the first: a share that starts high and falls may rise again."""
+    fractions = values_of(rows, "response/truncated_frac")
+    if len(fractions) < 2 * rule.window:
+        return None
+    last = fmean(fractions[-rule.window :])
+    lowest = min(fmean(fractions[start : start + rule.window]) for start in range(len(fractions) - 2 * rule.window + 1))
+    if last - lowest <= rule.rise:
+        return None
+    return f"response/truncated_frac rose from a mean of {lowest:.3f} to {last:.3f} ({_steps(rows, rule.window)}), by more than {rule.rise:g}"
 
 
 def clip_fraction(rows: Rows, rule: ClipRule, context: Context) -> str | None:
@@ -372,6 +385,14 @@ RULES: tuple[Rule, ...] = (
         length_collapse,
         "responses shrink without getting better, which in PPO without value pretraining is its usual end",
         "value pretraining, decoupled GAE (lambda_critic = 1), a longer reach of the policy's lambda; check overlong penalties",
+    ),
+    Rule(
+        "truncation_rising",
+        lambda d: d.truncation_rising,
+        truncation_rising,
+        "the policy learns to go on until the limit; where lambda is small, the missing reward does not reach the token that went wrong",
+        "read truncated responses in samples/; reward.overlong if they are long answers, a larger alpha or lambda_policy if they are "
+        "run-on text, a longer max_response_length if they are right so far",
     ),
     Rule(
         "clip_fraction",

@@ -109,6 +109,18 @@ def test_length_collapse():
     assert holds("length_collapse", rows(response__length_mean=[1000.0] * 5 + [600.0] * 5, accuracy__mean=0.1)) is None
 
 
+def test_truncation_rising():
+    rising = rows(response__truncated_frac=[0.0] * 13 + [0.02, 0.06, 0.1, 0.15, 0.16, 0.24])
+    assert holds("truncation_rising", rising) == (
+        "response/truncated_frac rose from a mean of 0.000 to 0.142 (steps 15 to 19), by more than 0.1"
+    )
+    assert holds("truncation_rising", rising[:-1]) is None, "0.098 is no rise of more than 0.1"
+    assert holds("truncation_rising", rows(response__truncated_frac=[0.6] * 20)) is None, "high, not rising"
+    assert holds("truncation_rising", rows(response__truncated_frac=[0.6, 0.4, 0.2, 0.1, 0.05] + [0.02] * 5)) is None, "falling"
+    assert holds("truncation_rising", rows(response__truncated_frac=[0.6] * 5 + [0.1] * 5 + [0.3] * 5)) is not None, "falls and rises again"
+    assert holds("truncation_rising", rows(response__truncated_frac=[0.0] * 4 + [0.9] * 5)) is None, "no window before the last one"
+
+
 def test_clip_fraction():
     much = rows(policy__clip_frac_high=[0.15] * 5, policy__clip_frac_low=0.1)
     assert holds("clip_fraction", much) == "0.250 of the tokens were held by a clip in steps 1 to 5 (upper 0.150, lower 0.100), above 0.2"

@@ -14,6 +14,7 @@ Illness = Literal[
     "value_loss_rising",
     "entropy_collapse",
     "length_collapse",
+    "truncation_rising",
     "clip_fraction",
     "rollout_mismatch",
     "first_step_kl",
@@ -53,6 +54,11 @@ class EntropyRule(Section):
 class LengthRule(Section):
     window: PositiveInt = 5  # RL steps
     fraction: Fraction = 0.5  # of response/length_mean in the first window, while accuracy is no higher than there
+
+
+class TruncationRule(Section):
+    window: PositiveInt = 5  # RL steps
+    rise: UnitFloat = 0.1  # of the mean response/truncated_frac over its lowest window before
 
 
 class ClipRule(Section):
@@ -116,6 +122,7 @@ class DiagnosisConfig(Section):
     value_loss_rising: ValueLossRule | None = ValueLossRule()
     entropy_collapse: EntropyRule | None = EntropyRule()
     length_collapse: LengthRule | None = LengthRule()
+    truncation_rising: TruncationRule | None = TruncationRule()
     clip_fraction: ClipRule | None = ClipRule()
     rollout_mismatch: MismatchRule | None = MismatchRule()
     first_step_kl: FirstKlRule | None = FirstKlRule()
