@@ -185,7 +185,9 @@ def truncation_rising(rows: Rows, rule: TruncationRule, context: Context) -> str
     lowest = min(fmean(fractions[start : start + rule.window]) for start in range(len(fractions) - 2 * rule.window + 1))
     if last - lowest <= rule.rise:
         return None
-    return f"response/truncated_frac rose from a mean of {lowest:.3f} to {last:.3f} ({_steps(rows, rule.window)}), by more than {rule.rise:g}"
+    return (
+        f"response/truncated_frac rose from a mean of {lowest:.3f} to {last:.3f} ({_steps(rows, rule.window)}), by more than {rule.rise:g}"
+    )
 
 
 def clip_fraction(rows: Rows, rule: ClipRule, context: Context) -> str | None:
