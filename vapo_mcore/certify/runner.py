@@ -134,7 +134,7 @@ def _run(bench: Bench, name: str, function: Check) -> CheckRecord:
     seed_everything(bench.config.seed)
     heartbeat.at_step(f"certify {name}")
     try:
-        mine = _measurements(name, function(bench))
+        mine = _measurements(function(bench))
     except NotApplicable as reason:
         mine = [not_applicable(name, str(reason))]
     except VapoError as error:
@@ -148,7 +148,7 @@ def _run(bench: Bench, name: str, function: Check) -> CheckRecord:
     return CheckRecord(name, _merged(told), details, time.perf_counter() - begin)
 
 
-def _measurements(name: str, result: Any) -> list[Measurement]:
+def _measurements(result: Any) -> list[Measurement]:
     """What a check returned, as a list of measurements; a user's may return one."""
     found = [result] if isinstance(result, Measurement) else result
     if not isinstance(found, list | tuple) or not found or not all(isinstance(entry, Measurement) for entry in found):

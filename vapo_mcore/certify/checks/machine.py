@@ -16,7 +16,7 @@ from vapo_mcore.certify.record import Measurement, fails, holds, not_applicable
 from vapo_mcore.collectives import all_gather_objects, broadcast_object
 from vapo_mcore.config.loading import dump_yaml
 from vapo_mcore.doctor.machine import machine_findings
-from vapo_mcore.doctor.report import Finding, merge, require_same
+from vapo_mcore.doctor.report import Finding, merge, require_same_versions
 from vapo_mcore.errors import VapoError
 from vapo_mcore.planning.devices import DEVICES
 
@@ -40,7 +40,7 @@ def run(bench: Bench) -> list[Measurement]:
             by_node[host if host not in by_node else f"{host} (rank {rank})"] = findings
     found = [
         Measurement(f"doctor: {finding.check}{f', {where}' if where else ''}", _VERDICTS[finding.status], finding.detail)
-        for finding, where in merge(require_same(by_node, "versions"))
+        for finding, where in merge(require_same_versions(by_node))
     ]
     plan = planning if isinstance(planning, Measurement) else _planned(planning, processes)
     return [*found, broadcast_object(plan)]
