@@ -89,6 +89,11 @@ def is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and -_LARGEST < value < _LARGEST
 
 
+def finite_number(value: object) -> float | None:
+    """Return a JSON value as a float; None unless it is a number that :func:`is_number` accepts."""
+    return float(value) if is_number(value) else None  # type: ignore[arg-type]
+
+
 def is_count(value: object) -> bool:
     """Return whether a JSON value is a whole number from 0 to 2**31 - 1."""
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**31

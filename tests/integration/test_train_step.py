@@ -16,10 +16,19 @@ import torch
 from safetensors.torch import load_file
 
 from tests.forks import run_ranks
-from tests.integration.horizon_checks import assert_nothing_changes, assert_nothing_is_lost, assert_resumed, exported
+from tests.integration.horizon_checks import assert_nothing_changes, assert_nothing_is_lost, assert_resumed
 from tests.process_groups import release_groups
 from tests.rollout_models import load_model, reward_model_class, write_reward_model
-from tests.training_setup import CHARACTERS, HORIZON, assert_same_means, read_metrics, read_samples, training_config, write_setup
+from tests.training_setup import (
+    CHARACTERS,
+    HORIZON,
+    assert_same_means,
+    exported_weights,
+    read_metrics,
+    read_samples,
+    training_config,
+    write_setup,
+)
 from vapo_mcore.checkpoint.resume import ResumeOptions
 from vapo_mcore.megatron.parallel import initialize_parallel
 from vapo_mcore.records.metric_table import METRICS
@@ -555,7 +564,7 @@ def test_a_horizon_as_long_as_the_responses_changes_nothing_on_two_ranks(folder:
 @pytest.mark.parametrize("mode", ["completed", "segments"])
 def test_a_short_horizon_loses_nothing_on_two_ranks(folder: Path, mode: str) -> None:
     assert_nothing_is_lost(folder / f"horizon_{mode}", mode)
-    assert exported(folder / f"horizon_{mode}") != exported(folder / f"horizon_long_{mode}")
+    assert exported_weights(folder / f"horizon_{mode}") != exported_weights(folder / f"horizon_long_{mode}")
 
 
 @pytest.mark.parametrize("mode", ["completed", "segments"])

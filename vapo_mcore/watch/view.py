@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from vapo_mcore.metrics_file import STAGES
+from vapo_mcore.metrics_file import STAGES, finite_number
 from vapo_mcore.watch.state import RunState, duration, last_evaluation
 
 BARS = "▁▂▃▄▅▆▇█"
@@ -99,7 +98,7 @@ def _metrics(stage: str, steps: Sequence[dict[str, object]], bars: str, count: i
     table.add_column(f"last {min(len(steps), count)} steps" + ("" if stage == "rl" else " of value pretraining"), min_width=_FEWEST)
     for name in _METRICS:
         if name in steps[-1]:
-            values = [_number(row.get(name)) for row in steps[-count:]]
+            values = [finite_number(row.get(name)) for row in steps[-count:]]
             table.add_row(name, _shown(values[-1]), Text(sparkline(values, bars), no_wrap=True, overflow="crop"))
     return table
 
@@ -116,10 +115,6 @@ def sparkline(values: Sequence[float | None], bars: str = BARS) -> str:
     return "".join(" " if value is None else bars[round((value - low) / (high - low) * top)] for value in values)
 
 
-def _number(value: object) -> float | None:
-    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
-
-
 def _shown(value: float | None) -> str:
     return "-" if value is None else f"{value:.4g}"
 
@@ -133,8 +128,8 @@ def _evaluation(state: RunState) -> list[RenderableType]:
     for name, value in values.items():
         prefix, _, score = name.rpartition("/")
         if score.startswith("avg@"):
-            low, high = (_shown(_number(values.get(f"{prefix}/{end}"))) for end in ("ci_low", "ci_high"))
-            parts.append(f"{prefix.removeprefix('eval/')} {score} {_shown(_number(value))} [{low}, {high}]")
+            low, high = (_shown(finite_number(values.get(f"{prefix}/{end}"))) for end in ("ci_low", "ci_high"))
+            parts.append(f"{prefix.removeprefix('eval/')} {score} {_shown(finite_number(value))} [{low}, {high}]")
     return [Text(f"evaluation after step {step}: {'; '.join(parts)}")]
 
 
