@@ -180,7 +180,7 @@ class Checkpointer:
 
     @property
     def has_begun(self) -> bool:
-        """Whether a snapshot waits for ``commit``; equal on all ranks, not a collective."""
+        """Return whether a snapshot waits for ``commit``; equal on all ranks, not a collective."""
         return self._begun is not None
 
     @property
@@ -194,7 +194,7 @@ class Checkpointer:
         self._writer.shutdown(wait=True)
 
     def release(self) -> None:
-        """Give back the host memory of snapshots, once closed: for a process that goes on."""
+        """Free the host memory of snapshots after closing, in a process that continues."""
         self._saver.pool.clear()
 
     # ------------------------------------------------------------------------------------------------------------ internal

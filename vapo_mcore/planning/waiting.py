@@ -107,7 +107,7 @@ class Waiting:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of one replica."""
+        """Return the tokens per second of one replica."""
         return self.tokens / self.seconds
 
 

@@ -72,5 +72,5 @@ def _run_data(run: RunData, curves: dict[str, Any], runs: int) -> dict[str, Any]
 
 
 def asset(name: str) -> str:
-    """The text of a file of ``report/assets``."""
+    """Return the text of a file of ``report/assets``."""
     return files("vapo_mcore.report").joinpath("assets", name).read_text(encoding="utf-8")

@@ -46,7 +46,7 @@ _COUNTERS = (
 
 
 def render(state: RunState, now: float, bars: str = BARS, width: int = 120) -> RenderableType:
-    """The frame at wall-clock time ``now``; ``width``: columns of the terminal, of which a narrow one shows fewer steps."""
+    """Render the frame at wall-clock time ``now``; ``width``: columns of the terminal, fewer show fewer steps."""
     parts: list[RenderableType] = [_head(state)]
     parts += [Text(fault, style="red") for fault in state.faults[:_FAULTS]]
     if len(state.faults) > _FAULTS:
@@ -104,7 +104,7 @@ def _metrics(stage: str, steps: Sequence[dict[str, object]], bars: str, count: i
 
 
 def sparkline(values: Sequence[float | None], bars: str = BARS) -> str:
-    """One bar a value between the least and the greatest of them; a blank where there is none; the middle where all are the same."""
+    """Draw one bar per value, scaled between minimum and maximum; blank for None, mid-height if all are equal."""
     known = [value for value in values if value is not None]
     if not known:
         return " " * len(values)

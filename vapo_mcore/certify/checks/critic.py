@@ -57,7 +57,7 @@ def _exported(bench: Bench, model: MegatronModel) -> dict[str, Tensor]:
 
 
 def _head(bench: Bench) -> Measurement:
-    """The head values states: it is no row of the policy's output layer, and a head configured to be zero is zero."""
+    """Check that the value head is not a row of the policy's output layer, and that a head configured as zero is zero."""
     what, tolerance = "value head", f"cosine with each row of the policy's output layer below {SAME}; zero where head_init says so"
     with bench.on_device("values") as models:
         assert models.critic is not None
@@ -81,7 +81,7 @@ def _head(bench: Bench) -> Measurement:
 
 
 def _copy(bench: Bench) -> MegatronModel:
-    """A critic of the same weights, of which the head alone is trained."""
+    """Build a critic with the same weights that trains its head only."""
     with bench.on_device("values") as models:
         critic = models.critic
         assert critic is not None
@@ -113,7 +113,7 @@ def _checksums(model: MegatronModel, *, head: bool) -> dict[str, str]:
 
 
 def _train_head(bench: Bench, critic: MegatronModel) -> Measurement:
-    """One update towards returns of 1: the head moves, no bit of the trunk does."""
+    """Make one update towards returns of 1 and check that the head changes and no bit of the trunk does."""
     what, tolerance = "head-only training", "the head changes, the trunk keeps every bit"
     before = _checksums(critic, head=False), _checksums(critic, head=True)
     total = sum(map(len, bench.sequences))
@@ -149,7 +149,7 @@ def _values(critic: MegatronModel, microbatches: Sequence[MicroBatch]) -> dict[i
 
 
 def _gap(one: dict[int, Tensor], other: dict[int, Tensor]) -> float:
-    """Largest difference, relative to the root mean square of the values."""
+    """Return the largest difference, relative to the root mean square of the values."""
     scale = float(torch.cat(list(one.values())).double().square().mean().sqrt())
     largest = max(float((one[number].double() - other[number].double()).abs().max()) for number in one)
     return largest / scale if scale > 0 else (0.0 if largest == 0 else float("inf"))
@@ -193,7 +193,7 @@ def _transformers_values(bench: Bench, folder: Path, bins: ValueBins | None) -> 
 
 
 def _packing(bench: Bench, critic: MegatronModel, alone: dict[int, Tensor]) -> list[Measurement]:
-    """All sequences in one pack, in the opposite order; and each with pads behind it."""
+    """Compare values of sequences alone with those of one pack in reverse order, and of sequences with trailing pads."""
     packed = _values(critic, bench.microbatches(bench.sequences, [list(range(len(bench.sequences)))[::-1]]))
     multiple = 8 * bench.parallel.context_parallel_size * bench.parallel.tensor_model_parallel_size
     longest = max(map(len, bench.sequences)) + 2 * multiple

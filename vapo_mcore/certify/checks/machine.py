@@ -29,7 +29,7 @@ class PlanError(VapoError):
 
 
 def run(bench: Bench) -> list[Measurement]:
-    """Run the doctor once per node. Run ``plan`` beside it on rank 0, in its own process: it builds models on the meta device."""
+    """Run the doctor once per node. Rank 0 also runs ``plan``, in another process because it builds models on the meta device."""
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     first_of_node = os.environ.get("LOCAL_RANK", "0") == "0"
     planning = _start_plan(bench, processes) if bench.parallel.rank == 0 else not_applicable("plan", "rank 0 plans")
@@ -47,7 +47,7 @@ def run(bench: Bench) -> list[Measurement]:
 
 
 def device_name() -> str | None:
-    """The device of plan's table that this machine has; None for one that is not in it."""
+    """Return this machine's device in plan's table, or None if the table lacks it."""
     if not torch.cuda.is_available():
         return "cpu"
     name = torch.cuda.get_device_name().lower()

@@ -41,7 +41,7 @@ class RunConfig(Section):
     dump_steps: tuple[PositiveInt, ...] = Field(strict=False, default=())  # and those of these RL steps
 
     def dumps_step(self, step: int) -> bool:
-        """Whether the rollout of this RL step is dumped."""
+        """Return whether the rollout of this RL step is dumped."""
         return step in self.dump_steps or (self.dump_every_steps > 0 and step % self.dump_every_steps == 0)
 
 
