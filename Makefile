@@ -8,7 +8,7 @@
 # make test-docs   the shorter commands of the pages, with small sizes, in a copy of the tree; test-docs-slow: all of them, as written
 # make test-chaos  35 runs killed at random times and resumed (three of them are in make test)
 # make test-slurm  jobs on a real Slurm of fake nodes (needs root; installs Debian's slurm-wlm and munge if they are missing)
-# make lint        ruff (rules and formatting), mypy, shellcheck
+# make lint        ruff (rules and formatting), mypy, shellcheck; oxlint and oxfmt on the JavaScript of the report
 # make bench       benchmarks, one JSON object a line
 
 SHELL := bash
@@ -105,16 +105,21 @@ test-mcore-next: $(INSTALLED)
 	PYTHONPATH=$(abspath $(NEXT)) $(BIN)/python -m pytest tests/distributed/test_layouts.py tests/distributed/test_offload.py \
 	  tests/distributed/test_cpu_optimizer.py tests/integration/test_resume_in_process.py -k "not checkpoints"
 
+REPORT_SCRIPTS := $(wildcard vapo_mcore/report/assets/*.js)
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff check --quiet --preview --select DOC102 .  # docstrings name arguments that there are
 	$(BIN)/ruff format --check --quiet .
 	$(BIN)/mypy
 	$(BIN)/shellcheck slurm/*.sbatch slurm/*.sh
+	$(BIN)/oxfmt --check $(REPORT_SCRIPTS)
+	@mkdir -p build && cat $(REPORT_SCRIPTS) > build/report.js  # a page runs them in one scope
+	$(BIN)/oxlint --no-ignore --deny-warnings build/report.js
 
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+	$(BIN)/oxfmt $(REPORT_SCRIPTS)
 
 bench: $(INSTALLED)
 	@for benchmark in $(BENCHMARKS); do OMP_NUM_THREADS=1 $(BIN)/python $$benchmark; done

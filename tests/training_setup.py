@@ -83,6 +83,19 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
+def repeatable_rows(run: Path) -> list[dict[str, Any]]:
+    """The metrics without times and memory, which differ from run to run."""
+    return [
+        {key: value for key, value in row.items() if not key.startswith(("time/", "memory/")) and key != "tokens/per_second"}
+        for row in read_metrics(run)
+    ]
+
+
+def exported_weights(run: Path) -> dict[str, bytes]:
+    """The safetensors files of a run's export."""
+    return {path.name: path.read_bytes() for path in (run / "export" / "hf").glob("*.safetensors")}
+
+
 def read_samples(run: Path, name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "samples" / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()]
 

@@ -162,9 +162,9 @@ def publish(temporary: Path, manifest: Manifest) -> Path:
     if destination.exists():  # from steps that were abandoned by resuming from an older checkpoint
         set_aside(destination)
     for folder, _, _ in os.walk(temporary):
-        sync_folder(Path(folder))
+        sync_path(Path(folder))
     temporary.rename(destination)
-    sync_folder(destination.parent)
+    sync_path(destination.parent)
     return destination
 
 
@@ -256,7 +256,8 @@ def seal(path: Path) -> tuple[int, str]:
         return os.fstat(stream.fileno()).st_size, hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def sync_folder(path: Path) -> None:
+def sync_path(path: Path) -> None:
+    """Fsync a file or a folder."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -45,13 +45,13 @@ def gather_objects(value: T) -> list[T] | None:
     return gathered  # type: ignore[return-value]
 
 
-def broadcast_object(value: T, source: int = 0) -> T:
-    """Broadcast the value of rank ``source`` and return it on every rank."""
+def broadcast_object(value: T) -> T:
+    """Broadcast the value of rank 0 and return it on every rank."""
     _, size = world()
     if size == 1:
         return value
     holder = [value]
-    dist.broadcast_object_list(holder, src=source)
+    dist.broadcast_object_list(holder, src=0)
     return holder[0]
 
 

@@ -76,7 +76,7 @@ def _row(path: Path, number: int, line: bytes) -> Row:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:  # JSONDecodeError, UnicodeDecodeError, or deeply nested lists
         raise DataError(f"{path}, line {number}: not JSON ({error})") from error
-    if not isinstance(row, dict) or not _is_step(row.get("step")):
+    if not isinstance(row, dict) or not is_count(row.get("step")):
         raise DataError(f"{path}, line {number}: expected an object with an integer 'step' from 0 to 2**31 - 1")
     faults = [f"{name!r} is {_short(value)}, expected {fault}" for name, value in row.items() if (fault := _fault(name, value, row))]
     if faults:
@@ -89,7 +89,13 @@ def is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and -_LARGEST < value < _LARGEST
 
 
-def _is_step(value: object) -> bool:
+def finite_number(value: object) -> float | None:
+    """Return a JSON value as a float; None unless it is a number that :func:`is_number` accepts."""
+    return float(value) if is_number(value) else None  # type: ignore[arg-type]
+
+
+def is_count(value: object) -> bool:
+    """Return whether a JSON value is a whole number from 0 to 2**31 - 1."""
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**31
 
 

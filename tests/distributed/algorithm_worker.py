@@ -13,7 +13,7 @@ from torch import Tensor
 
 from vapo_mcore.algorithm.advantages import whiten
 from vapo_mcore.algorithm.covariance import largest, token_covariances
-from vapo_mcore.algorithm.importance import mismatch_statistics
+from vapo_mcore.algorithm.importance import measure_mismatch
 from vapo_mcore.algorithm.losses import explained_variance, policy_loss, positive_nll, value_loss
 from vapo_mcore.algorithm.profiles import value_profiles
 from vapo_mcore.algorithm.segments import masked_moments
@@ -107,8 +107,8 @@ def value_profiles_over_ranks() -> None:
 
 def mismatch_over_ranks() -> None:
     share = Share()
-    got = mismatch_statistics(share.x[share.own], share.y[share.own], share.mask[share.own], group=share.group)
-    expected = mismatch_statistics(share.x, share.y, share.mask)
+    got = measure_mismatch(share.x[share.own], share.y[share.own], share.mask[share.own], cap=1.5, group=share.group)
+    expected = measure_mismatch(share.x, share.y, share.mask, cap=1.5)
     assert got.keys() == expected.keys() and all(abs(got[name] - expected[name]) < 1e-9 for name in got), (got, expected)
 
 

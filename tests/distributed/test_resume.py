@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 from safetensors.torch import load_file
 
 from tests.torchrun import run_torchrun
-from tests.training_setup import read_metrics, write_setup
+from tests.training_setup import exported_weights, read_metrics, repeatable_rows, write_setup
 
 pytestmark = pytest.mark.slow
 
@@ -27,21 +26,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     return folder, result.stdout
 
 
-def rows(run: Path) -> list[dict[str, Any]]:
-    """The metrics but for times and memory."""
-    return [
-        {key: value for key, value in row.items() if not key.startswith(("time/", "memory/")) and key != "tokens/per_second"}
-        for row in read_metrics(run)
-    ]
-
-
-def weights(run: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in (run / "export" / "hf").glob("*.safetensors")}
-
-
 def test_tp2_then_pp2_then_dp2_follows_the_curve_of_tp2(runs: tuple[Path, str]) -> None:
     folder, _ = runs
-    one, other = rows(folder / "tp2"), rows(folder / "reshaped")
+    one, other = repeatable_rows(folder / "tp2"), repeatable_rows(folder / "reshaped")
     assert [(row["stage"], row["step"]) for row in one] == [(row["stage"], row["step"]) for row in other]
     assert len(one) == 8
     compared = 0
@@ -59,12 +46,12 @@ def test_tp2_then_pp2_then_dp2_follows_the_curve_of_tp2(runs: tuple[Path, str]) 
 @pytest.mark.parametrize(("whole", "name"), [("whole", "stopped"), ("whole", "pretraining"), ("unbroken", "abandoned")])
 def test_a_continued_run_equals_the_uninterrupted_one_bit_for_bit(runs: tuple[Path, str], whole: str, name: str) -> None:
     folder, _ = runs
-    expected = rows(folder / whole)
+    expected = repeatable_rows(folder / whole)
     if whole == "whole":
         expected = [row for row in expected if row["stage"] != "rl" or row["step"] <= 4]  # test case "refused" has added a step
     else:
-        assert weights(folder / name) == weights(folder / whole)
-    assert rows(folder / name) == expected
+        assert exported_weights(folder / name) == exported_weights(folder / whole)
+    assert repeatable_rows(folder / name) == expected
 
 
 def test_what_a_person_is_told(runs: tuple[Path, str]) -> None:

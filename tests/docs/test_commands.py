@@ -21,9 +21,10 @@ from typing import Any
 
 import pytest
 
+from tests.docs.command import Command
 from tests.docs.conftest import copy_tree
 from tests.docs.sessions import SESSIONS, first_difference
-from tests.docs.table import COMMANDS, Command
+from tests.docs.table import COMMANDS
 from tests.slurm.fake_cluster import FakeCluster
 from tests.torchrun import ROOT, run_bounded
 

@@ -9,7 +9,7 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.forks import run_command
-from tests.training_setup import assert_same_means, read_metrics, write_setup
+from tests.training_setup import assert_same_means, read_metrics, repeatable_rows, write_setup
 
 SETTINGS = (
     "parallel.world_size=1",
@@ -41,19 +41,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def rows(run: Path) -> list[dict[str, Any]]:
-    return [
-        {key: value for key, value in row.items() if not key.startswith(("time/", "memory/")) and key != "tokens/per_second"}
-        for row in read_metrics(run)
-    ]
-
-
 def weights(run: Path) -> dict[str, Any]:
     return load_file(run / "export" / "hf" / "model.safetensors")
 
 
 def test_metrics_are_those_of_the_cpu(folder: Path) -> None:
-    found, expected = rows(folder / "fake"), rows(folder / "plain")
+    found, expected = repeatable_rows(folder / "fake"), repeatable_rows(folder / "plain")
     assert [(row["stage"], row["step"]) for row in found] == [("rl", 0), ("value_pretraining", 1), ("rl", 1), ("rl", 2)]
     for row, other in zip(found, expected, strict=True):
         assert row.keys() == other.keys()

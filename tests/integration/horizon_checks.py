@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tests.training_setup import read_metrics, read_samples
+from tests.training_setup import exported_weights, read_metrics, read_samples
 
 STEPS = 4
 OWN = ("time/", "memory/", "horizon/", "mismatch/off_policy_", "tokens/per_second", "tokens/reprefilled")
@@ -18,10 +18,6 @@ def horizon_rows(run: Path) -> list[dict[str, Any]]:
     return [{name: value for name, value in row.items() if not name.endswith("_by_cut")} for row in kept]
 
 
-def exported(run: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in (run / "export" / "hf").glob("*.safetensors")}
-
-
 def samples(run: Path) -> list[list[dict[str, Any]]]:
     files = [run / "samples" / f"step_{step:04d}.jsonl" for step in range(1, STEPS + 1)]
     return [read_samples(run, file.stem) if file.exists() else [] for file in files]
@@ -31,7 +27,7 @@ def assert_nothing_changes(found: Path, plain: Path) -> None:
     """A horizon as long as the responses: every metric, weight and sample is that of the run without one."""
     assert len(horizon_rows(plain)) == STEPS
     assert horizon_rows(found) == horizon_rows(plain)
-    assert exported(found) == exported(plain) != {}
+    assert exported_weights(found) == exported_weights(plain) != {}
     assert samples(found) == samples(plain) and all(samples(plain))
     assert all(row["horizon/cut"] == 0 for row in read_metrics(found))
 
@@ -64,5 +60,5 @@ def assert_resumed(stopped: Path, whole: Path) -> None:
         for run in (stopped, whole)
     ]
     assert own[0] == own[1]
-    assert exported(stopped) == exported(whole) != {}
+    assert exported_weights(stopped) == exported_weights(whole) != {}
     assert samples(stopped) == samples(whole)

@@ -85,7 +85,7 @@ DEFECTS = {
         "resume",
         "weights and optimizer state of a checkpoint",
         r"^1 of \d+ tensors differ, the first is critic 0\.output_layer\.bias$",
-        "does not bring back what was saved",
+        "does not restore what was saved",
     ),
     "template": ("folder", "generation prompt", r"off by whitespace: from character \d+ on the prompt has ''", "generation prompt"),
     "stop_ids": ("folder", "end of a turn", r"ends an answer with '<\|im_end\|>' \(4\), which is not among the stop ids", "add 4 to"),
@@ -94,7 +94,7 @@ DEFECTS = {
         "graders",
         "other truths graded wrong, tests.integration.certify_checks:everything_right",
         r"24 of 24 .* the grader calls everything right",
-        "mend the verifier",
+        "fix the verifier",
     ),
 }
 

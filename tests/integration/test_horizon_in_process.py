@@ -12,9 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.integration.test_resume_in_process import rows, weights
 from tests.process_groups import release_groups, share_gloo_device
-from tests.training_setup import read_samples, training_config, write_setup
+from tests.training_setup import exported_weights, read_samples, repeatable_rows, training_config, write_setup
 from vapo_mcore.checkpoint.resume import ResumeOptions
 from vapo_mcore.checkpoint_files import list_checkpoints
 from vapo_mcore.commands.replay import replay
@@ -106,9 +105,9 @@ def of_the_horizon(name: str) -> bool:
 @pytest.mark.parametrize(("train", "tokens"), [("completed", LONGEST), ("segments", LONGEST + 5)])
 def test_a_horizon_as_long_as_the_responses_changes_nothing(folder: Path, plain: Path, train: str, tokens: int) -> None:
     found = run(folder, f"long_{train}", f"rollout.horizon={{tokens: {tokens}, train: {train}}}")
-    with_horizon = rows(found)
-    assert [{name: value for name, value in row.items() if not of_the_horizon(name)} for row in with_horizon] == rows(plain)
-    assert weights(found) == weights(plain) != {}
+    with_horizon = repeatable_rows(found)
+    assert [{name: value for name, value in row.items() if not of_the_horizon(name)} for row in with_horizon] == repeatable_rows(plain)
+    assert exported_weights(found) == exported_weights(plain) != {}
     for step in range(1, 5):
         assert read_samples(found, f"step_{step:04d}") == read_samples(plain, f"step_{step:04d}") != []
     for row in (row for row in with_horizon if row["stage"] == "rl"):
@@ -122,7 +121,7 @@ def test_a_horizon_as_long_as_the_responses_changes_nothing(folder: Path, plain:
 
 
 def test_a_short_horizon_trains_what_has_ended_with_the_two_log_probs(folder: Path, short: Path) -> None:
-    steps = [row for row in rows(short) if row["stage"] == "rl"]
+    steps = [row for row in repeatable_rows(short) if row["stage"] == "rl"]
     cuts = [row["horizon/cut"] for row in steps[:-1]]
     assert [row["horizon/open"] for row in steps] == [20, *(cut + (20 - cut) // 4 * 4 for cut in cuts)]
     assert all(row["horizon/finished"] == row["response/count"] for row in steps)
@@ -134,7 +133,7 @@ def test_a_short_horizon_trains_what_has_ended_with_the_two_log_probs(folder: Pa
         assert row["mismatch/logprob_abs_max"] <= 1e-4  # of tokens of this step's policy
         assert row["policy/approx_kl_first"] <= 1e-6  # the update starts at the proximal policy
     assert steps[-1]["mismatch/off_policy_kl"] > 1e-4
-    first = {row["step"]: row for row in rows(short)}
+    first = {row["step"]: row for row in repeatable_rows(short)}
     assert first[1]["critic/updates"] > 0
     for step, row in enumerate(steps, 1):
         learned = torch.load(folder / f"learned_{step + 1}.pt", weights_only=True)
@@ -172,8 +171,8 @@ def test_a_stopped_run_with_open_responses_continues_bit_for_bit(folder: Path, s
     with pytest.raises(CheckpointError, match=r"\d+ open responses, which only a run with rollout\.horizon can continue"):
         run(folder, "stopped", resume=ResumeOptions(allow_config_change=True))
     run(folder, "stopped", *SHORT, resume=ResumeOptions())
-    assert rows(folder / "stopped") == rows(short)
-    assert weights(folder / "stopped") == weights(short) != weights(folder / "plain")
+    assert repeatable_rows(folder / "stopped") == repeatable_rows(short)
+    assert exported_weights(folder / "stopped") == exported_weights(short) != exported_weights(folder / "plain")
     for step in (3, 4):
         assert read_samples(folder / "stopped", f"step_{step:04d}") == read_samples(short, f"step_{step:04d}")
     capfd.readouterr()
@@ -184,31 +183,31 @@ def test_a_stopped_run_with_open_responses_continues_bit_for_bit(folder: Path, s
 def test_a_finished_run_says_what_is_open_and_a_longer_one_goes_on(folder: Path, short: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """A run that ends with responses open: nothing is lost if it is given more steps."""
     run(folder, "extended", *SHORT, "run.steps=2")
-    cut = rows(folder / "extended")[-1]["horizon/cut"]
+    cut = repeatable_rows(folder / "extended")[-1]["horizon/cut"]
     assert f"open responses: {cut} have not ended; a resume with a larger run.steps continues them" in capfd.readouterr().out
     run(folder, "extended", *SHORT, resume=ResumeOptions())
-    assert rows(folder / "extended") == rows(short)
-    assert weights(folder / "extended") == weights(short)
+    assert repeatable_rows(folder / "extended") == repeatable_rows(short)
+    assert exported_weights(folder / "extended") == exported_weights(short)
 
 
 def test_a_resume_may_begin_and_end_a_horizon(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     run(folder, "switched", "run.steps=1")
     run(folder, "switched", *SHORT, "run.steps=2", resume=ResumeOptions(allow_config_change=True))
-    cut = rows(folder / "switched")[-1]["horizon/cut"]
+    cut = repeatable_rows(folder / "switched")[-1]["horizon/cut"]
     capfd.readouterr()
     run(folder, "switched", "run.steps=3", resume=ResumeOptions(allow_config_change=True, restart_data=True))
     assert f"open responses: {cut} dropped (--restart-data)" in capfd.readouterr().out
-    found = [row.get("horizon/open") for row in rows(folder / "switched") if row["stage"] == "rl"]
+    found = [row.get("horizon/open") for row in repeatable_rows(folder / "switched") if row["stage"] == "rl"]
     assert found == [None, 20, None]
 
 
 def test_a_resume_may_change_the_horizon(folder: Path) -> None:
     """With permission: the open responses go on with the new H, and fewer in flight open no new ones until enough have ended."""
     run(folder, "changed", *SHORT, "run.steps=2")
-    cut = rows(folder / "changed")[-1]["horizon/cut"]
+    cut = repeatable_rows(folder / "changed")[-1]["horizon/cut"]
     other = "rollout.horizon={tokens: 9, in_flight: 16}"
     run(folder, "changed", other, resume=ResumeOptions(allow_config_change=True))
-    steps = [row for row in rows(folder / "changed") if row["stage"] == "rl"]
+    steps = [row for row in repeatable_rows(folder / "changed") if row["stage"] == "rl"]
     assert steps[2]["horizon/open"] == cut + max(0, 16 - cut) // 4 * 4 and steps[3]["horizon/open"] <= 16
     entries = [entry for step in (3, 4) for entry in read_samples(folder / "changed", f"step_{step:04d}")]
     sizes = {tuple(size for size, _ in entry["segments"]) for entry in entries if "segments" in entry}
@@ -248,7 +247,7 @@ def segments(folder: Path) -> Path:
 
 
 def test_segments_train_in_the_step_that_sampled_them(folder: Path, segments: Path) -> None:
-    steps = [row for row in rows(segments) if row["stage"] == "rl"]
+    steps = [row for row in repeatable_rows(segments) if row["stage"] == "rl"]
     assert all(row["tokens/trained"] == row["sampling/tokens"] > 0 for row in steps)
     assert all(row["horizon/finished"] == row["response/count"] for row in steps)
     assert all(0 < row["horizon/bootstrapped_frac"] < 1 and row["horizon/cut"] > 0 for row in steps)
@@ -269,12 +268,12 @@ def test_segments_train_in_the_step_that_sampled_them(folder: Path, segments: Pa
         assert tokens["return"] == [entry["reward"]] * entry["response_length"]  # the critic's, over all tokens
         assert None not in tokens["value"] and None not in tokens["rollout_logprob"]
         assert [value is None for value in tokens["advantage"]] == [number < before for number in range(entry["response_length"])]
-    assert weights(segments) != weights(folder / "short")
+    assert exported_weights(segments) != exported_weights(folder / "short")
 
 
 def test_values_at_cuts_are_compared_with_the_returns_that_came(folder: Path, segments: Path) -> None:
     """From what each step learned: the critic's output at the last token of a response that was cut, and the reward when it ended."""
-    steps = [row for row in rows(segments) if row["stage"] == "rl"]
+    steps = [row for row in repeatable_rows(segments) if row["stage"] == "rl"]
     at_cuts: dict[tuple[str, int], list[float]] = {}
     for number, row in enumerate(steps, 1):
         learned = torch.load(folder / f"segments_{number + 1}.pt", weights_only=True)
@@ -296,8 +295,8 @@ def test_values_at_cuts_are_compared_with_the_returns_that_came(folder: Path, se
 def test_the_critic_may_learn_from_segments(folder: Path, segments: Path) -> None:
     """The first step samples the same; the critic then has as many tokens as the policy."""
     settings = SEGMENTS[0].replace("train: segments", "train: segments, critic: segments")
-    found = [row for row in rows(run(folder, "critic_of_segments", settings, "run.steps=2")) if row["stage"] == "rl"]
-    first, *_ = (row for row in rows(segments) if row["stage"] == "rl")
+    found = [row for row in repeatable_rows(run(folder, "critic_of_segments", settings, "run.steps=2")) if row["stage"] == "rl"]
+    first, *_ = (row for row in repeatable_rows(segments) if row["stage"] == "rl")
     assert found[0]["policy/surrogate_loss"] == first["policy/surrogate_loss"]  # values from before the critic's update
     assert found[0]["critic/returns_mean"] != first["critic/returns_mean"]
     for step in (1, 2):
@@ -310,8 +309,8 @@ def test_the_critic_may_learn_from_segments(folder: Path, segments: Path) -> Non
 def test_a_stopped_run_of_segments_continues_bit_for_bit(folder: Path, segments: Path) -> None:
     run_until_step_2(folder, "stopped_segments", *SEGMENTS)
     run(folder, "stopped_segments", *SEGMENTS, resume=ResumeOptions())
-    assert rows(folder / "stopped_segments") == rows(segments)
-    assert weights(folder / "stopped_segments") == weights(segments)
+    assert repeatable_rows(folder / "stopped_segments") == repeatable_rows(segments)
+    assert exported_weights(folder / "stopped_segments") == exported_weights(segments)
 
 
 @pytest.mark.parametrize(("name", "settings"), [("short", SHORT), ("segments", SEGMENTS)])
@@ -332,8 +331,8 @@ def test_a_dumped_step_is_replayed_exactly(folder: Path, short: Path, segments: 
 def test_tokens_that_are_too_old_carry_no_loss(folder: Path, short: Path, stale: str) -> None:
     """The first steps are those of the run without a limit, up to the first stale token."""
     horizon = f"rollout.horizon={{tokens: 7, in_flight: 20, max_staleness: 1, stale: {stale}}}"
-    found = [row for row in rows(run(folder, stale, horizon, "run.steps=3")) if row["stage"] == "rl"]
-    without = [row for row in rows(short) if row["stage"] == "rl"]
+    found = [row for row in repeatable_rows(run(folder, stale, horizon, "run.steps=3")) if row["stage"] == "rl"]
+    without = [row for row in repeatable_rows(short) if row["stage"] == "rl"]
     for name in ("policy/loss", "tokens/trained", "response/count", "policy/grad_norm"):
         assert [row[name] for row in found[:2]] == [row[name] for row in without[:2]]
     learned = torch.load(folder / "learned_4.pt", weights_only=True)
@@ -350,7 +349,7 @@ def test_tokens_that_are_too_old_carry_no_loss(folder: Path, short: Path, stale:
 def test_groups_train_whole(folder: Path) -> None:
     grpo = ("algorithm.advantage.estimator=grpo", "run.steps=5")
     run_dir = run(folder, "groups", *SHORT, *grpo)
-    steps = [row for row in rows(run_dir) if row["stage"] == "rl"]
+    steps = [row for row in repeatable_rows(run_dir) if row["stage"] == "rl"]
     assert steps[0]["response/count"] == 0  # nothing is complete yet: a step without an update
     assert steps[0]["policy/updates"] == 0 or "policy/loss" not in steps[0]
     assert any(row["horizon/waiting"] > 0 for row in steps)

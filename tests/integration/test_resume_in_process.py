@@ -15,7 +15,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.process_groups import release_groups, share_gloo_device
-from tests.training_setup import read_metrics, training_config, write_setup
+from tests.training_setup import exported_weights, read_metrics, repeatable_rows, training_config, write_setup
 from vapo_mcore.checkpoint.resume import ResumeOptions
 from vapo_mcore.checkpoint.saver import Checkpointer
 from vapo_mcore.checkpoint_files import Manifest, list_checkpoints
@@ -55,22 +55,11 @@ def run(folder: Path, name: str, resume: ResumeOptions | None = None, *overrides
         release_groups()
 
 
-def rows(run: Path) -> list[dict[str, Any]]:
-    return [
-        {key: value for key, value in row.items() if not key.startswith(("time/", "memory/")) and key != "tokens/per_second"}
-        for row in read_metrics(run)
-    ]
-
-
 @pytest.fixture(scope="module")
 def whole(folder: Path) -> Path:
     """The run that nobody stops."""
     run(folder, "whole")
     return folder / "whole"
-
-
-def weights(run: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in (run / "export" / "hf").glob("*.safetensors")}
 
 
 def test_a_stopped_run_continues_bit_for_bit(folder: Path, whole: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -88,9 +77,9 @@ def test_a_stopped_run_continues_bit_for_bit(folder: Path, whole: Path, capfd: p
     assert not (folder / "stopped" / ".lock").read_text()
     run(folder, "stopped", ResumeOptions("value_pretraining_000001"))
     assert "step_000001 is newer than the one the run resumes from" in capfd.readouterr().out
-    assert rows(folder / "stopped") == rows(whole)
-    assert [(row["stage"], row["step"]) for row in rows(whole)] == [("rl", 0), ("value_pretraining", 1), ("rl", 1), ("rl", 2)]
-    assert weights(folder / "stopped") == weights(whole) != {}
+    assert repeatable_rows(folder / "stopped") == repeatable_rows(whole)
+    assert [(row["stage"], row["step"]) for row in repeatable_rows(whole)] == [("rl", 0), ("value_pretraining", 1), ("rl", 1), ("rl", 2)]
+    assert exported_weights(folder / "stopped") == exported_weights(whole) != {}
 
 
 def test_a_step_that_cannot_be_done_leaves_the_one_before(folder: Path, whole: Path) -> None:
@@ -116,8 +105,8 @@ def test_a_step_that_cannot_be_done_leaves_the_one_before(folder: Path, whole: P
     with pytest.raises(ConfigError, match=r"(?s)seed: 5 -> 6.*--allow-config-change"):
         run(folder, "abandoned", ResumeOptions(), rarely, "seed=6")
     run(folder, "abandoned", ResumeOptions(), rarely)
-    assert rows(folder / "abandoned") == rows(whole)
-    assert weights(folder / "abandoned") == weights(whole)
+    assert repeatable_rows(folder / "abandoned") == repeatable_rows(whole)
+    assert exported_weights(folder / "abandoned") == exported_weights(whole)
 
 
 def test_a_broken_step_keeps_the_checkpoint_that_was_being_written(folder: Path) -> None:
@@ -163,12 +152,12 @@ def test_an_evaluation_that_was_lost_is_made_up(folder: Path, whole: Path) -> No
     for _ in range(2):
         with mock.patch.object(Evaluator, "run", failing), pytest.raises(RunStopped, match="evaluation after step 1 failed"):
             run(folder, name, resume, after_step_one)
-        assert [(row["stage"], row["step"]) for row in rows(folder / name)] == [("value_pretraining", 1), ("rl", 1)]
-        assert not any(key.startswith("eval/") for row in rows(folder / name) for key in row)
+        assert [(row["stage"], row["step"]) for row in repeatable_rows(folder / name)] == [("value_pretraining", 1), ("rl", 1)]
+        assert not any(key.startswith("eval/") for row in repeatable_rows(folder / name) for key in row)
         resume = ResumeOptions()
     run(folder, name, resume, after_step_one)
-    assert rows(folder / name) == rows(folder / "evaluated")
-    assert any(key.startswith("eval/") for key in rows(folder / name)[1])
+    assert repeatable_rows(folder / name) == repeatable_rows(folder / "evaluated")
+    assert any(key.startswith("eval/") for key in repeatable_rows(folder / name)[1])
     kept = [{path.name: path.read_bytes() for path in (folder / run / "samples").iterdir()} for run in (name, "evaluated")]
     assert kept[0] == kept[1]
     assert {path.name for path in (folder / name / "evaluations").iterdir()} >= {"step_0001.json", "step_0002.json"}
@@ -194,8 +183,8 @@ def test_a_job_of_value_pretraining_alone_is_saved_at_its_end(folder: Path, whol
     manifest = Manifest.read(checkpoint)
     assert (manifest.name, manifest.optimizer_format) == ("value_pretraining_000001", "fully_reshardable")
     run(folder, name, ResumeOptions(), *settings)
-    assert rows(folder / name) == rows(whole)
-    assert weights(folder / name) == weights(whole)
+    assert repeatable_rows(folder / name) == repeatable_rows(whole)
+    assert exported_weights(folder / name) == exported_weights(whole)
 
 
 def test_data_that_is_exhausted_stops_with_a_checkpoint(folder: Path) -> None:
@@ -205,10 +194,10 @@ def test_data_that_is_exhausted_stops_with_a_checkpoint(folder: Path) -> None:
         run(folder, "exhausted", None, rarely, stop)
     (checkpoint,) = list_checkpoints(folder / "exhausted")
     steps = Manifest.read(checkpoint).step
-    assert [row["step"] for row in rows(folder / "exhausted") if row["stage"] == "rl"] == list(range(steps + 1))
+    assert [row["step"] for row in repeatable_rows(folder / "exhausted") if row["stage"] == "rl"] == list(range(steps + 1))
     run(folder, "exhausted", ResumeOptions(allow_config_change=True), rarely, go_on)
     run(folder, "trained", None, rarely, go_on)
-    assert rows(folder / "exhausted") == rows(folder / "trained")
+    assert repeatable_rows(folder / "exhausted") == repeatable_rows(folder / "trained")
 
 
 @pytest.fixture
@@ -258,5 +247,5 @@ def test_a_full_disk_stops_the_run_and_a_resume_goes_on(
         run(folder, "full", ResumeOptions(), settings, run_dir)
     filler.unlink()
     run(folder, "full", ResumeOptions(), settings, run_dir)
-    assert rows(small_disk / "run") == rows(whole)
-    assert weights(small_disk / "run") == weights(whole)
+    assert repeatable_rows(small_disk / "run") == repeatable_rows(whole)
+    assert exported_weights(small_disk / "run") == exported_weights(whole)

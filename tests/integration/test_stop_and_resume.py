@@ -10,12 +10,11 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.torchrun import ROOT
-from tests.training_setup import read_metrics, write_setup
+from tests.training_setup import repeatable_rows, write_setup
 
 pytestmark = pytest.mark.slow
 
@@ -80,13 +79,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_setup(tmp_path_factory.mktemp("stop"), model="qwen2_tied")
 
 
-def rows(run: Path) -> list[dict[str, Any]]:
-    return [
-        {key: value for key, value in row.items() if not key.startswith(("time/", "memory/")) and key != "tokens/per_second"}
-        for row in read_metrics(run)
-    ]
-
-
 def test_a_vllm_run_stopped_by_slurm_s_warning_continues_bit_for_bit(folder: Path) -> None:
     pytest.importorskip("vllm", reason="vLLM is not installed")
     vllm = ["parallel.world_size=1", "rollout.engine=vllm", "rollout.vllm.kv_cache_gib=0.1"]
@@ -103,8 +95,8 @@ def test_a_vllm_run_stopped_by_slurm_s_warning_continues_bit_for_bit(folder: Pat
     assert resumed.ended() == 0, resumed.log.read_text()[-4000:]
     assert whole.ended() == 0, whole.log.read_text()[-4000:]
     assert "resuming from" in resumed.log.read_text()
-    assert rows(whole.run) == rows(stopped.run)
-    assert [row["step"] for row in rows(whole.run)] == [0, 1, 2, 3, 4]
+    assert repeatable_rows(whole.run) == repeatable_rows(stopped.run)
+    assert [row["step"] for row in repeatable_rows(whole.run)] == [0, 1, 2, 3, 4]
     weights = [{path.name: path.read_bytes() for path in (run / "export/hf").glob("*.safetensors")} for run in (whole.run, stopped.run)]
     assert weights[0] == weights[1] != {}
 
@@ -121,7 +113,7 @@ def test_the_launcher_passes_signals_on_and_a_second_one_ends_the_run_at_once(fo
     assert len(list((run.run / "checkpoints").glob("step_*"))) == 1
     again = Started(folder, "launched", *two, "--resume")
     again.wait_for("resuming from")
-    again.wait_for(f"step {len(rows(run.run)) + 1}/400 |")
+    again.wait_for(f"step {len(repeatable_rows(run.run)) + 1}/400 |")
     start = time.monotonic()
     again.process.send_signal(signal.SIGTERM)
     again.process.send_signal(signal.SIGUSR1)
@@ -150,8 +142,8 @@ def test_torchrun_starts_a_run_again_until_it_is_done(folder: Path) -> None:
         line = [line for line in run.log.read_text().splitlines() if line.startswith("resuming from")][-1]
         print(f"rank {rank} killed in {step}: after {time.monotonic() - start:.0f} s {line}")
     assert run.ended() == 0, run.log.read_text()[-4000:]
-    assert rows(run.run) == rows(whole.run)
-    assert [(row["stage"], row["step"]) for row in rows(run.run)] == [
+    assert repeatable_rows(run.run) == repeatable_rows(whole.run)
+    assert [(row["stage"], row["step"]) for row in repeatable_rows(run.run)] == [
         ("rl", 0),
         ("value_pretraining", 1),
         *(("rl", n) for n in range(1, 8)),

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from tests.torchrun import ROOT
 from tests.unit.config_helpers import faults_of, load, write_base, write_child, write_model
-from vapo_mcore.config import Config, config_from_dict, load_config
+from vapo_mcore.config import load_config
 from vapo_mcore.config.architecture import read_architecture
 from vapo_mcore.config.loading import dump_yaml
 from vapo_mcore.config.schema import FileSource, ReasoningGymSource
@@ -388,12 +388,6 @@ def test_mixtures_with_dense_layers_are_refused_with_the_reason(tmp_path: Path) 
     write_model(tmp_path / "model", **mixture, mlp_only_layers=[0])
     (fault,) = faults_of(tmp_path)
     assert "mixtures of experts with some dense layers (mlp_only_layers, decoder_sparse_step) are not supported" in fault
-
-
-def test_config_from_dict(tmp_path: Path) -> None:
-    config = config_from_dict(load(tmp_path).model_dump(exclude_unset=True, mode="json"))
-    assert isinstance(config, Config)
-    assert config == load(tmp_path)
 
 
 def test_importing_config_imports_no_torch() -> None:

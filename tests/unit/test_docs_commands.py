@@ -7,6 +7,7 @@ from functools import cache
 
 import pytest
 
+from tests.docs.command import Command
 from tests.docs.pages import (
     OTHERS,
     PAGES,
@@ -23,7 +24,7 @@ from tests.docs.pages import (
     words_of,
 )
 from tests.docs.sessions import SESSIONS
-from tests.docs.table import COMMANDS, Command
+from tests.docs.table import COMMANDS
 from tests.torchrun import ROOT
 from vapo_mcore.cli import _parse
 from vapo_mcore.config import load_config

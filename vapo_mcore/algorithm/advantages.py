@@ -16,7 +16,7 @@ from torch import Tensor
 from vapo_mcore.algorithm import gae_kernel
 from vapo_mcore.algorithm.lambdas import length_adaptive_lambda, sigmoid_lambda
 from vapo_mcore.algorithm.moments_kernel import whitened
-from vapo_mcore.algorithm.segments import as_floats, check_packed, masked_moments, sequence_ids
+from vapo_mcore.algorithm.segments import as_floats, check_packed, masked_moments
 
 __all__ = [
     "group_advantages",
@@ -24,7 +24,6 @@ __all__ = [
     "normalised_step_rewards",
     "packed_gae",
     "packed_gae_decoupled",
-    "process_advantages",
     "reward_to_go",
     "rewards_of_own_and_later_steps",
     "sigmoid_lambda",
@@ -135,36 +134,6 @@ def normalised_step_rewards(rewards: Tensor, labels: Tensor) -> Tensor:
     """
     centred, std, _ = _centre_in_groups(rewards, labels, torch.ones_like(rewards, dtype=torch.bool))
     return centred / (std + GRPO_STD_EPS)
-
-
-def process_advantages(
-    step_rewards: Tensor,
-    step_mask: Tensor,
-    mask: Tensor,
-    cu_seqlens: Tensor,
-    groups: Tensor,
-    *,
-    normalise: Literal["group", "batch"] = "group",
-    valid: Tensor | None = None,
-) -> Tensor:
-    """Compute GRPO's advantages with process supervision: each token gets the normalised rewards of its step and all later ones; [total].
-
-    Step rewards are normalised with the mean and population std over all step rewards of the response's group (DeepSeekMath,
-    section 4.1.3) or of the tensors of this call (``normalise="batch"``). As in outcome supervision the divisor is std + 1e-6, and a
-    single step gives 0.
-
-    step_rewards: float [total], read only where step_mask (bool [total], True at the last token of each step) is True; groups: int
-    [n]; valid: bool [n]; responses where it is False are excluded from the statistics and get advantage 0.
-    """
-    check_packed(cu_seqlens, mask, step_rewards=step_rewards, step_mask=step_mask)
-    if normalise not in ("group", "batch"):
-        raise ValueError(f"normalise must be group or batch, got {normalise!r}")
-    owner = sequence_ids(cu_seqlens)
-    step_mask = step_mask.bool() if valid is None else step_mask.bool() & valid.bool()[owner]
-    labels = groups[owner[step_mask]] if normalise == "group" else torch.zeros_like(owner[step_mask])
-    normalised = torch.zeros(mask.numel(), dtype=torch.float64, device=mask.device)
-    normalised[step_mask] = normalised_step_rewards(step_rewards[step_mask], labels)
-    return rewards_of_own_and_later_steps(normalised, mask, cu_seqlens).to(step_rewards.dtype)
 
 
 def rewards_of_own_and_later_steps(normalised: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:

@@ -66,7 +66,7 @@ def largest(scores: Tensor, candidates: Tensor, keys: Tensor, count: int, group:
 
 
 def _first(scores: Tensor, keys: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The first ``count`` by falling score, then by rising key, in this order."""
+    """Return the first ``count`` entries by descending score, then ascending key."""
     by_key = torch.argsort(keys)
     scores, keys = scores[by_key], keys[by_key]
     order = torch.argsort(scores, descending=True, stable=True)[:count]

@@ -4,6 +4,7 @@ w_t = exp(logp_trainer_old - logp_rollout). Both engines hold the same weights b
 still biases the gradient. The mismatch is always measured, and corrected where configured. The functions take whole sequences.
 """
 
+from collections.abc import Mapping
 from typing import Literal, get_args
 
 import torch
@@ -104,41 +105,55 @@ def _ratios(
 
 
 @torch.no_grad()
-def mismatch_statistics(
-    old_logprobs: Tensor,
-    rollout_logprobs: Tensor,
-    mask: Tensor,
-    *,
-    cap: float = 2.0,
-    low: float = 0.5,
-    group: "dist.ProcessGroup | None" = None,
-) -> dict[str, float]:
-    """Measure the log-prob mismatch of rollout engine and trainer over the unmasked tokens of all ranks of ``group`` (None: this process).
+def mismatch_sums(old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, cap: float) -> dict[str, Tensor]:
+    """Return what ``mismatch_statistics`` adds up over the parts of a batch; scalars, float64. Entries ending in ``_max`` are maxima.
 
-    ``logprob_abs_mean``, ``logprob_abs_max``: |old_logprobs - rollout_logprobs|; ``kl``: k3 estimate of KL(rollout || trainer);
-    ``ratio_mean``, ``ratio_max``: of w = exp(difference); ``ess``: effective sample size (sum w)^2 / (N sum w^2), in (0, 1], 1 when all w
-    are equal; ``beyond_cap_frac``: fraction with w > cap; ``below_low_frac``: fraction with w < low. Without tokens the differences are
-    0, ratios and ess 1. A collective: every rank of ``group`` must call it.
+    With d = old_logprobs - rollout_logprobs and w = exp(d), d clamped to +-20, over unmasked tokens: ``tokens``; ``abs``: |d|, not
+    clamped; ``kl``: k3(d); ``ratio``: w; ``ratio_squared``; ``beyond_cap``: tokens with w > ``cap``; ``abs_max``.
     """
     mask = mask.bool()
     difference = masked_difference(old_logprobs, rollout_logprobs, mask).double()
     log_ratio = difference.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
     ratio = torch.where(mask, log_ratio.exp(), torch.zeros_like(log_ratio))
-    counts = [mask.sum(), difference.abs().sum(), k3(log_ratio).sum(), ratio.sum(), ratio.square().sum(), (ratio > cap).sum()]
-    sums = all_reduce_sum(torch.stack([x.double() for x in [*counts, (mask & (ratio < low)).sum()]]), group)
-    maxima = torch.cat([torch.stack([difference.abs(), ratio]), difference.new_zeros(2, 1)], 1).amax(1)
-    if group is not None:
-        dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=group)
-    tokens, absolute, kl, total, squares, beyond, below = sums.tolist()
-    absolute_max, ratio_max = maxima.tolist()
+    return {
+        "tokens": mask.sum().double(),
+        "abs": difference.abs().sum(),
+        "abs_max": torch.cat([difference.abs(), difference.new_zeros(1)]).max(),
+        "kl": k3(log_ratio).sum(),
+        "ratio": ratio.sum(),
+        "ratio_squared": ratio.square().sum(),
+        "beyond_cap": (ratio > cap).sum().double(),
+    }
+
+
+def mismatch_statistics(sums: Mapping[str, float]) -> dict[str, float]:
+    """Return the log-prob mismatch of rollout engine and trainer from the ``mismatch_sums`` of a whole batch.
+
+    ``logprob_abs_mean``, ``logprob_abs_max``: |old_logprobs - rollout_logprobs|; ``kl``: k3 estimate of KL(rollout || trainer); ``ess``:
+    effective sample size (sum w)^2 / (N sum w^2), in (0, 1], 1 when all w are equal; ``beyond_cap_frac``: fraction with w > cap.
+    Without tokens ess is 1, the others are 0.
+    """
+    tokens = sums["tokens"]
     count = max(tokens, 1.0)
     return {
-        "logprob_abs_mean": absolute / count,
-        "logprob_abs_max": absolute_max,
-        "kl": kl / count,
-        "ratio_mean": total / count if tokens else 1.0,
-        "ratio_max": ratio_max if tokens else 1.0,
-        "ess": total**2 / (tokens * squares) if tokens else 1.0,
-        "beyond_cap_frac": beyond / count,
-        "below_low_frac": below / count,
+        "logprob_abs_mean": sums["abs"] / count,
+        "logprob_abs_max": sums["abs_max"],
+        "kl": sums["kl"] / count,
+        "ess": sums["ratio"] ** 2 / (tokens * sums["ratio_squared"]) if tokens else 1.0,
+        "beyond_cap_frac": sums["beyond_cap"] / count,
     }
+
+
+def measure_mismatch(
+    old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, *, cap: float, group: "dist.ProcessGroup | None" = None
+) -> dict[str, float]:
+    """Return ``mismatch_statistics`` over the unmasked tokens of all ranks of ``group`` (None: this process).
+
+    A collective: every rank of ``group`` must call it.
+    """
+    sums = mismatch_sums(old_logprobs, rollout_logprobs, mask, cap)
+    largest = sums.pop("abs_max")
+    added = all_reduce_sum(torch.stack(list(sums.values())), group)
+    if group is not None:
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+    return mismatch_statistics({**dict(zip(sums, added.tolist(), strict=True)), "abs_max": largest.item()})

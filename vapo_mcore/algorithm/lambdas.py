@@ -37,13 +37,13 @@ def sigmoid_lambda(
     return lam_min + (lam_max - lam_min) * torch.sigmoid((lengths - centre) / spread.clamp(min=1.0))
 
 
-def lambda_statistics(lam: Tensor, bins: int = 20) -> dict[str, float | list[int]]:
-    """Compute ``mean``, ``min``, ``max``, ``zero_frac`` (fraction at exactly 0) and ``histogram`` (``bins`` equal bins of [0, 1]).
+def lambda_statistics(lam: Tensor) -> dict[str, float | list[int]]:
+    """Compute ``mean``, ``min``, ``max``, ``zero_frac`` (fraction at exactly 0) and ``histogram`` (20 equal bins of [0, 1]).
 
     Needs no reduction over ranks: rows are replicated. Without responses all numbers are 0.
     """
     lam = torch.as_tensor(lam).double().cpu()
-    histogram = [int(count) for count in torch.histc(lam, bins=bins, min=0.0, max=1.0)]
+    histogram = [int(count) for count in torch.histc(lam, bins=20, min=0.0, max=1.0)]
     if lam.numel() == 0:
         return {"mean": 0.0, "min": 0.0, "max": 0.0, "zero_frac": 0.0, "histogram": histogram}
     summary = torch.stack([lam.mean(), lam.min(), lam.max(), (lam == 0).double().mean()]).tolist()

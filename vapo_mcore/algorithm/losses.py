@@ -5,7 +5,7 @@ and multiplies with weights from ``weights.py`` computed for the whole mini-batc
 weights into a scalar, for whole sequences. Inputs that take no gradient (old log-probs, advantages, returns, ...) are detached here.
 """
 
-from typing import Literal, TypedDict
+from typing import TypedDict
 
 import torch
 import torch.distributed as dist
@@ -14,17 +14,6 @@ from torch import Tensor
 from vapo_mcore.algorithm.kl import LOG_RATIO_CLAMP, k3, masked_difference
 from vapo_mcore.algorithm.segments import check_packed, masked_moments
 from vapo_mcore.algorithm.weights import Aggregation, Denominators, positive_token_weights, token_weights
-
-# How to reduce each entry of ``policy_loss``'s stats over the calls (micro-batches, ranks) of one mini-batch.
-POLICY_STAT_REDUCTIONS: dict[str, Literal["sum", "max", "min"]] = {
-    "clip_frac_high": "sum",
-    "clip_frac_low": "sum",
-    "clip_frac_dual": "sum",
-    "approx_kl": "sum",
-    "ratio_mean": "sum",
-    "ratio_max": "max",
-    "ratio_min": "min",
-}
 
 
 class Clips(TypedDict):
@@ -108,37 +97,24 @@ def policy_loss(
     aggregation: Aggregation = "token",
     max_length: int | None = None,
     denominators: Denominators | None = None,
-    importance_weights: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return ``(loss, stats)``: ``policy_loss_terms`` summed with the weights of ``token_weights``.
 
     Tensors float [total], mask bool [total], cu_seqlens int [n + 1]. ``denominators`` are those of the whole mini-batch, of which
     this call may be a part: losses and gradients of the parts add up to the whole. None: this call is the mini-batch.
 
-    stats: detached scalars. Token means over the mini-batch (parts add up): ``clip_frac_high``, ``clip_frac_low``,
-    ``clip_frac_dual``, ``approx_kl``, ``ratio_mean``; over this call: ``ratio_max``, ``ratio_min`` (0 and inf without tokens).
-    ``POLICY_STAT_REDUCTIONS`` holds the reduction of each.
+    stats: detached scalars, token means over the mini-batch (parts add up): ``clip_frac_high``, ``clip_frac_low``, ``clip_frac_dual``,
+    ``approx_kl``, ``ratio_mean``.
     """
     check_packed(cu_seqlens, mask, logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages)
     mask = mask.bool()
     if denominators is None:
         denominators = Denominators.from_mask(mask, cu_seqlens)
-    terms, indicators = policy_loss_terms(
-        logprobs,
-        old_logprobs,
-        advantages,
-        mask,
-        clip_low=clip_low,
-        clip_high=clip_high,
-        dual_clip=dual_clip,
-        importance_weights=importance_weights,
-    )
+    clips: Clips = {"clip_low": clip_low, "clip_high": clip_high, "dual_clip": dual_clip}
+    terms, indicators = policy_loss_terms(logprobs, old_logprobs, advantages, mask, **clips)
     weights = token_weights(mask, cu_seqlens, aggregation, max_length, denominators)
-    ratio = indicators.pop("ratio")
+    indicators["ratio_mean"] = indicators.pop("ratio")
     stats = {name: _token_mean(indicator, denominators.tokens) for name, indicator in indicators.items()}
-    stats["ratio_mean"] = _token_mean(ratio, denominators.tokens)
-    stats["ratio_max"] = torch.cat([ratio[mask], ratio.new_zeros(1)]).max()
-    stats["ratio_min"] = torch.cat([ratio[mask], ratio.new_full((1,), torch.inf)]).min()
     return (terms * weights).sum(), stats
 
 

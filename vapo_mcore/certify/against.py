@@ -62,7 +62,7 @@ def _layers(dtype: str, before: Any, now: Any) -> list[str]:
 
 
 def _positions(check: str, before: Any, now: Any, limit: float) -> list[str]:
-    """The first text and position at which log-probs differ by more than ``limit``."""
+    """Find the first text and position at which log-probs differ by more than ``limit``."""
     if not before or not now:
         return []
     if [len(text) for text in before] != [len(text) for text in now]:

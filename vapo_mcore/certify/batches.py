@@ -17,7 +17,7 @@ _MADE = {"old_logprobs", "advantages", "policy_weights", "positive_weights", "im
 
 
 def policy_loss(bench: Bench, parallel: ParallelContext) -> PolicyLoss:
-    """The recipe's loss. Raises NotApplicable where it reads more than is made up here (terms and objectives of the user's)."""
+    """Return the recipe's loss. Raises NotApplicable if it reads other tensors than this module makes (user-defined terms, objectives)."""
     loss = PolicyLoss(bench.config, parallel.context_parallel_group)
     others = sorted(set(loss.tensors) - _MADE)
     if others:
@@ -48,7 +48,7 @@ def policy_batches(model: MegatronModel, microbatches: Sequence[MicroBatch], tem
 
 
 def critic_batches(model: MegatronModel, microbatches: Sequence[MicroBatch]) -> list[MicroBatch]:
-    """The same for a critic, whose return is 1 at every token."""
+    """Return the same micro-batches for a critic; the return is 1 at every token."""
     made = []
     for microbatch in microbatches:
         mask, weights = _mask_and_weights(microbatch, microbatches, model.parallel)
@@ -59,7 +59,7 @@ def critic_batches(model: MegatronModel, microbatches: Sequence[MicroBatch]) -> 
 def _mask_and_weights(
     microbatch: MicroBatch, microbatches: Sequence[MicroBatch], parallel: ParallelContext
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """All data-parallel ranks hold the same sequences, so each counts for its share."""
+    """Return the loss mask and weights. All data-parallel ranks hold the same sequences, so each counts for its share."""
     mask = torch.ones_like(microbatch.tensors["tokens"], dtype=torch.bool)
     mask[microbatch.layout.cu_seqlens[:-1]] = False
     trained = sum(other.layout.num_tokens - other.layout.num_sequences for other in microbatches)

@@ -104,13 +104,13 @@ class Bench:
                 self._failed[name] = error
 
     def _of(self, name: str) -> Any:
-        """What was prepared; the error in its place is raised each time."""
+        """Return a part prepared earlier; if preparing it failed, raise that error each time."""
         if name in self._failed:
             raise self._failed[name]
         return self._prepared[name]
 
     def _once(self, name: str, build: Callable[[], _T]) -> _T:
-        """The result of ``build``; what it raised the first time is raised again, so that nothing is built twice."""
+        """Return the result of ``build``, called once; if it raised, raise the same error again."""
         if name in self._failed:
             raise self._failed[name]
         meet(f"certify/{self._number}/{self._meetings}", name)
@@ -135,7 +135,7 @@ class Bench:
 
     @property
     def tokenizer(self) -> Any:
-        """The tokenizer with the recipe's chat template."""
+        """Return the tokenizer with the recipe's chat template."""
         return self._of("tokenizer")
 
     def _load_tokenizer(self) -> Any:
@@ -153,7 +153,7 @@ class Bench:
 
     @property
     def prompts(self) -> PromptDataset:
-        """The training prompts."""
+        """Return the training prompts."""
         return self._of("prompts")  # type: ignore[no-any-return]
 
     def _load_prompts(self) -> PromptDataset:
@@ -166,7 +166,7 @@ class Bench:
 
     @cached_property
     def engine(self) -> RolloutEngine:
-        """The rollout engine, asleep when it is new."""
+        """Return the rollout engine; a new one is asleep."""
         return self._once("engine", lambda: build_engine(self.config, self.parallel, self.tokenizer))
 
     @cached_property
@@ -178,14 +178,14 @@ class Bench:
                 try:  # first: vLLM sizes its memory on an empty device
                     _ = self.engine
                 except VapoError:
-                    self.console.print("note: the rollout engine cannot be built; what does not need it goes on")
+                    self.console.print("note: the rollout engine cannot be built; checks that do not need it continue")
             return build_models(self.config, self.parallel, self.console.print)
 
         return self._once("models", build)
 
     @cached_property
     def sync(self) -> WeightSync:
-        """The weight sync of training, which compares what the engine got with the policy."""
+        """Return the weight sync of training, which compares the weights that the engine received with the policy's."""
         return self._once(
             "sync", lambda: WeightSync(self.models.policy, self.ready_to_use(self.engine), self.models.residency, verify=True)
         )
@@ -212,7 +212,7 @@ class Bench:
         return engine
 
     def sync_weights(self) -> None:
-        """The policy's present weights into the engine, compared; it can generate afterwards."""
+        """Load the policy's current weights into the engine and compare them; the engine can then generate."""
         sync = self.sync
         self.ready_to_use(self.engine)
         sync.put_to_sleep()
@@ -220,7 +220,7 @@ class Bench:
 
     @contextmanager
     def on_device(self, stage: Any) -> Iterator[Models]:
-        """The models with a stage's parts on the device, the engine asleep; at the end all of them are off it."""
+        """Put a stage's parts of the models on the device, with the engine asleep; move all of them off it at the end."""
         models = self.models
         if "sync" in self.__dict__:
             self.sync.put_to_sleep()

@@ -41,7 +41,7 @@ class Certificate:
 
 
 def default_folder(run_dir: str) -> str:
-    """Where ``certify`` writes, and where ``run.certify`` looks."""
+    """Return the folder that ``certify`` writes to and ``run.certify`` reads from."""
     return f"{run_dir.rstrip('/')}_certificate"
 
 

@@ -57,7 +57,7 @@ def trainer_layers(bench: Bench, model: MegatronModel, sequence: Sequence[int]) 
 
 @torch.no_grad()
 def transformers_layers(model: Any, sequence: Sequence[int]) -> dict[int, Tensor]:
-    """The same of a transformers model; no collective."""
+    """Return the hidden states of each layer of a transformers model; not a collective."""
     found: dict[int, Tensor] = {}
     with _hooked(list(enumerate(model.model.layers)), lambda number, hidden: found.update({number: hidden[0].float().cpu()})):
         model(torch.tensor([list(sequence)]))
@@ -65,7 +65,7 @@ def transformers_layers(model: Any, sequence: Sequence[int]) -> dict[int, Tensor
 
 
 def layer_gaps(mine: dict[int, Tensor], reference: dict[int, Tensor] | None) -> list[float]:
-    """For each layer ||trainer - transformers|| / ||transformers||, the same on all ranks. ``reference``: rank 0's. A collective."""
+    """Return ||trainer - transformers|| / ||transformers|| of each layer, the same on all ranks. ``reference``: rank 0's. A collective."""
     reference = broadcast_object(reference)
     assert reference is not None, "rank 0 has the hidden states of transformers"
     gaps = {number: float((hidden - reference[number]).norm() / reference[number].norm()) for number, hidden in mine.items()}

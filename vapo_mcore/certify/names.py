@@ -23,7 +23,7 @@ BUILT_IN = {
 
 
 def chosen_checks(texts: list[str] | None) -> list[str]:
-    """The names of ``--checks`` (comma-separated, repeatable), each once; all built-in ones for None.
+    """Return the names given with ``--checks`` (comma-separated, repeatable) without repeats; None gives all built-in checks.
 
     Raises ConfigError for names that are neither built-in nor an import path.
     """

@@ -18,7 +18,7 @@ _CLASSES: dict[Verdict, str] = {"holds": "good", "information": "soft", "not app
 
 
 def build_page(certificate: Certificate, records: Sequence[CheckRecord], found: Sequence[str] | None) -> str:
-    """The HTML text, which loads nothing. ``found``: differences from an older certificate, the first first; None: none was given."""
+    """Return the HTML text. ``found``: differences from an older certificate, most fundamental first; None: none given."""
     template = Template(files("vapo_mcore.certify").joinpath("assets", "certificate.html").read_text(encoding="utf-8"))
     verdict = worst(record.verdict for record in records)
     facts = {"made": certificate.made, **certificate.versions, **{name: str(value) for name, value in certificate.machine.items()}}

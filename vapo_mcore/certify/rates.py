@@ -1,4 +1,4 @@
-"""Measured rates beside what ``plan`` assumes, and the ``--rate`` options with which plan's formulas give what was measured."""
+"""Compare measured rates with those that ``plan`` assumes, and derive the ``--rate`` options that make plan predict the measurements."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Assumed:
         self.config, self.architecture, self.device = config, architecture, device
 
     def on(self, **rates: float) -> Assumed:
-        """The same with other rates."""
+        """Return a copy with other rates."""
         return Assumed(self.config, self.architecture, replace(self.device, **rates))  # type: ignore[arg-type]
 
     def timer(self, work: Workload, config: Config | None = None) -> StepTimer:
@@ -63,7 +63,7 @@ class Assumed:
         return cost.compute, cost.exchange + reduced_bytes / self.device.node_rate
 
     def efficiency(self, work: PassWork, seconds: float, *, training: bool, reduced_bytes: float = 0.0) -> float | None:
-        """The fraction of the peak at which plan's formula gives ``seconds``; None where its communication alone takes as long."""
+        """Return the fraction of peak at which plan's formula gives ``seconds``; None if communication alone takes as long."""
         compute, exchange = self.pass_seconds(work, training=training, reduced_bytes=reduced_bytes)
         if seconds <= exchange:
             return None
@@ -104,7 +104,7 @@ class Assumed:
 
 
 def solve(function: Callable[[float], float], value: float) -> float | None:
-    """The factor between 1e-4 and 1e4 at which a growing function has a value; None where it has not."""
+    """Find the factor between 1e-4 and 1e4 at which an increasing function takes a value, or None."""
     low, high = math.log(1e-4), math.log(1e4)
     if not function(math.exp(low)) < value < function(math.exp(high)):
         return None

@@ -13,7 +13,7 @@ without a tolerance: it neither holds nor fails."""
 
 
 class NotApplicable(Exception):
-    """A check raises this, on all ranks, where the recipe or the machine has nothing that it could measure. The message says why."""
+    """Raised by a check, on all ranks, if the recipe or machine has nothing for it to measure. The message gives the reason."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class CheckRecord:
 
     @property
     def verdict(self) -> Verdict:
-        """The gravest verdict of the measurements."""
+        """Return the most severe verdict of the measurements."""
         return worst(measurement.verdict for measurement in self.measurements)
 
     def to_json(self) -> dict[str, Any]:
@@ -56,7 +56,7 @@ class CheckRecord:
 
 
 def worst(verdicts: Iterable[Verdict]) -> Verdict:
-    """The gravest of some verdicts; ``not applicable`` for none."""
+    """Return the most severe of some verdicts; ``not applicable`` for none."""
     return max(verdicts, key=VERDICTS.index, default="not applicable")
 
 

@@ -104,7 +104,7 @@ def certify(config: Config, parallel: ParallelContext, options: CertifyOptions) 
 
 
 def load(name: str) -> Check:
-    """The function of a check. Raises ConfigError for one of the user's that cannot be imported."""
+    """Return the function of a check. Raises ConfigError if a user-defined check cannot be imported."""
     if name in BUILT_IN:
         return importlib.import_module(f"vapo_mcore.certify.checks.{name}").run  # type: ignore[no-any-return]
     try:
@@ -128,13 +128,13 @@ def prepare(output: Path) -> None:
 
 
 def _run(bench: Bench, name: str, function: Check) -> CheckRecord:
-    """One check on all ranks. A VapoError is its finding; where ranks found different things, the gravest of each counts."""
+    """Run one check on all ranks. A VapoError becomes a finding; if ranks differ, the most severe verdict of each measurement counts."""
     begin = time.perf_counter()
     bench.details = {}
     seed_everything(bench.config.seed)
     heartbeat.at_step(f"certify {name}")
     try:
-        mine = _measurements(name, function(bench))
+        mine = _measurements(function(bench))
     except NotApplicable as reason:
         mine = [not_applicable(name, str(reason))]
     except VapoError as error:
@@ -142,14 +142,14 @@ def _run(bench: Bench, name: str, function: Check) -> CheckRecord:
     except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError, ImportError) as error:
         if name in BUILT_IN:
             raise
-        mine = [fails(name, f"the check raised {describe(error)}", remedy="mend the check")]
+        mine = [fails(name, f"the check raised {describe(error)}", remedy="fix the check")]
     told = all_gather_objects(mine)
     details = broadcast_object(bench.details)
     return CheckRecord(name, _merged(told), details, time.perf_counter() - begin)
 
 
-def _measurements(name: str, result: Any) -> list[Measurement]:
-    """What a check returned, as a list of measurements; a user's may return one."""
+def _measurements(result: Any) -> list[Measurement]:
+    """Return a check's result as a list of measurements; a user-defined check may return a single one."""
     found = [result] if isinstance(result, Measurement) else result
     if not isinstance(found, list | tuple) or not found or not all(isinstance(entry, Measurement) for entry in found):
         raise TypeError(f"it returned {type(result).__name__}: a check returns a Measurement or a list of them")
@@ -160,7 +160,7 @@ def _measurements(name: str, result: Any) -> list[Measurement]:
 
 
 def _merged(told: Sequence[Sequence[Measurement]]) -> list[Measurement]:
-    """Rank 0's measurements, each replaced by a graver one of the same name; and what only another rank has, with its number."""
+    """Merge the ranks' measurements: for each name, rank 0's or a more severe one, which names its rank."""
     merged = {entry.what: entry for entry in told[0]}
     for rank, measurements in enumerate(told[1:], 1):
         for entry in measurements:

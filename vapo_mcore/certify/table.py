@@ -9,7 +9,7 @@ from vapo_mcore.certify.record import VERDICTS, CheckRecord, exit_code
 
 
 def lines_of(record: CheckRecord) -> list[str]:
-    """A heading with verdict and seconds, a line for each measurement, and under it the remedy where it does not hold."""
+    """Return a heading with verdict and seconds, then a line per measurement, followed by the remedy if it does not hold."""
     lines = [f"{record.check}: {record.verdict} ({record.seconds:.1f} s)"]
     for entry in record.measurements:
         tolerance = f" [{entry.tolerance}]" if entry.tolerance else ""

@@ -132,3 +132,7 @@ def markdown() -> list[str]:
         cells = (f"`{tolerance.name}`", f"{relation} {tolerance.float32:g}", f"{relation} {tolerance.bfloat16:g}", reason)
         lines.append(f"| {' | '.join(cells)} |")
     return lines
+
+
+if __name__ == "__main__":
+    print("\n".join(markdown()))

@@ -136,7 +136,7 @@ class Checkpointer:
             with fail_together():
                 if self.parallel.rank == 0:
                     _make_folders(temporary, manifest)
-            self._require_space(temporary, reshardable)
+            self._require_space(temporary)
             folders = self._snapshots(temporary, manifest)
         except CheckpointError as error:
             self._failed(manifest, temporary, str(error))
@@ -180,7 +180,7 @@ class Checkpointer:
 
     @property
     def has_begun(self) -> bool:
-        """Whether a snapshot waits for ``commit``; equal on all ranks, not a collective."""
+        """Return whether a snapshot waits for ``commit``; equal on all ranks, not a collective."""
         return self._begun is not None
 
     @property
@@ -194,7 +194,7 @@ class Checkpointer:
         self._writer.shutdown(wait=True)
 
     def release(self) -> None:
-        """Give back the host memory of snapshots, once closed: for a process that goes on."""
+        """Free the host memory of snapshots after closing, in a process that continues."""
         self._saver.pool.clear()
 
     # ------------------------------------------------------------------------------------------------------------ internal
@@ -220,7 +220,7 @@ class Checkpointer:
                 found[f"{role}/{OPTIMIZER}"] = self._saver.optimizer(model, folder / role / OPTIMIZER, form)
         return found
 
-    def _require_space(self, folder: Path, reshardable: bool) -> None:
+    def _require_space(self, folder: Path) -> None:
         """Check the free disk space against the total size of weights, main parameters and moments, before anything is written."""
         mine = 0
         for model in self._models().values():

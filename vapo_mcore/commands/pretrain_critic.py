@@ -186,7 +186,7 @@ def _run_passes(
 
 
 def save_best(config: Config, models: Models, writes: bool) -> None:
-    """Write the critic beside the earlier one and then replace that, so that a whole critic exists at any time. Collective."""
+    """Write the critic to a temporary folder, then replace the earlier one, so that a complete critic always exists. Collective."""
     critic = models.critic
     assert critic is not None
     folder = critic_folder(config.run.dir)

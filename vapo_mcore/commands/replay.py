@@ -96,7 +96,7 @@ def replay(config: Config, parallel: ParallelContext, options: ReplayOptions) ->
         restore_random(checkpoint, parallel.rank)
         if checkpoint.manifest.stage != options.stage:
             trainer.end_pretraining()
-    exact = is_exact(config, options, None if checkpoint is None else checkpoint.manifest, rows)
+    exact = is_exact(options, None if checkpoint is None else checkpoint.manifest, rows)
     console.print(describe_start(config, options, checkpoint, exact=exact))
     trainer.rollouts = dump.rollouts - 1
     outcome = trainer.replay()

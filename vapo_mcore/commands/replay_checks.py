@@ -71,7 +71,7 @@ def check_json_path(path: str) -> None:
         raise ConfigError(f"--json {path!r} cannot be written: no permission")
 
 
-def is_exact(config: Config, options: ReplayOptions, manifest: Manifest | None, rows: Sequence[Row]) -> bool:
+def is_exact(options: ReplayOptions, manifest: Manifest | None, rows: Sequence[Row]) -> bool:
     """Return whether a checkpoint (None: the initial models) is the state right before the step. ``rows``: the run's metric rows."""
     if manifest is not None and manifest.stage == options.stage:
         return manifest.step == options.step - 1

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from vapo_mcore.config.loading import config_from_dict, load_config
+    from vapo_mcore.config.loading import load_config
     from vapo_mcore.config.schema import Config
 
-__all__ = ["Config", "config_from_dict", "load_config"]
+__all__ = ["Config", "load_config"]
 
 
 def __getattr__(name: str) -> Any:
@@ -16,8 +16,8 @@ def __getattr__(name: str) -> Any:
         from vapo_mcore.config.schema import Config
 
         return Config
-    if name in ("load_config", "config_from_dict"):
-        from vapo_mcore.config import loading
+    if name == "load_config":
+        from vapo_mcore.config.loading import load_config
 
-        return getattr(loading, name)
+        return load_config
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -226,7 +226,7 @@ def _unsupported(raw: dict[str, Any], family: Family, positions: int) -> Iterato
 
 
 def _value_bins(keys: _Keys) -> ValueBins | None:
-    """Of a critic that an earlier run saved with a categorical head."""
+    """Return the bins of a critic that an earlier run saved with a categorical head, else None."""
     raw = keys.raw.get("value_bins")
     if raw is None:
         return None
@@ -240,7 +240,7 @@ def _value_bins(keys: _Keys) -> ValueBins | None:
 
 
 def _finite(value: object) -> float:
-    """A number as it stands in JSON; NaN, which no comparison holds for, in place of anything else."""
+    """Return a JSON number unchanged; anything else becomes NaN, for which every comparison is false."""
     return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) else math.nan
 
 

@@ -6,9 +6,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from difflib import get_close_matches
 
-from vapo_mcore.config.references import FORM, is_reference
+from vapo_mcore.config.references import FORM, is_reference, unknown_name
 
 
 @dataclass(frozen=True)
@@ -50,9 +49,7 @@ BUILT_IN_ENGINES = {
 
 
 def engine_name_fault(name: str) -> str | None:
-    """What is wrong with a name that is neither built-in nor a reference to a class; None if nothing is."""
+    """Return an error message for a name that is neither built-in nor a reference to a class, else None."""
     if name in BUILT_IN_ENGINES or is_reference(name):
         return None
-    near = get_close_matches(name, BUILT_IN_ENGINES, n=1)
-    hint = f"did you mean {near[0]!r}? " if near else ""
-    return f"unknown engine {name!r}: {hint}built-in: {', '.join(BUILT_IN_ENGINES)}; your own is named by a reference to its class: {FORM}"
+    return unknown_name("engine", name, BUILT_IN_ENGINES, f"name a custom one by a reference to its class: {FORM}")

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from difflib import get_close_matches
-
-from vapo_mcore.config.references import FORM, is_reference
+from vapo_mcore.config.references import FORM, is_reference, unknown_name
 
 BUILT_IN_ENVIRONMENTS = {"calculator": "vapo_mcore.environments.calculator:calculator"}
 
@@ -13,10 +11,7 @@ def environment_name_fault(name: str) -> str | None:
     """Return an error message for a name that is neither built-in nor a reference to a function, else None."""
     if name in BUILT_IN_ENVIRONMENTS or is_reference(name):
         return None
-    near = get_close_matches(name, BUILT_IN_ENVIRONMENTS, n=1)
-    hint = f"did you mean {near[0]!r}? " if near else ""
-    built_in = ", ".join(BUILT_IN_ENVIRONMENTS)
-    return f"unknown environment {name!r}: {hint}built-in: {built_in}; name a custom one by a reference: {FORM}"
+    return unknown_name("environment", name, BUILT_IN_ENVIRONMENTS, f"name a custom one by a reference: {FORM}")
 
 
 def environment_reference(name: str) -> str:

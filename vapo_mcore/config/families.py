@@ -1,4 +1,4 @@
-"""Model families: one record each, all that the package knows of a family by name.
+"""Model families: one record per family holds everything that depends on the family's name.
 
 A new dense family is an entry of :data:`FAMILIES`: what its ``config.json`` means (read by ``config.architecture``), what its layers
 have (built by ``megatron.model``, counted by ``planning``) and which blocks of mapping rules its weights follow, by their names in

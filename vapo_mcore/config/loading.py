@@ -12,7 +12,7 @@ from pydantic import BaseModel, ValidationError
 
 from vapo_mcore.config.applicability import inapplicable_keys, resolve_inapplicable
 from vapo_mcore.config.architecture import ModelArchitecture
-from vapo_mcore.config.layers import Fault, Key, Setting, Tree, apply_overrides, dotted, nested, put, read_layers
+from vapo_mcore.config.layers import Fault, Key, Setting, Tree, apply_overrides, dotted, nested, read_layers
 from vapo_mcore.config.rules import Subject, broken_rules, missing_paths, read_model
 from vapo_mcore.config.schema import Config, CustomSource, FileSource, LossTermConfig, ReasoningGymSource
 from vapo_mcore.config.yaml_text import format_yaml, parse_yaml, shown
@@ -45,13 +45,6 @@ def load_config(path: str | Path, overrides: Iterable[str] = (), *, check_paths:
     tree, layers, complete = read_layers(Path(path), faults)
     apply_overrides(tree, overrides, layers, faults)
     return _build(tree, faults, f"configuration {path}", check_paths, complete)
-
-
-def config_from_dict(settings: dict[str, Any], *, check_paths: bool = True) -> Config:
-    """Check nested settings like the contents of a file and return the Config. Raises ConfigError."""
-    tree: Tree = {}
-    put(tree, (), settings, 0)
-    return _build(tree, [], "configuration", check_paths)
 
 
 def _build(tree: Tree, faults: list[Fault], what: str, check_paths: bool, complete: bool = True) -> Config:

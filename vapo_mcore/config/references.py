@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
+from difflib import get_close_matches
 
 FORM = "'package.module:name' or 'path/to/file.py:name'"
 
@@ -22,3 +24,10 @@ def is_file_reference(text: str) -> bool:
 def reference_fault(text: str) -> str | None:
     """Return an error message if ``text`` does not have the form of a reference, else None."""
     return None if is_reference(text) else f"{text!r} must be a reference to custom code: {FORM}"
+
+
+def unknown_name(kind: str, name: str, built_in: Iterable[str], custom: str) -> str:
+    """Return the message about a name that is neither built-in nor a reference; ``custom`` tells how to name one's own."""
+    near = get_close_matches(name, list(built_in), n=1)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    return f"unknown {kind} {name!r}: {hint}built-in: {', '.join(built_in)}; {custom}"

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import re
-from difflib import get_close_matches
 from typing import Literal
 
-from vapo_mcore.config.references import FORM, is_reference
+from vapo_mcore.config.references import FORM, is_reference, unknown_name
 
 BUILT_IN_VERIFIERS = (
     "math",
@@ -44,9 +43,5 @@ def verifier_name_fault(name: str) -> str | None:
     """Return an error message for a name that is neither built-in nor a URL nor a reference to a function, else None."""
     if name in BUILT_IN_VERIFIERS or is_endpoint(name) or is_reference(name):
         return None
-    near = get_close_matches(name, BUILT_IN_VERIFIERS, n=1)
-    hint = f"did you mean {near[0]!r}? " if near else ""
-    return (
-        f"unknown verifier {name!r}: {hint}built-in: {', '.join(BUILT_IN_VERIFIERS)}; name a custom one by a reference: {FORM}, "
-        "or by the URL of its endpoint: 'http://host:port/path'"
-    )
+    custom = f"name a custom one by a reference: {FORM}, or by the URL of its endpoint: 'http://host:port/path'"
+    return unknown_name("verifier", name, BUILT_IN_VERIFIERS, custom)

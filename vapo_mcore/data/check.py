@@ -143,7 +143,7 @@ def _source_report(
 
 
 def _readable(problems: list[Problem], truth_faults: TruthFaults, faults: Faults) -> list[Problem]:
-    """The problems whose ground truth their verifier can read."""
+    """Return the problems whose ground truth their verifier can parse."""
     reasons = truth_faults([(problem.verifier, problem.ground_truth, problem.metadata) for problem in problems])
     for problem, reason in zip(problems, reasons, strict=True):
         if reason is not None:

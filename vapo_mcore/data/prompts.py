@@ -282,12 +282,12 @@ class PromptDataset:
 
     @property
     def items(self) -> list[Prompt]:
-        """Each prompt once, by source and file order, named without epoch."""
+        """Return each prompt once, by source and file order, with ids without the epoch."""
         return [prompt for prompts in self._prompts.values() for prompt in prompts]
 
     @property
     def summary(self) -> str:
-        """One line for the log: number of prompts per source, and how many were dropped and why."""
+        """Return a log line: the number of prompts per source, and how many were dropped and why."""
         parts = []
         for name, prompts in self._prompts.items():
             dropped = self.dropped[name]

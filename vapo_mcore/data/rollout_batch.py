@@ -285,14 +285,14 @@ class RolloutBatch:
             raise ValueError("this rank does not hold all of the requested rows")
         return order[place]
 
-    def scatter_tokens(self, name: str, parts: Sequence[Tensor], indices: Sequence[Tensor], fill: float = 0.0) -> None:
+    def scatter_tokens(self, name: str, parts: Sequence[Tensor], indices: Sequence[Tensor]) -> None:
         """Store per-micro-batch results as a tensor of this batch.
 
         ``parts[k]`` is ``[tokens, ...]`` in packed order, as the engine returns it for a micro-batch whose tokens are at ``indices[k]``
-        (``MicroBatch.index``). Tokens in no part get ``fill``.
+        (``MicroBatch.index``). Tokens in no part get 0.
         """
         like = parts[0] if parts else torch.empty(0)
-        out = like.new_full((self.num_tokens, *like.shape[1:]), fill)
+        out = like.new_zeros((self.num_tokens, *like.shape[1:]))
         for part, index in zip(parts, indices, strict=True):  # one by one: choices of experts are large
             out.index_copy_(0, index.to(out.device), part)
         self[name] = out
@@ -320,8 +320,8 @@ class RolloutBatch:
         )
 
 
-def gather_rows(batch: RolloutBatch, group: dist.ProcessGroup | None = None) -> tuple[Rows, Tensor]:
-    """Replicate the rows of all ranks; returns the table sorted by row id, and the rank of ``group`` that holds each row.
+def gather_rows(batch: RolloutBatch) -> tuple[Rows, Tensor]:
+    """Replicate the rows of all ranks; returns the table sorted by row id, and the rank that holds each row.
 
     Exactly one rank must hold each row (the other ranks of a generation replica pass a batch without rows), and the row ids of all ranks
     together must be 0 .. N - 1. A collective. Only the small tables are sent, not the tokens.
@@ -329,8 +329,8 @@ def gather_rows(batch: RolloutBatch, group: dist.ProcessGroup | None = None) -> 
     Raises:
         ValueError: a row id is missing or held by two ranks.
     """
-    parts: list[tuple[Rows, Tensor]] = [(batch.rows, batch.row_ids)] * dist.get_world_size(group)
-    dist.all_gather_object(parts, (batch.rows, batch.row_ids), group=group)
+    parts: list[tuple[Rows, Tensor]] = [(batch.rows, batch.row_ids)] * dist.get_world_size()
+    dist.all_gather_object(parts, (batch.rows, batch.row_ids))
     row_ids = torch.cat([ids for _, ids in parts])
     holder = torch.repeat_interleave(torch.arange(len(parts)), torch.tensor([ids.numel() for _, ids in parts]))
     order = torch.argsort(row_ids)
@@ -346,7 +346,6 @@ def exchange(
     holder: Tensor,
     owner: Tensor,
     dp_rank_of_rank: Sequence[int],
-    group: dist.ProcessGroup | None = None,
 ) -> RolloutBatch:
     """Send token tensors from the ranks that generated them to all ranks that own them, in one all-to-all.
 
@@ -354,11 +353,10 @@ def exchange(
         batch: the rows this rank holds; ranks without rows pass an empty batch with the same tensors (names, dtypes, trailing
             shapes).
         rows: the replicated table of N rows.
-        holder: int64 ``[N]``, rank of ``group`` that sends each row.
+        holder: int64 ``[N]``, rank that sends each row.
         owner: int64 ``[N]``, data-parallel rank that will own each row; -1: the row is not sent (not trained on).
-        dp_rank_of_rank: data-parallel rank of each rank of ``group``. A row goes to every rank with its owner's data-parallel rank, so
+        dp_rank_of_rank: data-parallel rank of each rank. A row goes to every rank with its owner's data-parallel rank, so
             tensor-, context- and pipeline-parallel ranks have the same tokens.
-        group: the process group; all its ranks must call (None: the default group).
 
     Returns:
         The owned rows, by ascending row id; ``row_ids`` are their indices in ``rows``. Tensors stay on their device.
@@ -366,7 +364,7 @@ def exchange(
     Raises:
         ValueError: ``batch`` lacks a row that this rank sends, or no rank has the data-parallel rank of an owner.
     """
-    rank = dist.get_rank(group)
+    rank = dist.get_rank()
     dp_ranks = torch.tensor(dp_rank_of_rank)
     if not torch.isin(owner[owner >= 0], dp_ranks).all():
         raise ValueError(f"rows are owned by data-parallel rank {int(owner.max())}, but the group has {sorted(set(dp_rank_of_rank))}")
@@ -385,7 +383,7 @@ def exchange(
     payload = _to_bytes([batch[name] for name in names], batch.num_tokens)
     payload = payload.index_select(0, token_index(batch.cu_seqlens, sent_rows).to(payload.device))
     received = payload.new_empty((sum(received_sizes), payload.shape[1]))
-    dist.all_to_all_single(received, payload, received_sizes, sent_sizes, group=group)
+    dist.all_to_all_single(received, payload, received_sizes, sent_sizes)
     tensors = dict(zip(names, _from_bytes(received, [batch[name] for name in names]), strict=True))
     arrived = owned[received_order]
     arrived_batch = RolloutBatch(rows.select(arrived), cumulative(lengths[arrived]), tensors, arrived)

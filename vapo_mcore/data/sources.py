@@ -140,7 +140,7 @@ def _custom_rows(source: CustomSource, faults: Faults) -> Iterator[tuple[int, di
 
 
 def listed_answers(value: Any) -> list[str] | None:
-    """The answers of a text that is a JSON list of texts, such as ``["34"]``; None for other values. ``[1, 2]`` is an interval."""
+    """Return the answers in a text that is a JSON list of texts, such as ``["34"]``; None for other values. ``[1, 2]`` is an interval."""
     if not isinstance(value, str) or not value.lstrip().startswith("["):
         return None
     try:
@@ -151,7 +151,7 @@ def listed_answers(value: Any) -> list[str] | None:
 
 
 def _has_comma(answer: str) -> bool:
-    """Whether a comma stands outside brackets."""
+    """Return whether a comma is outside brackets."""
     depth = 0
     for character in answer:
         depth += (character in "([{") - (character in ")]}")
@@ -229,7 +229,7 @@ class _RowCheck:
         return messages
 
     def answers(self, schema: Schema, source: FileSource | CustomSource) -> list[str] | None:
-        """The ground truth; several texts where any of them is right."""
+        """Read the ground truth; a list if any of several answers is right."""
         value = self._get(schema.answer)
         if value is None:
             return None
@@ -240,7 +240,7 @@ class _RowCheck:
         return self._several(schema, several, source)
 
     def _several(self, schema: Schema, values: list[Any], source: FileSource | CustomSource) -> list[str] | None:
-        """The answers of a list; as one text where all are required."""
+        """Read the answers of a list; joined into one text if all are required."""
         name = schema.answer
         if not values:
             self._fault(name, "is an empty list of answers")

@@ -1,4 +1,4 @@
-"""The THD layout: the one place that knows padding for TP and CP and the zig-zag split over context-parallel ranks.
+"""The THD layout: the only module that handles padding for TP and CP and the zig-zag split over context-parallel ranks.
 
 Frames used below, all flat over the sequences of one micro-batch:
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def pad_multiples(context_parallel_size: int, tensor_parallel_size: int) -> tuple[int, int]:
-    """What a layout pads to: (multiple of each sequence, multiple of the total), in tokens."""
+    """Return the padding multiples in tokens: (of each sequence, of the total)."""
     sequence = 2 * context_parallel_size if context_parallel_size > 1 else 1
     return sequence, sequence * tensor_parallel_size
 
@@ -105,7 +105,7 @@ class ThdLayout:
         self._build_indices(real, padded)
 
     def _build_indices(self, real: Tensor, padded: Tensor) -> None:
-        """All index tensors, on the host first: a few small vector operations, then one copy each to the device."""
+        """Build all index tensors on the host with a few vector operations, then copy each to the device once."""
         cp, rank = self.context_parallel_size, self.context_parallel_rank
         count = real.numel()
         # Sequences of pads alone, a dummy's included, are sequences of length 0 here.
@@ -140,7 +140,7 @@ class ThdLayout:
         self._first, self._last = put(starts[:count]), put(starts[1 : count + 1] - 1)
 
     def with_padding(self, pad_to: int) -> ThdLayout:
-        """The same sequences in a layout of ``pad_to`` padded tokens."""
+        """Return a layout of the same sequences with ``pad_to`` padded tokens."""
         return self if pad_to == self.num_padded_tokens else ThdLayout(self.lengths_list, pad_to=pad_to, **self._arguments)
 
     @property

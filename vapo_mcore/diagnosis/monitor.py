@@ -11,7 +11,7 @@ from vapo_mcore.config.verifiers import UNGRADED
 from vapo_mcore.diagnosis.rules import RULES, Context, Row
 
 REPEATED_EVERY = 10
-"""A rule that goes on holding is printed again after so many steps; its count rises with every step."""
+"""A rule that still holds is printed again after this many steps; its count rises every step."""
 COUNT = "diagnosis/"
 """Metrics with this prefix count the steps in which a rule has held."""
 
@@ -28,7 +28,7 @@ class Finding:
 
     @property
     def is_told(self) -> bool:
-        """Whether it is news: the first step, and then every ``REPEATED_EVERY``-th."""
+        """Return whether to print the finding: in its first step, then every ``REPEATED_EVERY`` steps."""
         return (self.in_a_row - 1) % REPEATED_EVERY == 0
 
     def __str__(self) -> str:
@@ -72,7 +72,7 @@ class Monitor:
         return {COUNT + name: count for name, count in sorted(self.counts.items())}
 
     def ends_the_run(self, findings: Iterable[Finding]) -> Finding | None:
-        """The first finding that ``diagnosis.halt_on`` names."""
+        """Return the first finding that ``diagnosis.halt_on`` names, else None."""
         return next((finding for finding in findings if finding.name in self.halting), None)
 
     def state_dict(self) -> dict[str, Any]:

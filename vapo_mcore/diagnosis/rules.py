@@ -1,6 +1,6 @@
 """The rules: each is a pure function of the rows of one stage (oldest first) that returns its evidence, or None.
 
-A rule says nothing as long as what it looks at was not measured in enough steps. Numbers that are None (undefined) or absent are
+A rule stays silent until its metrics were measured in enough steps. Numbers that are None (undefined) or absent are
 left out.
 """
 
@@ -70,7 +70,7 @@ class Context:
 
 
 def values_of(rows: Rows, key: str) -> list[float]:
-    """The numbers of ``key``, oldest first; rows without one are left out."""
+    """Return the numbers of ``key``, oldest first; rows without one are left out."""
     return [row[key] for row in rows if row.get(key) is not None]
 
 
@@ -94,12 +94,12 @@ def _steps(rows: Rows, window: int) -> str:
 
 
 def explained_variance(rows: Rows, rule: ExplainedVarianceRule, context: Context) -> str | None:
-    """The mean must be below by more than twice its standard error: a critic that has learned nothing yet hovers around 0."""
+    """Find explained variance below the threshold by more than twice its standard error: a new critic hovers around 0."""
     return _explains_less(rows, rule)
 
 
 def critic_stuck(rows: Rows, rule: CriticStuckRule, context: Context) -> str | None:
-    """The same with a longer window and a threshold above 0, for a critic that does no harm and no good either.
+    """Find low explained variance over a longer window, with a threshold above 0: a critic that neither harms nor helps.
 
     Says what to try first: more updates a rollout until the critic has made about as many as published value pretraining, then a rate.
     """
@@ -149,7 +149,7 @@ def value_loss_rising(rows: Rows, rule: ValueLossRule, context: Context) -> str 
 
 
 def _lowest_window(values: Sequence[float], window: int) -> tuple[float, int]:
-    """Smallest mean of ``window`` neighbours, and where they begin."""
+    """Return the smallest mean of ``window`` consecutive values and the index of their first."""
     best, at, total = math.inf, 0, 0.0
     for end, value in enumerate(values, 1):
         total += value - (values[end - 1 - window] if end > window else 0.0)
@@ -166,7 +166,7 @@ def entropy_collapse(rows: Rows, rule: EntropyRule, context: Context) -> str | N
 
 
 def length_collapse(rows: Rows, rule: LengthRule, context: Context) -> str | None:
-    """Short answers are an illness where they do not come with more right ones."""
+    """Find falling lengths without rising accuracy: shorter answers are a failure unless more of them are right."""
     lengths, accuracies = (first_and_last(rows, key, rule.window) for key in ("response/length_mean", "accuracy/mean"))
     if lengths is None or accuracies is None or lengths[1] >= rule.fraction * lengths[0] or accuracies[1] > accuracies[0]:
         return None

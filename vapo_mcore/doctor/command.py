@@ -11,7 +11,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vapo_mcore.doctor.report import Finding, exit_code, merge, require_same, table
+from vapo_mcore.doctor.report import Finding, exit_code, merge, require_same_versions, table
 from vapo_mcore.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ def _with_ranks(config: Config | None, seconds: float) -> int:
         together = [_world(config), network.clocks(), network.shared_folder(Path(config.run.dir if config is not None else "."))]
         together.append(network.all_reduce(seconds))
         answers = network.gather(together)
-    rows = merge(require_same(by_node, "versions"))
+    rows = merge(require_same_versions(by_node))
     for same_check in zip(*answers, strict=True):  # a fault that one rank sees is a fault
         worst = max(same_check, key=lambda finding: ("ok", "warn", "FAIL").index(finding.status))
         rows.append((worst, ""))

@@ -18,7 +18,7 @@ _RELEASE = re.compile(r"release (\d+)\.(\d+)")
 
 
 def gpu_findings(processes: int, launched: bool, environment: Mapping[str, str] = os.environ) -> list[Finding]:
-    """All checks of this module, for a node whose torch uses CUDA. ``launched``: this process was started by torchrun."""
+    """Run all checks of this module on a node whose torch uses CUDA. ``launched``: this process was started by torchrun."""
     import torch
 
     cuda = str(torch.version.cuda)
@@ -29,7 +29,7 @@ def gpu_findings(processes: int, launched: bool, environment: Mapping[str, str] 
 
 
 def transformer_engine(versions: Mapping[str, str], cuda: str) -> Finding:
-    """Whether the parts of Transformer Engine fit each other and torch. ``versions``: of ``installed_versions``; ``cuda``: torch's."""
+    """Check that Transformer Engine's packages match each other and torch. ``versions``: from ``installed_versions``; ``cuda``: torch's."""
     check = "Transformer Engine"
     if not versions:
         return Finding(check, "warn", "not installed: no model.attention=te, no fused layers; docs/cluster.md has its installation")
@@ -41,7 +41,7 @@ def transformer_engine(versions: Mapping[str, str], cuda: str) -> Finding:
 
 
 def toolkit(cuda: str, environment: Mapping[str, str] = os.environ) -> Finding:
-    """The compiler that builds Transformer Engine's extension and flashinfer's kernels, and the headers that the extension needs."""
+    """Check the compiler that builds Transformer Engine's extension and flashinfer's kernels, and the extension's headers."""
     home = environment.get("CUDA_HOME") or environment.get("CUDA_PATH") or "/usr/local/cuda"
     compiler = shutil.which("nvcc", path=f"{home}/bin") or shutil.which("nvcc", path=environment.get("PATH", ""))
     if compiler is None:
@@ -60,7 +60,7 @@ def toolkit(cuda: str, environment: Mapping[str, str] = os.environ) -> Finding:
 
 
 def caches(environment: Mapping[str, str] = os.environ) -> Finding:
-    """Whether compiled kernels can be kept: flashinfer raises when it is imported and its folder cannot be written."""
+    """Check that the caches of compiled kernels are writable: importing flashinfer fails if its folder is not."""
     home = environment.get("HOME", "/")
     places = {name: environment.get(name, home) for name in CACHES}
     unwritable = {name: place for name, place in places.items() if not _writable(Path(place))}

@@ -33,7 +33,7 @@ _SHARED_MEMORY = 1 * _GIB
 
 
 def machine_findings(config: Config | None, processes: int, import_seconds: float) -> list[Finding]:
-    """All checks of this node. ``processes``: ranks on it. ``import_seconds``: limit of each import."""
+    """Run all checks of this node. ``processes``: its ranks. ``import_seconds``: limit of each import."""
     import torch
 
     cuda = torch.cuda.is_available()
@@ -133,7 +133,7 @@ def shared_memory(folder: str = "/dev/shm") -> Finding:
 
 
 def imports(config: Config | None, cuda: bool, seconds: float) -> list[Finding]:
-    """Whether the optional engines can be imported, and whether the recipe (if any) needs them."""
+    """Check that the optional engines can be imported if the recipe needs them."""
     attention = config.model.attention if config is not None else "auto"
     needed = None if config is None else engine_traits(config.rollout.engine).package
     packages = {engine.traits.package for engine in BUILT_IN_ENGINES.values()} | {needed}
@@ -192,7 +192,7 @@ def host_memory(config: Config | None, processes: int, cuda: bool) -> Finding:
 
 
 def run_folder(config: Config) -> Finding:
-    """Whether this node can write where the run will be; what all nodes see of each other's files, only ranks can tell."""
+    """Check that this node can write to the run's folder. Whether nodes see each other's files is checked by the ranks."""
     try:
         check_folder_writable("run.dir", Path(config.run.dir))
     except ConfigError as error:
@@ -201,7 +201,7 @@ def run_folder(config: Config) -> Finding:
 
 
 def paths(config: Config) -> list[Finding]:
-    """Whether this node sees what the recipe names."""
+    """Check that this node sees the paths of the recipe."""
     named = {"model.path": config.model.path}
     if config.uses_critic and config.critic.path is not None:
         named["critic.path"] = config.critic.path

@@ -83,7 +83,7 @@ def bus_bandwidth(ranks: int, seconds: float) -> float:
 
 
 def clocks() -> Finding:
-    """Largest difference between the ranks' clocks, by the round with the smallest; ranks leave an exchange at slightly different times."""
+    """Measure the largest difference between the ranks' clocks, minimum over rounds: ranks leave an exchange at different times."""
     spreads = []
     for _ in range(_ROUNDS):
         gather(None)  # all ranks leave it at about the same time
@@ -122,7 +122,7 @@ def shared_folder(folder: Path) -> Finding:
 
 
 def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """The values of all ranks, on all ranks. ``group``: one of all ranks with another timeout."""
+    """Gather the values of all ranks on all ranks. ``group``: one of all ranks with another timeout."""
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value, group=group)
     return values

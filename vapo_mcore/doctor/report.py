@@ -39,12 +39,12 @@ def merge(by_node: Mapping[str, Iterable[Finding]]) -> list[tuple[Finding, str]]
     return rows
 
 
-def require_same(by_node: Mapping[str, Iterable[Finding]], check: str) -> dict[str, list[Finding]]:
-    """The findings, those of ``check`` turned into faults where nodes do not agree on it."""
-    details = {finding.detail for findings in by_node.values() for finding in findings if finding.check == check}
+def require_same_versions(by_node: Mapping[str, Iterable[Finding]]) -> dict[str, list[Finding]]:
+    """Return the findings of each node; those on versions fail if the nodes differ."""
+    details = {finding.detail for findings in by_node.values() for finding in findings if finding.check == "versions"}
 
     def judged(finding: Finding) -> Finding:
-        if finding.check != check or len(details) < 2:
+        if finding.check != "versions" or len(details) < 2:
             return finding
         return replace(finding, status="FAIL", detail=f"{finding.detail}: not the same on all nodes")
 

@@ -50,7 +50,7 @@ def estimate(values: npt.NDArray[np.float64], seed: int | list[int]) -> Estimate
     return Estimate(mean, float(low), float(high), count, "bootstrap")
 
 
-def wilson_interval(successes: float, trials: int, confidence: float = CONFIDENCE) -> tuple[float, float]:
+def wilson_interval(successes: float, trials: int) -> tuple[float, float]:
     """Wilson score interval of a binomial proportion (Wilson 1927, JASA 22, 209-212; without continuity correction).
 
     With p = successes / trials and z the normal quantile, centre (p + z^2/2n) / (1 + z^2/n) and half-width
@@ -65,7 +65,7 @@ def wilson_interval(successes: float, trials: int, confidence: float = CONFIDENC
     """
     if trials < 1 or not 0 <= successes <= trials:
         raise ValueError(f"{successes} successes of {trials} trials are not a proportion")
-    z = NormalDist().inv_cdf(0.5 + confidence / 2)
+    z = NormalDist().inv_cdf(0.5 + CONFIDENCE / 2)
     proportion, z2 = successes / trials, z * z
     centre = (proportion + z2 / (2 * trials)) / (1 + z2 / trials)
     half = z * math.sqrt(proportion * (1 - proportion) / trials + z2 / (4 * trials * trials)) / (1 + z2 / trials)

@@ -40,7 +40,7 @@ def write_report(
 
 
 def markdown(title: str, settings: Mapping[str, Any], summaries: Sequence[Summary], seconds: Mapping[str, float], *, processes: int) -> str:
-    """The report for people: a table of scores, one of lengths, one for each field that a set is split by, and the time it took."""
+    """Render the report: tables of scores and lengths, one for each field that splits a set, and the time taken."""
     lines = [f"# {title}", "", ", ".join(f"{key} {_cell(value)}" for key, value in settings.items()), ""]
     lines += ["## Scores", "", *_score_table("set", summaries), ""]
     lines += [
@@ -69,7 +69,7 @@ def markdown(title: str, settings: Mapping[str, Any], summaries: Sequence[Summar
 
 
 def console_lines(summaries: Sequence[Summary]) -> list[str]:
-    """One line a set."""
+    """Return one line per set."""
     lines = []
     for summary in summaries:
         scores = "; ".join(f"{name} {describe(value)}" for name, value in summary.scores.items())
@@ -142,7 +142,7 @@ def _cell(value: object) -> str:
 
 
 def _replace(path: Path, text: str) -> None:
-    """A reader sees the old file or the new one, never a part."""
+    """Replace a file atomically."""
     unfinished = path.with_name(f".{path.name}.part")
     try:
         unfinished.write_text(text, encoding="utf-8", errors="surrogatepass")

@@ -106,7 +106,7 @@ def majority_score(answers: Iterable[tuple[bool, str | None]]) -> float:
 
 
 def summarise(records: Sequence[Record], samples: int, seed: int) -> list[Summary]:
-    """One summary a set, in the order of their first records; ``seed`` is that of the bootstrap."""
+    """Return one summary per set, in the order of their first records; ``seed`` is that of the bootstrap."""
     by_source: dict[str, list[Record]] = {}
     for record in records:
         by_source.setdefault(record["source"], []).append(record)

@@ -1,4 +1,4 @@
-"""The responses of an evaluation on disk, so that one that was killed goes on where it stopped.
+"""Store the responses of an evaluation on disk, so that a killed evaluation continues where it stopped.
 
 <output>/responses.jsonl   one record a response, in the order of the evaluation
 <output>/progress.jsonl    first what is evaluated, then one line for each chunk that is complete
@@ -23,7 +23,7 @@ from vapo_mcore.evaluation.statistics import Record
 
 RESPONSES, PROGRESS = "responses.jsonl", "progress.jsonl"
 RECORDS = 2
-"""Format of the records: an evaluation that began with another one does not go on."""
+"""Format version of the records; an evaluation with another version cannot be continued."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class ResponseStore:
 
     @classmethod
     def open(cls, folder: str | Path, identity: dict[str, Any], *, clean: bool) -> ResponseStore:
-        """A new store, or the one that an evaluation of the same ``identity`` (plain JSON values) left.
+        """Open the store of an evaluation with the same ``identity`` (plain JSON values), or create one.
 
         Raises:
             ConfigError: the folder holds something else, another evaluation (the message names what differs), damaged files, or
@@ -73,7 +73,7 @@ class ResponseStore:
         self.chunks.append(Chunk(end, seconds))
 
     def records(self) -> list[dict[str, Any]]:
-        """All records of complete chunks, in order."""
+        """Return all records of complete chunks, in order."""
         with open(self.folder / RESPONSES, encoding="utf-8", errors="surrogatepass") as lines:
             return [json.loads(line) for line in lines]
 

@@ -65,7 +65,7 @@ class MiniBatch:
 
     @property
     def is_masked(self) -> bool:
-        """Whether no token on any rank carries a loss, so that the step is skipped."""
+        """Return whether no token on any rank carries a loss, so that the step is skipped."""
         return self.denominators.tokens == 0
 
 

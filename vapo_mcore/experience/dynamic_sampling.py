@@ -70,7 +70,7 @@ class GroupCollector:
 
     @property
     def exhausted(self) -> bool:
-        """Whether the batch is not full after the last allowed round."""
+        """Return whether the batch is still not full after the last allowed round."""
         return self.missing > 0 and self.rounds >= self.max_rounds
 
     def next_draw(self) -> int:

@@ -35,7 +35,7 @@ class Response:
 
     @property
     def text(self) -> str:
-        """The text that the model wrote. Observations of the environment are excluded: they could contain the answer."""
+        """Return the text that the model wrote. Observations of the environment are excluded: they could contain the answer."""
         return "\n".join(self.turns)
 
     @property

@@ -11,7 +11,7 @@ import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, TypeVar
 
 from pydantic import AfterValidator, Field, ValidationError
 
@@ -153,7 +153,6 @@ class LocalConfig(Section):
 
 
 Cluster = SlurmConfig | LocalConfig
-ExecutorName = Literal["slurm", "local"]
 _Model = TypeVar("_Model", SlurmConfig, LocalConfig)
 
 

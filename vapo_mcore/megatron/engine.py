@@ -216,7 +216,7 @@ class MegatronModel:
 
     @torch.no_grad()
     def distributions(self, microbatches: Sequence[MicroBatch]) -> list[Tensor]:
-        """A policy's log-probs of the whole vocabulary at temperature 1, on every rank that holds these sequences: for a few tokens.
+        """Return the policy's log-probs of the whole vocabulary at temperature 1, on every rank that holds these sequences; for few tokens.
 
         Returns:
             float32 [tokens, vocab_size] a micro-batch, output-aligned: row t is the distribution of token t + 1; -inf outside the softmax.

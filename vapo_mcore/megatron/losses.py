@@ -12,7 +12,8 @@ from torch import Tensor
 
 from vapo_mcore.algorithm.covariance import covariance_terms
 from vapo_mcore.algorithm.histogram import histogram_value_terms
-from vapo_mcore.algorithm.kl import LOG_RATIO_CLAMP, KLKind, kl_loss_terms, masked_difference
+from vapo_mcore.algorithm.importance import mismatch_sums
+from vapo_mcore.algorithm.kl import KLKind, kl_loss_terms
 from vapo_mcore.algorithm.losses import Clips, policy_loss_terms, positive_nll_terms, value_loss_terms
 from vapo_mcore.algorithm.objectives import Sequences, cispo_terms, gspo_terms, ratio_indicators
 from vapo_mcore.config.architecture import ValueBins
@@ -23,6 +24,9 @@ Stats = dict[str, Tensor]
 
 COVARIANCE_KINDS = ("clip_cov", "kl_cov")
 """Objectives that treat some tokens of a mini-batch apart; the trainer marks them in the tensor ``covarying``."""
+
+MISMATCH_STATISTIC = "mismatch_"
+"""Prefix of the statistics of ``importance.mismatch_sums``."""
 
 TERM_STATISTIC = "term/"
 """Prefix of the statistics of user-defined terms. The suffix "/sum" keeps a term named "*_max" from being reduced as a maximum."""
@@ -105,7 +109,8 @@ class PolicyLoss:
             total = total + term.coef * part
             stats[f"{TERM_STATISTIC}{term.name}/sum"] = part.detach()
         if self.measure_mismatch:
-            stats |= self._mismatch(logprobs.detach(), batch["old_logprobs"], mask)
+            sums = mismatch_sums(logprobs, batch["old_logprobs"], mask, self.clip.importance_correction.cap)
+            stats |= {f"{MISMATCH_STATISTIC}{name}": value for name, value in sums.items()}
         return total, stats
 
     def _surrogate_terms(self, outputs: dict[str, Tensor], batch: dict[str, Tensor]) -> tuple[Tensor, Stats]:
@@ -128,18 +133,6 @@ class PolicyLoss:
             sequences = Sequences(batch["cu_seqlens"], self.context_parallel_group)
             return gspo_terms(*read, sequences, importance_weights=weights, **clips)
         return policy_loss_terms(*read, importance_weights=weights, **clips)
-
-    def _mismatch(self, logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> Stats:
-        """Sum |difference| and the weights w = exp(trainer - rollout) over tokens, for the first update of a step."""
-        difference = masked_difference(logprobs, rollout_logprobs, mask)
-        ratio = torch.where(mask, difference.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP).exp(), 0.0).double()
-        return {
-            "mismatch_abs": difference.abs().sum(),
-            "mismatch_abs_max": torch.cat([difference.abs(), difference.new_zeros(1)]).max(),
-            "mismatch_ratio": ratio.sum(),
-            "mismatch_ratio_squared": ratio.square().sum(),
-            "mismatch_beyond_cap": (ratio > self.clip.importance_correction.cap).sum(),
-        }
 
 
 class CriticLoss:

@@ -59,7 +59,7 @@ class HostPool:
         return sum(buffer.untyped_storage().nbytes() for buffer in self._buffers.values())
 
     def buffer(self, key: tuple[Any, ...], like: Tensor) -> Tensor:
-        """The host buffer of ``key``, [numel] in the dtype of ``like``, whose values it does not take over.
+        """Return the host buffer of ``key``, [numel] in the dtype of ``like``; its values are not copied from ``like``.
 
         Raises MemoryError where the host has no room for it.
         """
@@ -70,7 +70,7 @@ class HostPool:
         return found
 
     def arena(self, owner: str, num_bytes: int) -> Tensor:
-        """The first ``num_bytes`` of one buffer of ``owner``, uint8, whatever they hold; it is made anew only where it is too small.
+        """Return the first ``num_bytes`` of the buffer of ``owner``, uint8, contents undefined; reallocated only if too small.
 
         Raises MemoryError, and ``owner`` has none then.
         """
@@ -183,7 +183,7 @@ class ModelOffloader:
         return sum(found.values())
 
     def mark_changed(self) -> None:
-        """The optimizer has stepped (or weights were loaded): host copies of what is resident are out of date."""
+        """Mark the host copies of resident parts as out of date, after an optimizer step or a load."""
         self._on_host -= self.resident
 
     def state_tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -375,7 +375,7 @@ class Residency:
         _synchronize()
 
     def mark_changed(self, name: str) -> None:
-        """The named model has been updated."""
+        """Mark the host copies of the named model as out of date, after an update."""
         self.offloaders[name].mark_changed()
 
     @contextmanager

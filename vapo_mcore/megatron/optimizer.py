@@ -165,7 +165,7 @@ class Optimizer:
 
     @contextmanager
     def _apart(self) -> Iterator[None]:
-        """Run an update on its own gradient g alone: the first moment m is set aside, and afterwards it is m + (1 - beta1) g.
+        """Run an update on its own gradient g alone: the first moment m is saved first, and is m + (1 - beta1) g afterwards.
 
         AdamW is linear in the first moment, so this is what g adds to the update before when both gradients are summed. Without it, an
         update of a second loss would mostly repeat the first one's momentum: beta1 m + (1 - beta1) g. Needs a copy of the first moments.

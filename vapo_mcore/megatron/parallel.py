@@ -56,7 +56,7 @@ class ParallelContext:
 
     @property
     def variable_lengths(self) -> bool:
-        """Whether micro-batches differ in length, so that pipeline stages must exchange shapes.
+        """Return whether micro-batches differ in length, so that pipeline stages must exchange shapes.
 
         False with interleaved stages: with two of them both neighbours are the same rank, and Megatron's shape exchange confuses the two
         directions.

@@ -94,7 +94,7 @@ class Routing:
     def model_pass(
         self, microbatches: Sequence[MicroBatch], *, training: bool, record: bool = False, coefs: RouterCoefs | None = None
     ) -> Iterator[None]:
-        """A pass of the model over ``microbatches``, with auxiliary losses if ``coefs`` are given; collective then."""
+        """Run the routers for a pass of the model over ``microbatches``, with auxiliary losses if ``coefs`` are given; collective then."""
         losses = self._losses(microbatches, coefs) if coefs else [None] * len(self.routers)
         for router, aux in zip(self.routers, losses, strict=True):
             router.begin(training=training, aux=aux)

@@ -91,7 +91,7 @@ class RankState:
 
 @contextmanager
 def pipeline_rank(parallel: ParallelConfig, stage: int) -> Iterator[ParallelContext]:
-    """Initialise this process as the first rank of pipeline stage ``stage`` in a fake process group."""
+    """Initialise this process as rank 0 within pipeline stage ``stage`` of a fake process group."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     assert not dist.is_initialized(), "planning needs a process without a process group"
@@ -324,7 +324,7 @@ class _ChunkRun:
 
 
 def _loss(config: Config, role: Role, architecture: ModelArchitecture) -> PolicyLoss | CriticLoss:
-    """The configured loss, able to run on tensors without data."""
+    """Return the configured loss, able to run on tensors without data."""
     if role == "critic":
         return CriticLoss(config.algorithm.value_loss.clip, architecture.value_bins)
     loss = PolicyLoss(config)
@@ -335,7 +335,7 @@ def _loss(config: Config, role: Role, architecture: ModelArchitecture) -> Policy
 
 
 def _loss_inputs(loss: PolicyLoss | CriticLoss, rows: int) -> dict[str, Tensor]:
-    """What the loss reads of a micro-batch of ``rows`` tokens, without data."""
+    """Return the tensors that the loss reads for a micro-batch of ``rows`` tokens, without data."""
     batch = {name: torch.empty(rows, device=META) for name in loss.tensors}
     return batch | {"mask": torch.empty(rows, dtype=torch.bool, device=META)}
 

@@ -10,9 +10,11 @@ from vapo_mcore.planning.state import GRADIENT_BYTES, ITEM_BYTES, num_parameters
 _LONG_SEQUENCE = 16384
 """Maximum sequence length from which on context parallelism is tried."""
 
+_SHOWN = 5
 
-def cheapest_layouts(plan: Plan, planner: Planner, reload: Reload, count: int = 5) -> list[Change]:
-    """Return layouts that fit on at most the nodes of ``plan``, by estimated GPU-hours of the recipe, with the recipe's batch sizes.
+
+def cheapest_layouts(plan: Plan, planner: Planner, reload: Reload) -> list[Change]:
+    """Return up to five layouts that fit on at most the nodes of ``plan``, by estimated GPU-hours, with the recipe's batch sizes.
 
     Tries all degrees of tensor parallelism within a node and of pipeline and data parallelism on 1, 2, 4, ... nodes, with the least
     recomputation that fits, and context parallelism for long sequences if a layout does not fit without it.
@@ -30,7 +32,7 @@ def cheapest_layouts(plan: Plan, planner: Planner, reload: Reload, count: int = 
                     if fitting is not None:
                         found.append(fitting)
                         break
-    return sorted(found, key=lambda change: change.plan.run.gpu_hours)[:count]
+    return sorted(found, key=lambda change: change.plan.run.gpu_hours)[:_SHOWN]
 
 
 def _is_possible(plan: Plan, tp: int, pp: int) -> bool:

@@ -39,7 +39,7 @@ class Parameter:
 
     @property
     def is_expert(self) -> bool:
-        """Whether it belongs to an expert of a mixture."""
+        """Return whether the parameter belongs to an expert."""
         return ".experts." in self.name
 
 

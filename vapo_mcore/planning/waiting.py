@@ -107,7 +107,7 @@ class Waiting:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of one replica."""
+        """Return the tokens per second of one replica."""
         return self.tokens / self.seconds
 
 
@@ -156,7 +156,7 @@ def estimate_waiting(lengths: Lengths, replicas: Replicas, horizon: int | None) 
     prefill = replicas.prefill_seconds(responses * (replicas.prompt + before))
     alone = replicas.step_seconds(np.array(1.0), np.array(context))
     # Replicas differ in the longest response, and in the tokens that they sample and read.
-    late = float((slowest - goes_on).sum() * alone) + _spread(segments, replicas, slots, context) * _largest_normal(count)
+    late = float((slowest - goes_on).sum() * alone) + _spread(segments, replicas, slots) * _largest_normal(count)
     seconds = decode + prefill + late
     busy = slot_time + prefill * slots
     return Waiting(horizon, seconds, late / seconds, 1 - busy / (slots * seconds), prefill / seconds, responses * segments.mean, before)
@@ -167,7 +167,7 @@ def _from(values: Floats) -> Floats:
     return values[::-1].cumsum()[::-1]
 
 
-def _spread(segments: Segments, replicas: Replicas, slots: int, context: float) -> float:
+def _spread(segments: Segments, replicas: Replicas, slots: int) -> float:
     """Return the standard deviation of the replicas' seconds: of reading the cache and, with a queue, of engine steps."""
     per_token = float(replicas.step_seconds(np.array(1.0), np.array(1e6)) - replicas.step_seconds(np.array(1.0), np.array(0.0))) / 1e6
     reading = per_token * math.sqrt(max(0.0, segments.read_square - segments.read**2) * replicas.responses)

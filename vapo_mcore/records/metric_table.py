@@ -449,7 +449,7 @@ _REDUCTION_TEXT = {
 
 
 def render_markdown() -> str:
-    """The text of ``docs/metrics.md``."""
+    """Return the text of ``docs/metrics.md``."""
     lines = [
         "# Metrics",
         "",

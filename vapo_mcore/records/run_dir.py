@@ -89,7 +89,7 @@ class RunDirectory:
         :func:`check_position`.
         """
         path = Path(path)
-        check_position(path, metrics_bytes=metrics_bytes, written=written, dumps=dumps)
+        check_position(path, metrics_bytes)
         try:
             os.truncate(path / "metrics.jsonl", metrics_bytes)
             for file in _written(path):
@@ -187,8 +187,8 @@ def _finite_or_none(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def check_position(path: str | Path, *, metrics_bytes: int, written: Collection[str], dumps: Collection[str] | None = None) -> None:
-    """Raise CheckpointError unless the directory still contains everything written up to this position. Changes nothing."""
+def check_position(path: str | Path, metrics_bytes: int) -> None:
+    """Raise CheckpointError unless metrics.jsonl still has the rows of its first ``metrics_bytes`` bytes. Changes nothing."""
     metrics = Path(path) / "metrics.jsonl"
     try:
         size = metrics.stat().st_size if metrics.is_file() else 0

@@ -72,7 +72,7 @@ class Trackers:
             self.write(row, flush=False)
 
     def __bool__(self) -> bool:
-        """Whether the run has any tracker, running or failed."""
+        """Return whether the run has any tracker, running or failed."""
         return bool(self._running) or self.failed > 0
 
     def write(self, row: Mapping[str, Any], *, flush: bool = True) -> None:

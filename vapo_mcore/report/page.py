@@ -15,7 +15,7 @@ from vapo_mcore.config.yaml_text import shown
 from vapo_mcore.report import charts, notes, samples, series
 from vapo_mcore.report.read import RunData, number_setting
 
-SCRIPTS = ("draw.js", "samples.js", "page.js")
+SCRIPTS = ("draw.js", "samples.js", "charts.js", "page.js")  # one scope, in this order
 
 
 def build_page(runs: Sequence[RunData], title: str) -> str:
@@ -25,6 +25,7 @@ def build_page(runs: Sequence[RunData], title: str) -> str:
         title=escape(title),
         version=escape(__version__),
         style=asset("page.css"),
+        failures=asset("failures.js"),
         data=embedded(page_data(runs, title)),
         script="\n".join(asset(name) for name in SCRIPTS),
     )
@@ -71,5 +72,5 @@ def _run_data(run: RunData, curves: dict[str, Any], runs: int) -> dict[str, Any]
 
 
 def asset(name: str) -> str:
-    """The text of a file of ``report/assets``."""
+    """Return the text of a file of ``report/assets``."""
     return files("vapo_mcore.report").joinpath("assets", name).read_text(encoding="utf-8")

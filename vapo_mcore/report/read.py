@@ -10,7 +10,7 @@ from typing import Any
 
 from vapo_mcore.config.yaml_text import parse_yaml
 from vapo_mcore.errors import ConfigError, DataError, VapoError
-from vapo_mcore.metrics_file import GrowingMetrics, Row, is_number
+from vapo_mcore.metrics_file import GrowingMetrics, Row, is_count, is_number
 
 Sample = dict[str, Any]
 
@@ -129,7 +129,7 @@ def sample_faults(sample: Sample) -> list[str]:
     faults = [f"{name!r} is not text" for name in _TEXTS if not isinstance(sample.get(name, ""), str)]
     faults += [f"{name!r} is neither text nor null" for name in _TEXTS_OR_NULL if not isinstance(sample.get(name), str | None)]
     faults += [f"{name!r} is neither a number nor null" for name in _NUMBERS_OR_NULL if not _is_number_or_null(sample.get(name))]
-    faults += [f"{name!r} is not a whole number from 0 to 2**31 - 1" for name in _COUNTS if not _is_count(sample.get(name, 0))]
+    faults += [f"{name!r} is not a whole number from 0 to 2**31 - 1" for name in _COUNTS if not is_count(sample.get(name, 0))]
     if not isinstance(sample["correct"], bool):
         faults.append("'correct' is neither true nor false")
     if "segments" in sample and not _are_segments(sample["segments"]):
@@ -140,7 +140,7 @@ def sample_faults(sample: Sample) -> list[str]:
 def _are_segments(value: Any) -> bool:
     if not isinstance(value, list) or not value:
         return False
-    return all(isinstance(part, list) and len(part) == 2 and all(map(_is_count, part)) for part in value)
+    return all(isinstance(part, list) and len(part) == 2 and all(map(is_count, part)) for part in value)
 
 
 def _token_faults(tokens: Any) -> list[str]:
@@ -159,10 +159,6 @@ def _token_faults(tokens: Any) -> list[str]:
 
 def _is_number_or_null(value: Any) -> bool:
     return value is None or is_number(value)
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**31
 
 
 def evenly(items: Sequence[Any], count: int) -> list[Any]:

@@ -55,11 +55,11 @@ def evaluations(rows: Sequence[Row]) -> dict[str, list[Point]]:
     return result
 
 
-def rounded(value: float | None, digits: int = 5) -> float | int | None:
-    """Round to ``digits`` significant digits; None if not finite. Whole numbers become integers, which are shorter in JSON."""
+def rounded(value: float | None) -> float | int | None:
+    """Round to 5 significant digits; None if not finite. Whole numbers become integers, which are shorter in JSON."""
     if value is None or not np.isfinite(value):
         return None
-    short = float(f"{value:.{digits}g}")
+    short = float(f"{value:.5g}")
     return int(short) if short == int(short) and abs(short) < 1e15 else short
 
 

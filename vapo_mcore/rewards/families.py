@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from vapo_mcore.rewards.forms import Equal, matched, values_of
 
 _BEFORE = r"(?P<value>.{1,200}?)\s*,?\s*(?:\\q?quad(?![a-z])\s*)?"
-_TEXT = r"(?:\\text\s*\{\s*)?"
 _MEMBER = re.compile(
     _BEFORE
     + r"(?:\\text\s*\{\s*(?:where|for|with)?\s*\}|where|for|with)?\s*\(?\s*(?P<name>[a-z])\s*\\in(?![a-z])\s*(?P<domain>[^,;()]{1,60}?)\)?"

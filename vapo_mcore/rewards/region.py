@@ -22,7 +22,7 @@ class AnswerRegion:
 
     @classmethod
     def of(cls, config: Config, tokenizer: Any) -> AnswerRegion:
-        """The configured region; by default after thinking, if the chat template has both tags.
+        """Return the configured region; by default the text after thinking, if the chat template has both tags.
 
         Raises ConfigError for a tag that is a special token: such tokens are not part of the text that verifiers read.
         """
@@ -72,6 +72,6 @@ class AnswerRegion:
 
 
 def answer_region(response: str, metadata: Mapping[str, Any]) -> str:
-    """The part of a response in which its answer counts."""
+    """Return the part of a response in which its answer counts."""
     start: int = metadata.get(ANSWER_START, 0)
     return response[start:]

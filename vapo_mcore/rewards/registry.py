@@ -128,7 +128,7 @@ def load_verifier(name: str) -> Verifier:
 
 
 def _any_of(function: Score, response: str, ground_truth: str, metadata: Mapping[str, Any]) -> float | StepScores:
-    """The best score by any of the row's right answers."""
+    """Return the best score over the row's right answers."""
     several = metadata.get(RIGHT_ANSWERS)
     if several is None:
         return function(response, ground_truth, metadata)

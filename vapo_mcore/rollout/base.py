@@ -257,7 +257,7 @@ class RolloutEngine(Protocol):
         ...
 
     def distributions(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
-        """The engine's log-probs of the whole vocabulary at temperature 1, for a few short sequences of token ids.
+        """Return the engine's log-probs of the whole vocabulary at temperature 1, for a few short sequences of token ids.
 
         Returns:
             float32 [len - 1, vocab_size] a sequence, on the host: row t is the distribution of token t + 1; -inf for ids that are never

@@ -98,7 +98,7 @@ class StatefulEngine(ABC):
         return self._running(lambda: self._distributions(sequences)) if requests else []
 
     def _running(self, run: Callable[[], _Result]) -> _Result:
-        """The result of ``run``; whatever it raises becomes EngineFailure and leaves the engine ``BROKEN``."""
+        """Return the result of ``run``; any exception becomes EngineFailure and leaves the engine ``BROKEN``."""
         self._state = EngineState.BROKEN
         try:
             result = run()
@@ -164,7 +164,7 @@ class StatefulEngine(ABC):
     @classmethod
     @abstractmethod
     def build(cls, build: EngineBuild) -> Self:
-        """The engine of this rank, asleep. All ranks call this together."""
+        """Build the engine of this rank, asleep. All ranks call this together."""
 
     @abstractmethod
     def settings(self) -> dict[str, Any]: ...

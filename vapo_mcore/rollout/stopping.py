@@ -52,7 +52,7 @@ class StopTexts:
 
     @classmethod
     def of(cls, config: Config, tokenizer: Any) -> StopTexts | None:
-        """The configured ones; None without any. Raises ConfigError for texts in which a special token would have to be."""
+        """Return the configured stop texts, or None. Raises ConfigError for texts that contain a special token."""
         if not config.rollout.stop:
             return None
         special = {str(token): number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
@@ -66,11 +66,11 @@ class StopTexts:
 
     @property
     def window(self) -> int:
-        """The most tokens that write the longest text: at worst four for a character, and a few special ones among them."""
+        """Return the largest number of tokens of the longest text: at most four per character, plus a few special ones."""
         return 4 * max(map(len, self.texts)) + 4
 
     def completed(self, token_ids: Sequence[int]) -> bool:
-        """Whether the last ``window`` tokens may complete a text: cheap, asked after each token."""
+        """Return whether the last ``window`` tokens may complete a text; cheap, called after each token."""
         tail = self.tokenizer.decode(token_ids[-self.window :], skip_special_tokens=True)
         return any(text in tail for text in self.texts)
 

@@ -204,7 +204,7 @@ class VllmEngine(StatefulEngine):
         return generations
 
     def _distributions(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
-        """vLLM's prompt log-probs, which it gives at temperature 1. More than 20 a position are refused unless ``max_logprobs`` says so."""
+        """Return vLLM's prompt log-probs, at temperature 1. vLLM refuses more than 20 per position unless ``max_logprobs`` allows them."""
         from vllm import SamplingParams
 
         how = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=-1, flat_logprobs=True, detokenize=False)
@@ -455,7 +455,7 @@ def _sampling_parameters(request: GenerationRequest, sampling: SamplingConfig, s
 
 
 def _generation(request: GenerationRequest, completion: Any, stop_texts: StopTexts | None) -> Generation:
-    """The response, up to the token that completes the first stop text: what was sampled is what is trained on."""
+    """Return the response up to the token that completes the first stop text; training uses the sampled tokens."""
     token_ids, logprobs = list(completion.token_ids), completion.logprobs
     if completion.finish_reason not in ("stop", "length") or logprobs is None or logprobs.token_ids != token_ids:
         raise RolloutError(

@@ -43,7 +43,7 @@ class UpdateGuard:
 
     @property
     def must_stop(self) -> bool:
-        """Whether the limit of consecutive skipped updates is reached."""
+        """Return whether the limit of consecutive skipped updates is reached."""
         return self.in_a_row >= self.limit
 
     def state_dict(self) -> dict[str, Any]:

@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 import shutil
 from collections.abc import Mapping
@@ -16,6 +15,7 @@ from typing import Any
 
 from vapo_mcore.config.schema import BestExportConfig
 from vapo_mcore.errors import CheckpointError
+from vapo_mcore.metrics_file import finite_number
 from vapo_mcore.weights.writer import write_json
 
 INFO = "best.json"
@@ -51,7 +51,7 @@ class BestExport:
     def start(self, metrics: Mapping[str, Any]) -> None:
         """Record the score of the evaluation before the first step."""
         if self.settings is not None:
-            self.score = _finite(metrics.get(self.settings.metric))
+            self.score = finite_number(metrics.get(self.settings.metric))
 
     def improved(self, step: int, metrics: Mapping[str, Any]) -> float | None:
         """Return the score if the policy should be exported, else None.
@@ -60,7 +60,7 @@ class BestExport:
         """
         if self.settings is None:
             return None
-        score = _finite(metrics.get(self.settings.metric))
+        score = finite_number(metrics.get(self.settings.metric))
         if score is None or (self.step > 0 and step - self.step < self.settings.every_steps):
             return None
         if self.score is not None and not (score > self.score if self.settings.mode == "max" else score < self.score):
@@ -125,7 +125,3 @@ def install_export(new: Path, run_dir: str | Path, info: Mapping[str, Any]) -> N
         shutil.rmtree(old, ignore_errors=True)
     except OSError as error:
         raise CheckpointError(f"cannot write {destination}: {error.strerror or error}") from error
-
-
-def _finite(value: Any) -> float | None:
-    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None

@@ -218,7 +218,7 @@ def _find_past(config: Config, resume: ResumeOptions, console: Console) -> _Past
     state = load_state(checkpoint)
     with fail_together():
         if world()[0] == 0:
-            check_position(config.run.dir, **state["files"])
+            check_position(config.run.dir, state["files"]["metrics_bytes"])
     return _Past(checkpoint, state)
 
 

@@ -375,7 +375,7 @@ class StepRunner:
                 self.estimator.record_reference_kl(experience, step.metrics)
 
     def _replays_routers(self, model: MegatronModel) -> bool:
-        """Whether the model's updates repeat the experts of the pass before them."""
+        """Return whether the model's updates replay the experts chosen in the preceding pass."""
         return model.routing is not None and self.config.model.router.replay == "trainer"
 
     def _values(self, step: StepState, experience: Experience, *, before_update: bool = True) -> None:

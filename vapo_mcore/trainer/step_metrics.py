@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from vapo_mcore.algorithm.importance import mismatch_statistics
+from vapo_mcore.algorithm.importance import measure_mismatch
 from vapo_mcore.algorithm.losses import explained_variance
 from vapo_mcore.algorithm.profiles import LENGTH_BINS, length_bins, value_profiles
 from vapo_mcore.config.verifiers import UNGRADED
@@ -121,11 +121,11 @@ def record_mismatch(metrics: StepMetrics, experience: Experience, cap: float, gr
     """
     batch = experience.batch
     read = (batch["old_logprobs"], batch["rollout_logprobs"])
-    found = mismatch_statistics(*read, experience.sampled_now(), cap=cap, group=group)
-    for name in ("logprob_abs_mean", "logprob_abs_max", "kl", "ess", "beyond_cap_frac"):
-        metrics.put(f"mismatch/{name}", found[name])
+    found = measure_mismatch(*read, experience.sampled_now(), cap=cap, group=group)
+    for name, value in found.items():
+        metrics.put(f"mismatch/{name}", value)
     if horizon:
-        found = mismatch_statistics(*read, experience.mask, cap=cap, group=group)
+        found = measure_mismatch(*read, experience.mask, cap=cap, group=group)
         for name in ("kl", "ess", "beyond_cap_frac"):
             metrics.put(f"mismatch/off_policy_{name}", found[name])
 

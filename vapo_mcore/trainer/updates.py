@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from vapo_mcore.algorithm.covariance import chosen_count, largest, random_scores, token_covariances, token_keys
 from vapo_mcore.algorithm.histogram import outside
+from vapo_mcore.algorithm.importance import mismatch_statistics
 from vapo_mcore.algorithm.segments import broadcast_to_tokens
 from vapo_mcore.algorithm.weights import positive_token_weights, token_weights
 from vapo_mcore.config.architecture import ValueBins
@@ -26,7 +27,7 @@ from vapo_mcore.errors import StepBroken
 from vapo_mcore.experience.batches import Experience, MiniBatch, shuffle_seed
 from vapo_mcore.extensions.points import ROW_PREFIX
 from vapo_mcore.megatron.engine import LossFunction, MegatronModel, StepResult, choices_name
-from vapo_mcore.megatron.losses import COVARIANCE_KINDS, TERM_STATISTIC, CriticLoss, PolicyLoss
+from vapo_mcore.megatron.losses import COVARIANCE_KINDS, MISMATCH_STATISTIC, TERM_STATISTIC, CriticLoss, PolicyLoss
 from vapo_mcore.megatron.optimizer import Skipped
 from vapo_mcore.megatron.parallel import ParallelContext
 from vapo_mcore.megatron.routing import RouterCoefs
@@ -256,10 +257,7 @@ def _record_policy(result: StepResult, metrics: StepMetrics) -> None:
 
 def _record_mismatch(stats: dict[str, float], metrics: StepMetrics) -> None:
     """Record the rollout/trainer mismatch from the first update's forward pass; used when there is no separate log-prob pass."""
-    tokens = stats["tokens"]
-    metrics.put("mismatch/logprob_abs_mean", stats["mismatch_abs"] / tokens)
-    metrics.put("mismatch/logprob_abs_max", stats["mismatch_abs_max"])
-    metrics.put("mismatch/kl", stats["approx_kl"] / tokens)
-    metrics.put("mismatch/ess", stats["mismatch_ratio"] ** 2 / (tokens * stats["mismatch_ratio_squared"]))
-    metrics.put("mismatch/beyond_cap_frac", stats["mismatch_beyond_cap"] / tokens)
-    metrics.add("policy/entropy", stats["entropy"], tokens)
+    sums = {name.removeprefix(MISMATCH_STATISTIC): value for name, value in stats.items() if name.startswith(MISMATCH_STATISTIC)}
+    for name, value in mismatch_statistics(sums).items():
+        metrics.put(f"mismatch/{name}", value)
+    metrics.add("policy/entropy", stats["entropy"], stats["tokens"])

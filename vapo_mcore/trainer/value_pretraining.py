@@ -68,7 +68,7 @@ class PretrainingEnd:
         self.best, self.since_best = state.get("best"), state.get("since_best", 0)  # missing in checkpoints of 0.1
 
     def describe(self) -> str:
-        """Return a sentence for the log that says why pretraining ended."""
+        """Return a log sentence with the reason why pretraining ended."""
         until = self.settings.until
         if until is None:
             return f"value pretraining: {self.done} steps done"

@@ -44,7 +44,7 @@ class RunState:
     """One look at a run.
 
     Attributes:
-        status: "stale" is a run whose process has not been heard of although it never gave up the run; ``reason`` says more.
+        status: "stale": the process shows no sign of life but never released the run; ``reason`` has details.
         rows: of metrics.jsonl so far.
         ranks: the one that has been in its phase for longest first.
         totals: steps of each stage that are to be made, as far as the configuration can be read.
@@ -69,7 +69,7 @@ class RunState:
 
     @property
     def stage(self) -> str:
-        """Of the last step, or the first stage of a run that has made none."""
+        """Return the stage of the last step; before any step, the run's first stage."""
         steps = [row for row in self.rows if row["step"] > 0]
         if steps:
             return str(steps[-1].get("stage", "rl"))
@@ -149,7 +149,7 @@ class RunReader:
         )
 
     def _read_config(self) -> None:
-        """The configuration, which a resume may have changed, or why there is none."""
+        """Read the configuration, which a resume may have changed; otherwise return why it cannot be read."""
         path = self.path / "config.yaml"
         try:
             content = path.read_bytes()
@@ -177,7 +177,7 @@ class RunReader:
 
 
 def run_status(path: Path, now: float) -> tuple[Status, str]:
-    """Whether the run lives, at wall-clock time ``now``, and what makes that out."""
+    """Return whether the run is alive at wall-clock time ``now``, and the evidence."""
     steps = finished_steps(path)
     if steps is not None:
         return "finished", f"{steps} steps"
@@ -197,7 +197,7 @@ def run_status(path: Path, now: float) -> tuple[Status, str]:
 
 
 def rank_states(path: Path) -> tuple[list[RankState], list[str]]:
-    """What the ranks say they do, the one longest in its phase first; and which of their files cannot be understood, and why."""
+    """Return the ranks' reported phases, longest in its phase first, and the faults of heartbeat files that cannot be read."""
     found, faults = [], []
     records = read_heartbeats(path)
     for file in sorted(heartbeat_folder(path).glob("rank_*.json")):
@@ -219,7 +219,7 @@ def rank_states(path: Path) -> tuple[list[RankState], list[str]]:
 
 
 def duration(seconds: float) -> str:
-    """In words of at most two units: 42 s, 3 min 20 s, 5 h 2 min, 3 d 4 h."""
+    """Format a duration in at most two units: 42 s, 3 min 20 s, 5 h 2 min, 3 d 4 h."""
     whole = round(max(seconds, 0.0))
     for unit, name, below, small in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
         if whole >= unit:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from vapo_mcore.metrics_file import STAGES
+from vapo_mcore.metrics_file import STAGES, finite_number
 from vapo_mcore.watch.state import RunState, duration, last_evaluation
 
 BARS = "▁▂▃▄▅▆▇█"
@@ -47,7 +46,7 @@ _COUNTERS = (
 
 
 def render(state: RunState, now: float, bars: str = BARS, width: int = 120) -> RenderableType:
-    """The frame at wall-clock time ``now``; ``width``: columns of the terminal, of which a narrow one shows fewer steps."""
+    """Render the frame at wall-clock time ``now``; ``width``: columns of the terminal, fewer show fewer steps."""
     parts: list[RenderableType] = [_head(state)]
     parts += [Text(fault, style="red") for fault in state.faults[:_FAULTS]]
     if len(state.faults) > _FAULTS:
@@ -99,13 +98,13 @@ def _metrics(stage: str, steps: Sequence[dict[str, object]], bars: str, count: i
     table.add_column(f"last {min(len(steps), count)} steps" + ("" if stage == "rl" else " of value pretraining"), min_width=_FEWEST)
     for name in _METRICS:
         if name in steps[-1]:
-            values = [_number(row.get(name)) for row in steps[-count:]]
+            values = [finite_number(row.get(name)) for row in steps[-count:]]
             table.add_row(name, _shown(values[-1]), Text(sparkline(values, bars), no_wrap=True, overflow="crop"))
     return table
 
 
 def sparkline(values: Sequence[float | None], bars: str = BARS) -> str:
-    """One bar a value between the least and the greatest of them; a blank where there is none; the middle where all are the same."""
+    """Draw one bar per value, scaled between minimum and maximum; blank for None, mid-height if all are equal."""
     known = [value for value in values if value is not None]
     if not known:
         return " " * len(values)
@@ -114,10 +113,6 @@ def sparkline(values: Sequence[float | None], bars: str = BARS) -> str:
         return "".join(" " if value is None else bars[len(bars) // 2] for value in values)
     top = len(bars) - 1
     return "".join(" " if value is None else bars[round((value - low) / (high - low) * top)] for value in values)
-
-
-def _number(value: object) -> float | None:
-    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
 
 
 def _shown(value: float | None) -> str:
@@ -133,8 +128,8 @@ def _evaluation(state: RunState) -> list[RenderableType]:
     for name, value in values.items():
         prefix, _, score = name.rpartition("/")
         if score.startswith("avg@"):
-            low, high = (_shown(_number(values.get(f"{prefix}/{end}"))) for end in ("ci_low", "ci_high"))
-            parts.append(f"{prefix.removeprefix('eval/')} {score} {_shown(_number(value))} [{low}, {high}]")
+            low, high = (_shown(finite_number(values.get(f"{prefix}/{end}"))) for end in ("ci_low", "ci_high"))
+            parts.append(f"{prefix.removeprefix('eval/')} {score} {_shown(finite_number(value))} [{low}, {high}]")
     return [Text(f"evaluation after step {step}: {'; '.join(parts)}")]
 
 

@@ -289,18 +289,6 @@ class Exporter:
             yield bucket
 
 
-def export_tensors(
-    chunks: Sequence[nn.Module],
-    architecture: ModelArchitecture,
-    parallel: ParallelLayout,
-    *,
-    role: Role,
-    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
-) -> Iterator[list[tuple[str, Tensor]]]:
-    """Export once. To export every step, keep an :class:`Exporter`."""
-    return Exporter(chunks, architecture, parallel, role=role, bucket_bytes=bucket_bytes).buckets()
-
-
 def save_hf(
     exporter: Exporter,
     source: str | Path,

@@ -117,18 +117,17 @@ def load_hf_into(
             report.parameters += 1
             report.num_bytes += parameter.numel() * parameter.element_size()
         if bijection.tied_duplicate:
-            _require_tied(source, architecture, parallel)
+            _require_tied(source, parallel)
     if role == "critic":
         names = [name for entry in plan for name in entry.hf_names if name.startswith(HEAD_PREFIX)]
         report.head = head_init or " + ".join(name for name in names if name not in bijection.missing_head)
     return report
 
 
-def check_folder(folder: str | Path, architecture: ModelArchitecture, *, role: Role, head_init: HeadInit | None = None) -> None:
+def check_folder(folder: str | Path, architecture: ModelArchitecture, *, role: Role) -> None:
     """Check files, names, shapes and dtypes from the file headers; raises the CheckpointError that ``load_hf_into`` would raise."""
     with SafetensorsFolder(folder) as source:
-        new_head = role == "critic" and head_init is not None
-        check_bijection(plan_mapping(architecture, role), source.shapes, arch=architecture, role=role, where=str(folder), new_head=new_head)
+        check_bijection(plan_mapping(architecture, role), source.shapes, arch=architecture, role=role, where=str(folder))
 
 
 def expert_offset(architecture: ModelArchitecture, parallel: ParallelLayout) -> int:
@@ -205,7 +204,7 @@ def all_finite(value: Tensor) -> bool:
     return math.isfinite(low.item()) and math.isfinite(high.item())
 
 
-def _require_tied(source: SafetensorsFolder, architecture: ModelArchitecture, parallel: ParallelLayout) -> None:
+def _require_tied(source: SafetensorsFolder, parallel: ParallelLayout) -> None:
     """Raise CheckpointError unless a tied checkpoint's stored output layer equals the embedding; Megatron keeps only one of them."""
     count = source.info("lm_head.weight").shape[0]
     size, rank = parallel.tensor_model_parallel_size, parallel.tensor_model_parallel_rank

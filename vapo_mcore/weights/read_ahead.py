@@ -12,17 +12,17 @@ from torch import Tensor
 
 from vapo_mcore.weights.views import HfView
 
-DEFAULT_AHEAD_BYTES = 128 << 20
+_AHEAD_BYTES = 128 << 20
 
 
 @contextmanager
-def read_ahead(view: HfView, *, ahead_bytes: int = DEFAULT_AHEAD_BYTES) -> Iterator[Iterator[tuple[str, Tensor]]]:
+def read_ahead(view: HfView) -> Iterator[Iterator[tuple[str, Tensor]]]:
     """Iterate over ``(name, tensor)`` of all HF tensors of ``view`` in plan order, read by a thread.
 
-    Holds at most ``ahead_bytes`` of prefetched tensors (or a single larger one). Read errors are raised when the iterator reaches the
+    Holds at most 128 MiB of prefetched tensors (or a single larger one). Read errors are raised when the iterator reaches the
     tensor. Leaving the context joins the thread.
     """
-    queue = _Queue(ahead_bytes)
+    queue = _Queue(_AHEAD_BYTES)
     thread = threading.Thread(target=_read_all, args=(view, queue), name="read-ahead", daemon=True)
     thread.start()
     try:

@@ -21,6 +21,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from vapo_mcore.checkpoint_files import sync_path
 from vapo_mcore.config.architecture import ModelArchitecture
 from vapo_mcore.config.families import FAMILIES
 from vapo_mcore.errors import CheckpointError
@@ -52,10 +53,10 @@ def new_folder(destination: str | Path) -> Iterator[Path]:
         temporary.mkdir(parents=True)
         yield temporary
         for path in temporary.rglob("*"):
-            _sync(path)
+            sync_path(path)
         refuse_existing(destination)
         temporary.rename(destination)
-        _sync(destination.parent)
+        sync_path(destination.parent)
     except OSError as error:
         reasons = {
             errno.ENOSPC: "no space left on the disk",
@@ -80,14 +81,6 @@ def require_space(folder: Path, num_bytes: int) -> None:
     free = shutil.disk_usage(folder).free
     if num_bytes > free:
         raise CheckpointError(f"no space left: {folder.parent} has {free / 1e9:.3f} GB free, the model takes {num_bytes / 1e9:.3f} GB")
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 class SafetensorsWriter:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch._C._profiler import _EventType
 
-from vapo_mcore.config import config_from_dict
+from tests.settings import config_of
 from vapo_mcore.config.architecture import ModelArchitecture
 from vapo_mcore.config.schema import Config
 from vapo_mcore.data.microbatch import MicroBatch
@@ -73,7 +73,7 @@ ON_CPU = ("tiny_data_parallel",)
 
 def make_config(name: str) -> Config:
     _, dtype, recompute, layout, tokens = CASES[name]
-    return config_from_dict(
+    return config_of(
         {
             "run": {"dir": "unused", "steps": 1},
             "model": {"path": "unused", "dtype": dtype, "recompute": recompute},
@@ -82,8 +82,7 @@ def make_config(name: str) -> Config:
             "data": {"train": [{"kind": "reasoning_gym", "task": "chain_sum", "size": 1}], "max_prompt_length": 8},
             "rollout": {"max_response_length": tokens // 4 - 8},
             "critic": {"optimizer": {"cpu_offload": name in ON_CPU}},
-        },
-        check_paths=False,
+        }
     )
 
 

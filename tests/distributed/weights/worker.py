@@ -29,7 +29,7 @@ from vapo_mcore.megatron.model import build_chunks
 from vapo_mcore.megatron.parallel import ParallelContext, initialize_parallel
 from vapo_mcore.weights.checksums import tensor_checksum
 from vapo_mcore.weights.convert import hf_to_megatron, megatron_to_hf
-from vapo_mcore.weights.export import Exporter, export_tensors, save_hf
+from vapo_mcore.weights.export import Exporter, save_hf
 from vapo_mcore.weights.loader import load_hf_into
 from vapo_mcore.weights.verify import check_own_checksums
 
@@ -94,9 +94,8 @@ def case_critic(parallel: ParallelContext) -> None:
     """Trunk of a tied policy in bfloat16 with a float32 head that is the same on all ranks."""
     folder = WORK / "model_qwen2_tied"
     exported: dict[str, Tensor] = {}
-    for bucket in export_tensors(
-        load(folder, parallel, "critic", "small"), read_architecture(folder), parallel, role="critic", bucket_bytes=10_000
-    ):
+    chunks = load(folder, parallel, "critic", "small")
+    for bucket in Exporter(chunks, read_architecture(folder), parallel, role="critic", bucket_bytes=10_000).buckets():
         exported.update((name, tensor.clone()) for name, tensor in bucket)
     weight, bias = exported.pop("score.weight"), exported.pop("score.bias")
     require_equal(exported, checkpoint(folder))

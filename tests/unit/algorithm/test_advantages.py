@@ -9,7 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from vapo_mcore.algorithm.advantages import group_advantages, process_advantages, reward_to_go, whiten
+from vapo_mcore.algorithm.advantages import (
+    group_advantages,
+    normalised_step_rewards,
+    reward_to_go,
+    rewards_of_own_and_later_steps,
+    whiten,
+)
 from vapo_mcore.algorithm.segments import broadcast_to_tokens
 
 
@@ -68,32 +74,22 @@ def test_integer_scores_and_wrong_arguments() -> None:
         group_advantages(torch.zeros(2), torch.zeros(3, dtype=torch.int64), "grpo")
 
 
-def test_process_supervision_by_hand() -> None:
-    # Group 0: response 0 (steps 1 and 0, ending at its 2nd and 4th token) and response 1 (step 1 at its end); group 1: response 2.
-    rewards = torch.tensor([9.0, 1.0, 9.0, 0.0, 9.0, 1.0, 9.0, 5.0])
-    steps = torch.tensor([0, 1, 0, 1, 0, 1, 0, 1], dtype=torch.bool)
-    mask = torch.ones(8, dtype=torch.bool)
-    cu_seqlens, groups = torch.tensor([0, 4, 6, 8]), torch.tensor([0, 0, 1])
+def test_step_rewards_are_normalised_within_each_label() -> None:
+    rewards, groups = torch.tensor([1.0, 0.0, 1.0, 5.0]), torch.tensor([0, 0, 0, 1])
     mean, std = 2 / 3, math.sqrt(2) / 3
     right, wrong = (1 - mean) / (std + 1e-6), (0 - mean) / (std + 1e-6)
-    expected = [right + wrong, right + wrong, wrong, wrong, right, right, 0, 0]  # group 1 has one step: no signal
-    assert_close(process_advantages(rewards, steps, mask, cu_seqlens, groups), expected, 1e-5)
-    # Normalised over the batch: 1, 0, 1, 5.
+    assert_close(normalised_step_rewards(rewards, groups), [right, wrong, right, 0], 1e-5)  # group 1 has one step: no signal
     mean, std = 7 / 4, statistics.pstdev([1, 0, 1, 5])
-    one, zero, five = ((r - mean) / (std + 1e-6) for r in (1, 0, 5))
-    expected = [one + zero, one + zero, zero, zero, one, one, five, five]
-    assert_close(process_advantages(rewards, steps, mask, cu_seqlens, groups, normalise="batch"), expected, 1e-5)
-
-
-def test_process_supervision_with_masked_step_ends_and_failed_gradings() -> None:
-    rewards = torch.tensor([math.nan, 0.0, 1.0] + [1.0, math.nan, 0.0] + [math.nan] * 2)
-    steps = torch.tensor([0, 1, 1, 1, 0, 1, 1, 1], dtype=torch.bool)
-    mask = torch.tensor([1, 1, 0, 1, 1, 1, 1, 1], dtype=torch.bool)  # the last step of response 0 ends on a tool token
-    got = process_advantages(
-        rewards, steps, mask, torch.tensor([0, 3, 6, 8]), torch.zeros(3, dtype=torch.int64), valid=torch.tensor([True, True, False])
+    assert_close(
+        normalised_step_rewards(rewards, torch.zeros(4, dtype=torch.int64)), [(r - mean) / (std + 1e-6) for r in (1, 0, 1, 5)], 1e-5
     )
-    unit = 0.5 / (0.5 + 1e-6)  # rewards 0, 1, 1, 0
-    assert_close(got, [0, 0, 0, 0, -unit, -unit, 0, 0], 1e-5)
+
+
+def test_tokens_get_the_rewards_of_their_own_and_later_steps() -> None:
+    # Steps end at the 2nd and 4th token of the first response and at the last token of the second, which is a tool's.
+    rewards = torch.tensor([0.0, 1.0, 0.0, -2.0, 0.0, 0.0, 3.0])
+    mask = torch.tensor([1, 1, 1, 1, 1, 1, 0], dtype=torch.bool)
+    assert_close(rewards_of_own_and_later_steps(rewards, mask, torch.tensor([0, 4, 7])), [-1, -1, -2, -2, 3, 3, 0])
 
 
 def test_reinforce_is_the_raw_reward_at_every_token() -> None:

@@ -50,6 +50,6 @@ def test_sigmoid_lambda_divides_by_at_least_one() -> None:
 
 
 def test_lambda_statistics() -> None:
-    got = lambda_statistics(torch.tensor([0.0, 0.0, 0.5, 1.0]), bins=4)
-    assert got == {"mean": 0.375, "min": 0.0, "max": 1.0, "zero_frac": 0.5, "histogram": [2, 0, 1, 1]}
-    assert lambda_statistics(torch.zeros(0), bins=2) == {"mean": 0.0, "min": 0.0, "max": 0.0, "zero_frac": 0.0, "histogram": [0, 0]}
+    got = lambda_statistics(torch.tensor([0.0, 0.0, 0.5, 1.0]))
+    assert got == {"mean": 0.375, "min": 0.0, "max": 1.0, "zero_frac": 0.5, "histogram": [2, *[0] * 9, 1, *[0] * 8, 1]}
+    assert lambda_statistics(torch.zeros(0)) == {"mean": 0.0, "min": 0.0, "max": 0.0, "zero_frac": 0.0, "histogram": [0] * 20}

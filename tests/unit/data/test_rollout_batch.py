@@ -102,8 +102,8 @@ def test_local_rows_find_replicated_numbers() -> None:
 def test_results_of_microbatches_come_back_to_their_rows() -> None:
     batch = three_responses()
     indices = [make_microbatch(batch, rows).index for rows in ([2], [0])]
-    batch.scatter_tokens("values", [torch.tensor([5.0, 6, 7, 8, 9]), torch.tensor([1.0, 2, 3])], indices, fill=-1)
-    assert batch["values"].tolist() == [1, 2, 3, -1, 5, 6, 7, 8, 9]
+    batch.scatter_tokens("values", [torch.tensor([5.0, 6, 7, 8, 9]), torch.tensor([1.0, 2, 3])], indices)
+    assert batch["values"].tolist() == [1, 2, 3, 0, 5, 6, 7, 8, 9]
     batch.scatter_tokens("values", [], [])
     assert batch["values"].tolist() == [0.0] * 9
 

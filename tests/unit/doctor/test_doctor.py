@@ -12,7 +12,7 @@ import pytest
 from tests.unit.config_helpers import load, write_base
 from vapo_mcore.cli import main
 from vapo_mcore.doctor import machine
-from vapo_mcore.doctor.report import Finding, exit_code, merge, require_same, table
+from vapo_mcore.doctor.report import Finding, exit_code, merge, require_same_versions, table
 
 GIB = 2**30
 
@@ -36,8 +36,8 @@ def test_nodes_with_different_versions_are_a_fault() -> None:
     new, old = Finding("versions", "ok", "torch 2.13"), Finding("versions", "ok", "torch 2.9")
     memory = Finding("host memory", "ok", "9 GiB free")
     same = {"n0": [new, memory], "n1": [new, Finding("host memory", "ok", "8 GiB free")]}
-    assert require_same(same, "versions") == same
-    answer = require_same({"n0": [new, memory], "n1": [old, memory], "n2": [new, memory]}, "versions")
+    assert require_same_versions(same) == same
+    answer = require_same_versions({"n0": [new, memory], "n1": [old, memory], "n2": [new, memory]})
     assert [findings[0].status for findings in answer.values()] == ["FAIL"] * 3
     assert [findings[1] for findings in answer.values()] == [memory] * 3
     assert answer["n1"][0].detail == "torch 2.9: not the same on all nodes"

@@ -1,22 +1,14 @@
 """Labelled answer pairs that were held back from whoever wrote the rules (docs/verifiers.md has the figures at first sight)."""
 
-import json
-from pathlib import Path
-from typing import Any
-
 import pytest
 import sympy
 
+from tests.unit.rewards.pairs import labelled_pairs
 from vapo_mcore.rewards.mathematics import is_equal
 
-
-def _pairs(name: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (Path(__file__).parents[2] / "cases" / name).read_text("utf-8").splitlines()]
-
-
-HELD_OUT = _pairs("answer_pairs_holdout.jsonl")
-LATER_HELD_OUT = _pairs("answer_pairs_second_holdout.jsonl") + _pairs("answer_pairs_third_holdout.jsonl")
-INDEPENDENT = _pairs("answer_pairs_fourth_holdout.jsonl")
+HELD_OUT = labelled_pairs("answer_pairs_holdout.jsonl")
+LATER_HELD_OUT = labelled_pairs("answer_pairs_second_holdout.jsonl") + labelled_pairs("answer_pairs_third_holdout.jsonl")
+INDEPENDENT = labelled_pairs("answer_pairs_fourth_holdout.jsonl")
 
 LATER_DISAGREEMENTS = {(r"\ln(ab)", r"\ln a+\ln b")}  # explained in docs/verifiers.md
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from tests.settings import config_of
 from vapo_mcore.algorithm.segments import broadcast_to_tokens, keep_responses
 from vapo_mcore.algorithm.weights import Denominators
-from vapo_mcore.config import Config, config_from_dict
+from vapo_mcore.config import Config
 from vapo_mcore.data.microbatch import make_microbatch
 from vapo_mcore.data.rollout_batch import RolloutBatch, Rows
 from vapo_mcore.experience.batches import Experience, MiniBatch
@@ -14,7 +15,7 @@ from vapo_mcore.trainer.advantages import shaped_rewards, trainable_rows
 
 
 def make_config(*, rollout: dict | None = None, reward: dict | None = None, **algorithm) -> Config:
-    return config_from_dict(
+    return config_of(
         {
             "run": {"dir": "unused", "steps": 1},
             "model": {"path": "unused"},
@@ -23,8 +24,7 @@ def make_config(*, rollout: dict | None = None, reward: dict | None = None, **al
             "rollout": {"max_response_length": 32, **(rollout or {})},
             "reward": reward or {},
             "algorithm": algorithm,
-        },
-        check_paths=False,
+        }
     )
 
 

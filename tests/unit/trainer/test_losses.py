@@ -2,11 +2,14 @@
 
 import math
 from statistics import NormalDist
+from typing import get_args
 
 import pytest
 import torch
 
 from tests.unit.trainer.rollouts import make_config as config
+from vapo_mcore.algorithm.losses import policy_loss, positive_nll, value_loss
+from vapo_mcore.algorithm.weights import Aggregation, Denominators, positive_token_weights, token_weights
 from vapo_mcore.config.architecture import ValueBins
 from vapo_mcore.megatron.losses import CriticLoss, PolicyLoss, SupervisedLoss
 
@@ -117,6 +120,48 @@ def test_policy_loss_of_a_dummy_microbatch_is_zero_with_the_same_statistics():
     assert pads.grad.tolist() == [0.0, 0.0]
     assert set(stats) == set(full)
     assert all(float(value) == 0.0 for value in stats.values())
+
+
+@pytest.mark.parametrize("aggregation", get_args(Aggregation))
+def test_the_trained_losses_are_the_composed_ones(aggregation):
+    """The losses of ``algorithm.losses``, which the known cases test, equal those of the engine with the trainer's weights."""
+    generator = torch.Generator().manual_seed(3)
+    mask, cu_seqlens = torch.rand(24, generator=generator) > 0.3, torch.tensor([0, 3, 11, 12, 24])
+    graded = torch.tensor([True, False, False, True])
+    positive = torch.repeat_interleave(graded, cu_seqlens.diff())
+    noise, old, advantages, returns, before = torch.randn(5, 24, generator=generator)
+    counts = Denominators.from_mask(mask, cu_seqlens, graded)
+    clips = {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 3.0}
+
+    logprobs, other = (old + 0.4 * noise).requires_grad_(), (old + 0.4 * noise).requires_grad_()
+    loss, expected = policy_loss(
+        logprobs, old, advantages, mask, cu_seqlens, **clips, aggregation=aggregation, max_length=12, denominators=counts
+    )
+    (loss + 0.1 * positive_nll(logprobs, mask, positive, counts)).backward()
+    batch = {
+        "mask": mask,
+        "old_logprobs": old,
+        "advantages": advantages,
+        "policy_weights": token_weights(mask, cu_seqlens, aggregation, 12, counts),
+        "positive_weights": positive_token_weights(mask, positive, counts),
+    }
+    total, stats = PolicyLoss(config(policy_loss=clips, positive_lm={"coef": 0.1}))({"logprobs": other}, batch)
+    total.backward()
+    assert stats["surrogate"].item() == pytest.approx(loss.item(), abs=1e-6)
+    torch.testing.assert_close(other.grad, logprobs.grad)
+    names = {"clip_high": "clip_frac_high", "clip_low": "clip_frac_low", "clip_dual": "clip_frac_dual", "ratio": "ratio_mean"}
+    for name, composed in (names | {"approx_kl": "approx_kl"}).items():
+        assert stats[name].item() / counts.tokens == pytest.approx(expected[composed].item(), abs=1e-6), name
+    assert stats["clip_high"] > 0 and stats["clip_low"] > 0
+
+    values, others = (before + noise).requires_grad_(), (before + noise).requires_grad_()
+    loss, expected = value_loss(values, before, returns, mask, clip=0.3, denominators=counts)
+    batch = {"mask": mask, "values": before, "returns": returns, "value_weights": token_weights(mask, cu_seqlens, "token", None, counts)}
+    total, stats = CriticLoss(0.3)({"values": others}, batch)
+    (loss + total).backward()
+    assert total.item() == pytest.approx(loss.item(), abs=1e-6)
+    torch.testing.assert_close(others.grad, values.grad)
+    assert stats["clip"].item() / counts.tokens == pytest.approx(expected["clip_frac"].item()) and stats["clip"] > 0
 
 
 @pytest.mark.parametrize(("value", "target", "loss", "clipped"), [(1.0, 0.0, 0.5, 0), (0.5, 1.0, 0.32, 1)])

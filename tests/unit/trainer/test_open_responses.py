@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 
 from tests.rollout_models import letters
+from tests.settings import config_of
 from vapo_mcore.checkpoint import state
-from vapo_mcore.config import Config, config_from_dict
+from vapo_mcore.config import Config
 from vapo_mcore.data.prompts import Prompt
 from vapo_mcore.errors import CheckpointError
 from vapo_mcore.experience.open_responses import HorizonCounts, OpenResponses
@@ -29,7 +30,7 @@ Trained = tuple[str, int, tuple[int, ...], tuple[float, ...], str, tuple[tuple[i
 
 
 def configured(horizon: dict[str, Any], estimator: str = "gae", samples: int = 3) -> Config:
-    return config_from_dict(
+    return config_of(
         {
             "run": {"dir": "unused", "steps": 1},
             "model": {"path": "unused"},
@@ -45,8 +46,7 @@ def configured(horizon: dict[str, Any], estimator: str = "gae", samples: int = 3
                 "advantage": {"estimator": estimator},
                 "policy_loss": {"importance_correction": {"kind": "token_truncate"}},
             },
-        },
-        check_paths=False,
+        }
     )
 
 

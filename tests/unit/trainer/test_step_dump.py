@@ -176,7 +176,7 @@ def test_whether_a_checkpoint_is_the_state_right_before_the_step() -> None:
     def exact(step: int, stage: Stage, saved: tuple[Stage, int] | None, pretrained: int) -> bool:
         manifest = None if saved is None else Manifest(*saved, "dp_reshardable", {}, {}, {}, "0")
         rows = [{"step": number, "stage": "value_pretraining"} for number in range(1, pretrained + 1)]
-        return is_exact(make_config(), ReplayOptions(step, stage), manifest, rows)
+        return is_exact(ReplayOptions(step, stage), manifest, rows)
 
     assert exact(5, "rl", ("rl", 4), 3)
     assert not exact(5, "rl", ("rl", 3), 3)

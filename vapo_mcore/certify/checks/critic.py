@@ -41,7 +41,7 @@ def run(bench: Bench) -> list[Measurement]:
     found = [_head(bench)]
     copy = _copy(bench)
     found.append(_train_head(bench, copy))
-    values = _values(bench, copy, bench.microbatches(bench.sequences))
+    values = _values(copy, bench.microbatches(bench.sequences))
     found += _export(bench, copy, values)
     found += _packing(bench, copy, values)
     del copy
@@ -57,7 +57,7 @@ def _exported(bench: Bench, model: MegatronModel) -> dict[str, Tensor]:
 
 
 def _head(bench: Bench) -> Measurement:
-    """The head values states: it is no row of the policy's output layer, and a head configured to be zero is zero."""
+    """Check that the value head is not a row of the policy's output layer, and that a head configured as zero is zero."""
     what, tolerance = "value head", f"cosine with each row of the policy's output layer below {SAME}; zero where head_init says so"
     with bench.on_device("values") as models:
         assert models.critic is not None
@@ -81,7 +81,7 @@ def _head(bench: Bench) -> Measurement:
 
 
 def _copy(bench: Bench) -> MegatronModel:
-    """A critic of the same weights, of which the head alone is trained."""
+    """Build a critic with the same weights that trains its head only."""
     with bench.on_device("values") as models:
         critic = models.critic
         assert critic is not None
@@ -113,7 +113,7 @@ def _checksums(model: MegatronModel, *, head: bool) -> dict[str, str]:
 
 
 def _train_head(bench: Bench, critic: MegatronModel) -> Measurement:
-    """One update towards returns of 1: the head moves, no bit of the trunk does."""
+    """Make one update towards returns of 1 and check that the head changes and no bit of the trunk does."""
     what, tolerance = "head-only training", "the head changes, the trunk keeps every bit"
     before = _checksums(critic, head=False), _checksums(critic, head=True)
     total = sum(map(len, bench.sequences))
@@ -137,7 +137,7 @@ def _train_head(bench: Bench, critic: MegatronModel) -> Measurement:
     return holds(what, f"the head changed (gradient norm {result.grad_norm:.3g}), {len(before[0])} tensors of the trunk did not", tolerance)
 
 
-def _values(bench: Bench, critic: MegatronModel, microbatches: Sequence[MicroBatch]) -> dict[int, Tensor]:
+def _values(critic: MegatronModel, microbatches: Sequence[MicroBatch]) -> dict[int, Tensor]:
     """Sequence number -> float32 [tokens] raw outputs at its tokens but the last, then at the last."""
     found = critic.forward(microbatches, outputs=("values", "bootstrap_values"))
     values: dict[int, Tensor] = {}
@@ -149,7 +149,7 @@ def _values(bench: Bench, critic: MegatronModel, microbatches: Sequence[MicroBat
 
 
 def _gap(one: dict[int, Tensor], other: dict[int, Tensor]) -> float:
-    """Largest difference, relative to the root mean square of the values."""
+    """Return the largest difference, relative to the root mean square of the values."""
     scale = float(torch.cat(list(one.values())).double().square().mean().sqrt())
     largest = max(float((one[number].double() - other[number].double()).abs().max()) for number in one)
     return largest / scale if scale > 0 else (0.0 if largest == 0 else float("inf"))
@@ -167,7 +167,7 @@ def _export(bench: Bench, critic: MegatronModel, values: dict[int, Tensor]) -> l
         bench.parallel,
         load_weights=lambda chunks: load_hf_into(chunks, folder, critic.architecture, bench.parallel, role="critic"),
     )
-    reloaded = _values(bench, again, bench.microbatches(bench.sequences))
+    reloaded = _values(again, bench.microbatches(bench.sequences))
     different = sum(int((values[number] != reloaded[number]).sum()) for number in values)
     what, tolerance = "value head round trip", "equal bits after export and loading"
     remedy = "export and loader do not agree on the critic's tensors: look at score.* in the exported folder"
@@ -193,8 +193,8 @@ def _transformers_values(bench: Bench, folder: Path, bins: ValueBins | None) -> 
 
 
 def _packing(bench: Bench, critic: MegatronModel, alone: dict[int, Tensor]) -> list[Measurement]:
-    """All sequences in one pack, in the opposite order; and each with pads behind it."""
-    packed = _values(bench, critic, bench.microbatches(bench.sequences, [list(range(len(bench.sequences)))[::-1]]))
+    """Compare values of sequences alone with those of one pack in reverse order, and of sequences with trailing pads."""
+    packed = _values(critic, bench.microbatches(bench.sequences, [list(range(len(bench.sequences)))[::-1]]))
     multiple = 8 * bench.parallel.context_parallel_size * bench.parallel.tensor_model_parallel_size
     longest = max(map(len, bench.sequences)) + 2 * multiple
     size = -(-longest // multiple) * multiple
@@ -202,5 +202,5 @@ def _packing(bench: Bench, critic: MegatronModel, alone: dict[int, Tensor]) -> l
     remedy = "a sequence sees its neighbours or its pads: look at the attention's bounds of packed sequences (model.attention)"
     return [
         judge(f"values {how}", _gap(alone, other), "critic/packing", bench.dtype, remedy=remedy, suffix=" of their rms")
-        for how, other in (("alone and packed", packed), ("with and without pads", _values(bench, critic, padded)))
+        for how, other in (("alone and packed", packed), ("with and without pads", _values(critic, padded)))
     ]

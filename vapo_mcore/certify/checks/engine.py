@@ -43,7 +43,7 @@ class _Gap:
 
 
 def run(bench: Bench) -> list[Measurement]:
-    """The recipe's weights, then perturbed ones (what a stale or half-loaded engine cannot follow), then the recipe's again."""
+    """Check the recipe's weights, then perturbed ones (a stale or half-loaded engine differs there), then the recipe's again."""
     _ = bench.sync  # what cannot be built is no finding about weights
     found = _synced(bench, "the recipe's weights", keep=True)
     if any(measurement.verdict == "fails" for measurement in found):
@@ -84,7 +84,7 @@ def _drawn(bench: Bench, temperature: float) -> list[Generation]:
 
 
 def together(run: Callable[[], _T]) -> _T:
-    """The result of ``run``; an EngineFailure of any rank is raised on all."""
+    """Return the result of ``run``; an EngineFailure on any rank is raised on all ranks."""
     failure: str | None = None
     result: list[_T] = []
     try:
@@ -176,7 +176,7 @@ def _full(bench: Bench, theirs: Sequence[Tensor], texts: Sequence[int], which: s
 
 
 def _ends(bench: Bench, generations: Sequence[Generation]) -> Measurement:
-    """A response that stopped ends with a stop id, and holds none before."""
+    """Check that each stopped response ends with a stop id and has none before."""
     what, stopping = "where responses end", set(bench.engine.settings()["stop_token_ids"])
     if bench.config.rollout.stop:
         return not_applicable(what, "rollout.stop ends responses by their texts, too")

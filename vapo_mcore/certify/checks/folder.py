@@ -34,7 +34,7 @@ def run(bench: Bench) -> list[Measurement]:
 
 
 def _vocabulary(bench: Bench) -> Measurement:
-    """The tokenizer's ids lie in the model's vocabulary; those that only the model has are excluded from every softmax."""
+    """Check that the tokenizer's ids lie in the model's vocabulary, and that ids of the model alone are excluded from every softmax."""
     size, what = bench.architecture.vocab_size, "vocabulary"
     tolerance = "each id of the tokenizer has a row of the embedding"
     beyond = {number: text for text, number in bench.tokenizer.get_vocab().items() if number >= size}
@@ -50,7 +50,7 @@ def _vocabulary(bench: Bench) -> Measurement:
 
 
 def _declared_eos(bench: Bench, ids: tuple[int, ...]) -> Measurement:
-    """The end-of-sequence ids of config.json and generation_config.json are stop ids of the run."""
+    """Check that the end-of-sequence ids of config.json and generation_config.json are stop ids of the run."""
     declared: dict[str, list[int]] = {}
     for name in ("config.json", "generation_config.json"):
         path = Path(bench.config.model.path) / name
@@ -72,7 +72,7 @@ def _declared_eos(bench: Bench, ids: tuple[int, ...]) -> Measurement:
 
 
 def _engine_stop_ids(bench: Bench) -> list[int] | str:
-    """The ids that the engine itself was given, or why there is no engine."""
+    """Return the stop ids that the engine received, or why there is no engine."""
     try:
         return sorted(int(token) for token in bench.engine.settings()["stop_token_ids"])
     except VapoError as error:
@@ -91,7 +91,7 @@ def _same_stop_ids(ids: tuple[int, ...], engine: list[int] | str) -> Measurement
 
 
 def _prompts(bench: Bench) -> list[Measurement]:
-    """No prompt begins with two beginning-of-sequence tokens, as a template that writes one and a tokenizer that adds one make."""
+    """Check that no prompt begins with two BOS tokens, one from the template and one from the tokenizer."""
     what, bos = "special tokens in prompts", bench.tokenizer.bos_token_id
     try:
         prompts = bench.prompts.items
@@ -130,7 +130,7 @@ def _template(bench: Bench, stopping: list[int]) -> list[Measurement]:
 
 
 def _generation_prompt(prompt: str, before: str) -> Measurement:
-    """What a prompt ends with must be what a conversation has before the answer: else the model answers in a place it never saw."""
+    """Check that a prompt ends with the text that precedes an answer in a conversation, as in the data the model saw."""
     what, tolerance = "generation prompt", "the same text as before the answer in a rendered conversation"
     if prompt == before:
         return holds(what, f"{prompt[-24:]!r} before an answer, in prompts and conversations", tolerance)
@@ -145,7 +145,7 @@ def _generation_prompt(prompt: str, before: str) -> Measurement:
 
 
 def _end_of_turn(tokenizer: Any, whole: str, before: str, after: str, stopping: list[int]) -> Measurement:
-    """The token after an answer, found in the tokens of the rendered conversation, must stop the generation."""
+    """Check that the token after an answer in a rendered conversation stops generation."""
     what, tolerance = "end of a turn", "the token that the template writes after an answer ends a response"
     if not after.strip():
         return warns(what, "the template writes nothing after an answer", tolerance, "the model must learn to end by itself: check eos")

@@ -59,7 +59,7 @@ class Labelled:
 
 
 def corpus() -> list[Labelled]:
-    """The built-in labelled answers."""
+    """Return the built-in labelled answers."""
     text = files("vapo_mcore.certify").joinpath("assets", "answers.jsonl").read_text(encoding="utf-8")
     return [Labelled(**{"metadata": {}, **json.loads(line)}) for line in text.splitlines()]
 
@@ -82,7 +82,7 @@ def _corpus(pool: VerifierPool, verifier: str) -> Measurement:
 
 
 def _own_rows(pool: VerifierPool, verifier: str, rows: Sequence[Prompt]) -> list[Measurement]:
-    """Each row's truth as the answer to itself, and to the next row of another truth."""
+    """Grade each row's truth against itself and against the next row with a different truth."""
     if verifier in WITHOUT_ANSWER:
         return [not_applicable(f"own truths, {verifier}", f"the ground truth is {WITHOUT_ANSWER[verifier]}, not an answer")]
     known = FORMS.get(verifier)
@@ -113,7 +113,7 @@ def _own_right(verifier: str, rows: Sequence[Prompt], verdicts: Sequence[Verdict
         return warns(
             what, shown, tolerance, "none of the usual forms of an answer is right for this verifier: check it by hand", len(wrong)
         )
-    return fails(what, shown, tolerance, "mend these rows, or take the verifier that reads such truths (docs/verifiers.md)", len(wrong))
+    return fails(what, shown, tolerance, "fix these rows, or use the verifier that reads such truths (docs/verifiers.md)", len(wrong))
 
 
 def _others_wrong(pool: VerifierPool, verifier: str, rows: Sequence[Prompt], form: str) -> Measurement:
@@ -134,9 +134,9 @@ def _others_wrong(pool: VerifierPool, verifier: str, rows: Sequence[Prompt], for
     ]
     shown = f"{len(right)} of {len(pairs)} truths of other rows are graded right"
     if len(right) == len(pairs):
-        return fails(what, f"{shown}: the grader calls everything right", tolerance, "mend the verifier of the data source", len(right))
+        return fails(what, f"{shown}: the grader calls everything right", tolerance, "fix the verifier of the data source", len(right))
     if len(right) > COLLISIONS * len(pairs):
-        return fails(what, f"{shown}: {'; '.join(right[:3])}", tolerance, "mend the verifier of the data source", len(right))
+        return fails(what, f"{shown}: {'; '.join(right[:3])}", tolerance, "fix the verifier of the data source", len(right))
     if right:
         return warns(what, f"{shown}: {'; '.join(right[:3])}", tolerance, "right if these are equal in value", len(right))
     return holds(what, shown, tolerance, 0.0)

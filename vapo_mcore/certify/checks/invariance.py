@@ -52,7 +52,7 @@ def _ratio(step: StepResult) -> Measurement:
 
 
 def _weights(bench: Bench, first: StepResult) -> list[Measurement]:
-    """With a correction: importance weights follow the log-probs, and scale the loss."""
+    """Check, with an importance correction, that the weights follow the log-probs and scale the loss."""
     correction = bench.config.algorithm.policy_loss.importance_correction
     if correction.kind == "off":
         return [not_applicable("importance weight", "algorithm.policy_loss.importance_correction is off")]
@@ -141,7 +141,7 @@ def _others(bench: Bench) -> Iterator[ParallelConfig]:
 
 
 def _layouts(bench: Bench, own: StepResult) -> list[Measurement]:
-    """A second policy from the same weights in other layouts; the recipe's process groups are made again afterwards."""
+    """Compare with a second policy of the same weights in other layouts; rebuild the recipe's process groups afterwards."""
     what = "another layout"
     if bench.parallel.world_size == 1:
         return [not_applicable(what, "there is one rank")]

@@ -16,7 +16,7 @@ from vapo_mcore.certify.record import Measurement, fails, holds, not_applicable
 from vapo_mcore.collectives import all_gather_objects, broadcast_object
 from vapo_mcore.config.loading import dump_yaml
 from vapo_mcore.doctor.machine import machine_findings
-from vapo_mcore.doctor.report import Finding, merge, require_same
+from vapo_mcore.doctor.report import Finding, merge, require_same_versions
 from vapo_mcore.errors import VapoError
 from vapo_mcore.planning.devices import DEVICES
 
@@ -29,7 +29,7 @@ class PlanError(VapoError):
 
 
 def run(bench: Bench) -> list[Measurement]:
-    """Run the doctor once per node. Run ``plan`` beside it on rank 0, in its own process: it builds models on the meta device."""
+    """Run the doctor once per node. Rank 0 also runs ``plan``, in another process because it builds models on the meta device."""
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     first_of_node = os.environ.get("LOCAL_RANK", "0") == "0"
     planning = _start_plan(bench, processes) if bench.parallel.rank == 0 else not_applicable("plan", "rank 0 plans")
@@ -40,14 +40,14 @@ def run(bench: Bench) -> list[Measurement]:
             by_node[host if host not in by_node else f"{host} (rank {rank})"] = findings
     found = [
         Measurement(f"doctor: {finding.check}{f', {where}' if where else ''}", _VERDICTS[finding.status], finding.detail)
-        for finding, where in merge(require_same(by_node, "versions"))
+        for finding, where in merge(require_same_versions(by_node))
     ]
     plan = planning if isinstance(planning, Measurement) else _planned(planning, processes)
     return [*found, broadcast_object(plan)]
 
 
 def device_name() -> str | None:
-    """The device of plan's table that this machine has; None for one that is not in it."""
+    """Return this machine's device in plan's table, or None if the table lacks it."""
     if not torch.cuda.is_available():
         return "cpu"
     name = torch.cuda.get_device_name().lower()

@@ -21,7 +21,7 @@ CYCLES = 10
 
 
 def run(bench: Bench) -> list[Measurement]:
-    """With offloading on, whatever the recipe says; moments exist after an update with a learning rate of 0."""
+    """Check with offloading enabled, even if the recipe disables it; an update with learning rate 0 creates the moments."""
     models = bench.models
     _fill_moments(bench)
     before = state_checksums(models)
@@ -33,7 +33,7 @@ def run(bench: Bench) -> list[Measurement]:
 
 @contextmanager
 def offloading(models: Models) -> Iterator[None]:
-    """Offload inside the block, whatever the recipe says."""
+    """Enable offloading inside the block, even if the recipe disables it."""
     residency = models.residency
     usual, residency.enabled = residency.enabled, True
     try:
@@ -86,7 +86,7 @@ def _bits(before: dict[str, str], after: dict[str, str]) -> Measurement:
     if changed:
         remedy = "the copies on the host are not those that come back: look at the offloader and at page-locked memory"
         return fails(what, f"{len(changed)} tensors differ, the first is {changed[0]}", tolerance, remedy, len(changed))
-    return holds(what, f"{len(before)} tensors, {moments} of them moments, are what they were", tolerance, 0.0)
+    return holds(what, f"{len(before)} tensors, {moments} of them moments, are unchanged", tolerance, 0.0)
 
 
 def _flat(on_device: list[tuple[int, ...]], host: list[int], allocated: list[int]) -> Measurement:

@@ -73,11 +73,11 @@ def run(bench: Bench) -> list[Measurement]:
     return [*found, informs(what, f"{device}{options(rates.found)}")]
 
 
-def slowest(run: Callable[[], object], rounds: int = ROUNDS) -> float:
+def slowest(run: Callable[[], object]) -> float:
     """Seconds of the fastest of some calls after a first one, each timed on the slowest rank. A collective."""
     run()
     times = []
-    for _ in range(rounds):
+    for _ in range(ROUNDS):
         all_gather_objects(None)  # the ranks begin together
         _synchronize()
         begin = time.perf_counter()

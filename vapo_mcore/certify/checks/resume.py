@@ -108,12 +108,12 @@ def _restored(changed: list[str], count: int) -> Measurement:
         state = sum(" optimizer " in name and "main_param" not in name for name in changed)
         only = " (optimizer state only)" if state == len(changed) else ""
         remedy = (
-            "the optimizer's moments are not loaded: a resumed run would go on with others"
+            "the optimizer's moments are not loaded: a resumed run would continue with different ones"
             if only
-            else "the checkpoint does not bring back what was saved: a resumed run would go on from another state"
+            else "the checkpoint does not restore what was saved: a resumed run would continue from a different state"
         )
         return fails(what, f"{len(changed)} of {count} tensors differ{only}, the first is {changed[0]}", tolerance, remedy, len(changed))
-    return holds(what, f"{count} tensors are what they were", tolerance, 0.0)
+    return holds(what, f"{count} tensors are unchanged", tolerance, 0.0)
 
 
 def _repeated(changed: list[str], first: dict[str, Any], again: dict[str, Any], restored: Measurement) -> Measurement:

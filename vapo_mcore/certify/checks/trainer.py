@@ -26,7 +26,7 @@ REMEDY = (
 
 
 def run(bench: Bench) -> list[Measurement]:
-    """Compare in the run's dtype and, where that is bfloat16, with the trainer in float32 beside it, which tells error from rounding."""
+    """Compare in the run's dtype; if that is bfloat16, also in float32, to distinguish errors from rounding."""
     weights = _weights(bench)
     reference, states, rounding = _transformers(bench, weights)
     found = []
@@ -41,7 +41,7 @@ def run(bench: Bench) -> list[Measurement]:
 
 
 def _weights(bench: Bench) -> dict[str, Tensor] | None:
-    """The policy's weights for transformers where they are not those of model.path (``policy.path``), on rank 0. A collective."""
+    """Return the policy's weights for transformers on rank 0 if they differ from model.path (``policy.path``). A collective."""
     if bench.config.policy.path is None:
         return None
     found: dict[str, Tensor] = {}
@@ -72,7 +72,7 @@ def _transformers(bench: Bench, weights: dict[str, Tensor] | None) -> tuple[list
 
 
 def load_transformers(folder: str, dtype: torch.dtype, weights: dict[str, Tensor] | None = None) -> Any:
-    """A causal model of a folder on the CPU, with other ``weights`` where given."""
+    """Load a causal model of a folder on the CPU, with ``weights`` in place of its own if given."""
     from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 

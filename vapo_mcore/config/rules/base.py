@@ -19,6 +19,11 @@ class Subject:
     critic_architecture: ModelArchitecture | None
     given: Callable[[str], bool]  # whether a file or an override sets a dotted key (or one below it)
 
+    @property
+    def mixtures(self) -> list[ModelArchitecture]:
+        """The models that are mixtures of experts."""
+        return [model for model in (self.architecture, self.critic_architecture) if model is not None and model.is_moe]
+
 
 @dataclass(frozen=True)
 class Rule:

@@ -88,7 +88,7 @@ def segments_have_a_critic(s: Subject) -> str | None:
     if estimator in GROUP_ESTIMATORS:
         reason = "compares the rewards of a prompt's responses, but a response that was cut has none yet"
     elif estimator == "custom":
-        reason = "is not told where a response was cut, and what the critic expects there"
+        reason = "does not receive where a response was cut, nor the critic's value there"
     else:
         reason = "has no critic, whose value stands for the rest of a response that was cut"
     return f"'segments' cannot be used with algorithm.advantage.estimator = {estimator!r}, which {reason}; use 'completed', or 'gae'"

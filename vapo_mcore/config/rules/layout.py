@@ -74,8 +74,7 @@ def experts_split_over_their_ranks(s: Subject) -> str | None:
     p = s.config.parallel
     degrees = [f"expert_model_parallel_size = {p.expert_model_parallel_size}"] if p.expert_model_parallel_size > 1 else []
     degrees += [f"expert_tensor_parallel_size = {p.expert_tensor_parallel_size}"] if p.expert_tensor_parallel_size is not None else []
-    mixtures = [model for model in (s.architecture, s.critic_architecture) if model is not None and model.is_moe]
-    if not mixtures:
+    if not s.mixtures:
         return f"{' and '.join(degrees)} split the experts of a mixture, but the models are dense; remove" if degrees else None
     if p.expert_model_parallel_size == 1 and p.expert_tensor_parallel_size not in (None, p.tensor_model_parallel_size):
         return (
@@ -83,7 +82,7 @@ def experts_split_over_their_ranks(s: Subject) -> str | None:
             f"{p.tensor_model_parallel_size}: Megatron would not add up the experts' gradients of tensor-parallel ranks; use an "
             "expert_model_parallel_size above 1, or expert_tensor_parallel_size: null"
         )
-    problems = [problem for model in mixtures for problem in _experts_problems(model, p)]
+    problems = [problem for model in s.mixtures for problem in _experts_problems(model, p)]
     return "; ".join(dict.fromkeys(problems)) or None
 
 
@@ -100,8 +99,7 @@ def _experts_problems(model: ModelArchitecture, parallel: ParallelConfig) -> Ite
 @rule("parallel.sequence_parallel", "parallel.tensor_model_parallel_size", "model.path", "critic.path")
 def mixtures_with_tensor_parallelism_are_sequence_parallel(s: Subject) -> str | None:
     p = s.config.parallel
-    mixture = any(model is not None and model.is_moe for model in (s.architecture, s.critic_architecture))
-    if p.sequence_parallel or p.tensor_model_parallel_size == 1 or not mixture:
+    if p.sequence_parallel or p.tensor_model_parallel_size == 1 or not s.mixtures:
         return None
     return (
         "false gives every tensor-parallel rank all tokens, which Megatron's exchange of a mixture's tokens rejects in training with "

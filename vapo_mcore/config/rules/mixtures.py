@@ -6,10 +6,6 @@ from vapo_mcore.config.rules.base import Subject, rule
 from vapo_mcore.config.schema.diagnosis import BusiestExpertRule
 
 
-def _has_mixture(s: Subject) -> bool:
-    return any(model is not None and model.is_moe for model in (s.architecture, s.critic_architecture))
-
-
 @rule("model.router", "diagnosis.busiest_expert", "model.path", "critic.path")
 def router_settings_need_a_mixture(s: Subject) -> str | None:
     router = s.config.model.router
@@ -17,7 +13,7 @@ def router_settings_need_a_mixture(s: Subject) -> str | None:
     given = [f"{name} = {value}" for name, value in values.items() if value not in ("off", 0.0)]
     if s.config.diagnosis.busiest_expert not in (None, BusiestExpertRule()):  # a resolved configuration gives the defaults
         given.append("diagnosis.busiest_expert")
-    if _has_mixture(s) or not given:
+    if s.mixtures or not given:
         return None
     return f"{' and '.join(given)}: of routers, but the models are dense and have none; remove"
 

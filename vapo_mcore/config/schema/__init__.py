@@ -120,7 +120,7 @@ __all__ = [
 class Config(Section):
     """The whole configuration of a run."""
 
-    seed: Seed = 1234  # of sampling, prompt order, mini-batches and new heads
+    seed: Seed = 1234  # seeds sampling, prompt order, mini-batches and new heads
     run: RunConfig
     model: ModelConfig
     parallel: ParallelConfig = Field(default_factory=ParallelConfig)

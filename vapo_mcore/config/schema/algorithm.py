@@ -34,7 +34,7 @@ class ProcessConfig(Section):
     """Process supervision (DeepSeekMath, arXiv 2402.03300, section 4.1.3): step rewards come from a verifier that gives them."""
 
     normalise: Literal["group", "batch"] = "group"  # step rewards, over all steps of the prompt's responses or of the rollout
-    outcome: bool = True  # the response's own reward counts as one more step's, at its last token; false: the steps' alone
+    outcome: bool = True  # count the response's reward as one more step, at its last token; false: only the steps
 
 
 class CustomEstimatorConfig(Section):
@@ -51,19 +51,19 @@ class AdvantageConfig(Section):
     custom: CustomEstimatorConfig | None = None
     gamma: Fraction = 1.0  # discount
     lambda_policy: LambdaConfig = LambdaConfig()
-    lambda_critic: UnitFloat = 1.0  # of the critic's targets; 1: Monte-Carlo returns
-    # That the advantages use: predicted before or after the critic's update of the step.
+    lambda_critic: UnitFloat = 1.0  # lambda of the critic's targets; 1: Monte-Carlo returns
+    # Values that the advantages use: predicted before or after this step's critic update.
     values: Literal["before_update", "after_update"] = "before_update"
-    # Advantages to mean 0 and variance 1; by default batch for gae and reinforce_pp, off for the others.
+    # Scale advantages to mean 0 and variance 1; default: batch for gae and reinforce_pp, off for the others.
     whiten: Literal["batch", "minibatch", "off"] = Field(
         default_factory=lambda data: "batch" if data["estimator"] in ("gae", "reinforce_pp") else "off"
     )
-    # Lowest and highest advantage, after whitening; null: unbounded.
+    # Clip whitened advantages to [lowest, highest]; null: unbounded.
     clip: Interval | None = None
     # After a response truncated by the length limit: V = 0, the critic's V, or the response carries no loss.
     truncation: Literal["terminal", "bootstrap", "mask"] = "terminal"
 
-    process: ProcessConfig = ProcessConfig()  # of grpo_process
+    process: ProcessConfig = ProcessConfig()  # settings of grpo_process
 
     @property
     def uses_critic(self) -> bool:
@@ -77,7 +77,7 @@ class ImportanceCorrectionConfig(Section):
     geometric mean over the response, or their product, which then is the weight of all its tokens (``sequence_product_mask``).
     """
 
-    kind: Literal["off", "token_truncate", "token_mask", "sequence_mask", "sequence_product_mask"] = "off"  # off: the gap is measured only
+    kind: Literal["off", "token_truncate", "token_mask", "sequence_mask", "sequence_product_mask"] = "off"  # off: only measure the mismatch
     cap: PositiveFloat = 2.0  # largest ratio
     low: PositiveFloat = 0.5  # smallest ratio
 
@@ -92,10 +92,10 @@ class CustomLossConfig(Section):
 class CovarianceConfig(Section):
     """Of ``clip_cov`` and ``kl_cov``: which tokens of a mini-batch they treat apart, by the covariance of log-prob and advantage."""
 
-    fraction: Annotated[float, Field(gt=0, le=1)] = 2.0e-4  # of the mini-batch's tokens, at least one token
-    low: float = 1.0  # clip_cov draws them among the tokens with a covariance above it
-    high: float = 5.0  # and below it
-    kl_coef: PositiveFloat = 1.0  # kl_cov: of |log ratio| at them
+    fraction: Annotated[float, Field(gt=0, le=1)] = 2.0e-4  # fraction of the mini-batch's tokens, at least one token
+    low: float = 1.0  # clip_cov draws from the tokens with a covariance above low
+    high: float = 5.0  # and below high
+    kl_coef: PositiveFloat = 1.0  # kl_cov: coefficient of |log ratio| at these tokens
 
 
 class PolicyLossConfig(Section):
@@ -106,7 +106,7 @@ class PolicyLossConfig(Section):
     covariance: CovarianceConfig = CovarianceConfig()
     clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2  # the ratio is clipped to [1 - clip_low, 1 + clip_high]
     clip_high: PositiveFloat = 0.28  # 0.2 is the symmetric clip, 0.28 Clip-Higher
-    dual_clip: Annotated[float, Field(gt=1)] | None = None  # c: where A < 0 the objective is not below c A; null: off
+    dual_clip: Annotated[float, Field(gt=1)] | None = None  # c: lower bound c A of the objective where A < 0; null: off
     # Mean over tokens; over responses of their token means; of their token sums; of these by rollout.max_response_length.
     aggregation: Literal["token", "sequence", "sequence_sum", "fixed_length"] = "token"
     importance_correction: ImportanceCorrectionConfig = ImportanceCorrectionConfig()
@@ -117,19 +117,19 @@ class ValueLossConfig(Section):
 
 
 class PositiveLmConfig(Section):
-    coef: NonNegativeFloat = 0.1  # of the mean NLL of correct responses; 0: off
-    skip_overlong: bool = False  # leave out those that were truncated or punished for length (reward.overlong)
+    coef: NonNegativeFloat = 0.1  # coefficient of the mean NLL of correct responses; 0: off
+    skip_overlong: bool = False  # exclude truncated responses and those penalised for length (reward.overlong)
 
 
 class KlConfig(Section):
-    place: Literal["off", "reward", "loss"] = "off"  # penalty to the frozen initial policy: none, in the token rewards, or in the loss
+    place: Literal["off", "reward", "loss"] = "off"  # KL penalty to the frozen initial policy: none, in the token rewards or in the loss
     kind: Literal["k1", "k2", "k3"] = "k3"  # estimator; k1 is refused in the loss
-    coef: NonNegativeFloat = 0.0  # of the penalty
+    coef: NonNegativeFloat = 0.0  # coefficient of the penalty
     clamp: PositiveFloat | None = None  # bounds each token's estimate to [-clamp, clamp]; null: unbounded
 
 
 class EntropyConfig(Section):
-    coef: NonNegativeFloat = 0.0  # of the entropy bonus in the loss; 0: off
+    coef: NonNegativeFloat = 0.0  # coefficient of the entropy bonus in the loss; 0: off
 
 
 def _has_an_effect(coef: float) -> float:
@@ -141,9 +141,9 @@ def _has_an_effect(coef: float) -> float:
 class LossTermConfig(Section):
     """A term of the user's in the policy's loss: loss += coef x sum of w_t term_t, w_t the weights of ``policy_loss.aggregation``."""
 
-    name: Name  # of its metric, policy/term/<name>
+    name: Name  # names its metric, policy/term/<name>
     function: Reference  # package.module:name or path/to/file.py:name; its parameters say what it reads
-    coef: Annotated[float, AfterValidator(_has_an_effect)]  # of the weighted sum; below 0: the term is maximised
+    coef: Annotated[float, AfterValidator(_has_an_effect)]  # multiplies the weighted sum; below 0: the term is maximised
     options: dict[str, Any] = Field({})  # its keyword-only parameters
 
 
@@ -153,13 +153,13 @@ class SelfImitationConfig(Section):
     capacity: PositiveInt = 512  # responses kept
     # Which stay: the best of all time, the newest, or the first ones (of value pretraining, if there is one), permanently.
     keep: Literal["top_reward", "fifo", "frozen"] = "top_reward"
-    skip_overlong: bool = False  # keep none that was truncated or punished for length (reward.overlong)
-    top_k: PositiveInt = 1  # of each prompt, the best in each rollout
+    skip_overlong: bool = False  # exclude truncated responses and those penalised for length (reward.overlong)
+    top_k: PositiveInt = 1  # best responses kept per prompt and rollout
     every_steps: PositiveInt = 1  # RL steps between imitation steps
-    batch_size: PositiveInt = 64  # responses of an imitation step, drawn uniformly
+    batch_size: PositiveInt = 64  # responses per imitation step, drawn uniformly
     coef: PositiveFloat = 1.0  # of their mean NLL; it acts through clip_grad and the second moment, which both losses share
     lr: PositiveFloat | None = None  # null: the policy's rate at that time
-    value_coef: NonNegativeFloat = 0.0  # of the value loss on the same responses, a step of the critic; 0: none
+    value_coef: NonNegativeFloat = 0.0  # coefficient of the value loss on the same responses, in a critic step; 0: none
 
 
 class AlgorithmConfig(Section):
@@ -169,5 +169,5 @@ class AlgorithmConfig(Section):
     positive_lm: PositiveLmConfig = PositiveLmConfig()
     kl: KlConfig = KlConfig()
     entropy: EntropyConfig = EntropyConfig()
-    loss_terms: tuple[LossTermConfig, ...] = Field(strict=False, default=())  # of the user's own (extending.md)
+    loss_terms: tuple[LossTermConfig, ...] = Field(strict=False, default=())  # user-defined terms (extending.md)
     self_imitation: SelfImitationConfig | None = None

@@ -45,10 +45,10 @@ def possible_path(path: str) -> str:
     return path
 
 
-SamplingTemperature = Annotated[float, Field(ge=0.01, le=2)]  # what the rollout engines take
+SamplingTemperature = Annotated[float, Field(ge=0.01, le=2)]  # range that the rollout engines accept
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
 Path = Annotated[str, AfterValidator(possible_path)]
-Reference = Annotated[str, AfterValidator(well_formed_reference)]  # to a function of the user's
+Reference = Annotated[str, AfterValidator(well_formed_reference)]  # reference to a user-defined function
 Interval = Annotated[tuple[float, float], Field(strict=False)]
 
 Estimator = Literal["gae", "grpo", "grpo_process", "dr_grpo", "rloo", "reinforce", "reinforce_pp", "custom"]

@@ -35,34 +35,34 @@ class FieldsConfig(Section):
 class FileSource(Section):
     """Prompts with ground truth from a ``.jsonl``, ``.json``, ``.csv``, ``.tsv`` or ``.parquet`` file, or a saved HF dataset."""
 
-    kind: Literal["file"]  # what the source is
-    path: Path  # of the file, or of the folder that datasets' save_to_disk made; relative to the current directory
-    # Of its metrics and prompts; by default the file's, without the ending.
+    kind: Literal["file"]  # type of the source
+    path: Path  # file, or folder written by datasets' save_to_disk; relative to the current directory
+    # Name in metrics and prompt ids; default: the file name without its extension.
     name: Name = Field(default_factory=lambda data: data["path"].replace("\\", "/").rsplit("/", 1)[-1].split(".")[0])
     verifier: Annotated[str, AfterValidator(known_verifier)]  # a built-in one (verifiers.md), or a reference to your own
     size: PositiveInt | None = None  # at most this many rows, the first ones; null: all
-    weight: PositiveFloat = 1.0  # of training sources: passes over this one relative to the others
+    weight: PositiveFloat = 1.0  # training sources: passes over this source relative to the others
     fields: FieldsConfig = FieldsConfig()
 
 
 class ReasoningGymSource(Section):
     """A procedural task of the package reasoning-gym, graded by its own scorer."""
 
-    kind: Literal["reasoning_gym"]  # what the source is
+    kind: Literal["reasoning_gym"]  # type of the source
     task: Name  # its name in reasoning-gym
-    name: Name = Field(default_factory=lambda data: data["task"])  # of its metrics and prompts; by default the task's
-    size: PositiveInt  # problems
-    seed: Seed = 0  # of the problems
+    name: Name = Field(default_factory=lambda data: data["task"])  # name in metrics and prompt ids; default: the task
+    size: PositiveInt  # number of problems
+    seed: Seed = 0  # seed of the problems
     weight: PositiveFloat = 1.0  # as for files
-    options: dict[str, Any] = Field({})  # of the task
+    options: dict[str, Any] = Field({})  # options of the task
 
 
 class CustomSource(Section):
     """A task of the user's: a function that returns rows with a prompt and its ground truth (extending.md)."""
 
-    kind: Literal["custom"]  # what the source is
+    kind: Literal["custom"]  # type of the source
     function: Reference  # package.module:name or path/to/file.py:name, with keyword-only parameters alone
-    name: Name = Field(default_factory=lambda data: data["function"].rpartition(":")[2])  # of its metrics; by default the function's
+    name: Name = Field(default_factory=lambda data: data["function"].rpartition(":")[2])  # name in metrics; default: the function
     verifier: Annotated[str, AfterValidator(known_verifier)]  # a built-in one (verifiers.md), or a reference to your own
     size: PositiveInt | None = None  # at most this many rows, the first ones; null: all
     answer_list: Literal["any", "all"] | None = None  # as fields.answer_list of files
@@ -74,15 +74,15 @@ Source = Annotated[FileSource | ReasoningGymSource | CustomSource, Field(discrim
 
 
 class DataConfig(Section):
-    train: tuple[Source, ...] = Field(strict=False, min_length=1)  # what training draws its prompts from
+    train: tuple[Source, ...] = Field(strict=False, min_length=1)  # training sources
     eval: tuple[Source, ...] = Field(strict=False, default=())  # the evaluation sets; none: no evaluation
     max_prompt_length: PositiveInt  # tokens, chat template included
-    overlong_prompts: Literal["refuse", "drop"] = "refuse"  # longer ones end the start, or are dropped and counted
-    deduplicate: bool = False  # training prompts whose text repeats an earlier one's are dropped and counted
+    overlong_prompts: Literal["refuse", "drop"] = "refuse"  # refuse to start with longer prompts, or drop and count them
+    deduplicate: bool = False  # drop and count training prompts that repeat the text of an earlier one
     shuffle: bool = True  # shuffle each pass over a source; false: keep the file's order
     chat_template: bool | Path = True  # true: the tokenizer's; a file: this Jinja template instead; false: a prompt is plain text
-    chat_template_kwargs: dict[str, Any] = Field({})  # further variables that the template reads, as enable_thinking: false
-    control_tokens: Literal["refuse", "plain"] = "refuse"  # in a row's text (<|im_end|>): a fault of the row, or ordinary text
+    chat_template_kwargs: dict[str, Any] = Field({})  # further template variables, such as enable_thinking: false
+    control_tokens: Literal["refuse", "plain"] = "refuse"  # <|im_end|> and the like in a row's text: refuse the row, or take as plain text
     system_prompt: str | None = None  # a system message before each prompt
     prompt_suffix: str = ""  # appended to each prompt
 
@@ -91,11 +91,11 @@ class EvalConfig(Section):
     """Evaluation on ``data.eval``: avg@k, pass@k and maj@k of ``samples_per_prompt`` responses to each prompt."""
 
     every_steps: NonNegativeInt = 0  # 0: only at start and end
-    at_start: bool = True  # before the first step
-    at_end: bool = True  # after the last step
+    at_start: bool = True  # evaluate before the first step
+    at_end: bool = True  # evaluate after the last step
     samples_per_prompt: PositiveInt = 1  # k
     temperature: Annotated[float, Field(ge=0, le=2), AfterValidator(greedy_or_sampled)] = 1.0  # 0: greedy
-    top_p: Fraction = 0.7  # of evaluation; training samples from the whole distribution
+    top_p: Fraction = 0.7  # for evaluation only; training samples from the whole distribution
     max_prompts: PositiveInt | None = None  # at most this many prompts of each set, the first ones; null: all
-    # Of a rollout replica, sampled at a time; what vapo-mcore eval repeats after it was killed.
+    # Prompts that a rollout replica samples at a time; a killed vapo-mcore eval repeats at most this many.
     responses_per_chunk: PositiveInt = 1024

@@ -1,4 +1,4 @@
-"""Diagnosis: thresholds of the rules that name known illnesses of a run (diagnosis.md)."""
+"""Diagnosis: thresholds of the rules that detect known failures of a run (diagnosis.md)."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ class VllmConfig(Section):
 
 
 def runs_eagerly(config: VllmConfig, *, cuda: bool) -> bool:
-    """Whether vLLM runs without CUDA graphs (``rollout.vllm.enforce_eager``; by default on CPU alone)."""
+    """Return whether vLLM runs without CUDA graphs (``rollout.vllm.enforce_eager``; by default on CPU alone)."""
     return not cuda if config.enforce_eager is None else config.enforce_eager
 
 
@@ -45,7 +45,7 @@ class DynamicSamplingConfig(Section):
 
 
 class HorizonConfig(Section):
-    """A step samples at most ``tokens`` of each open response; what has not ended goes on in the next step (horizon.md)."""
+    """A step samples at most ``tokens`` of each open response; unfinished responses continue in the next step (horizon.md)."""
 
     tokens: PositiveInt  # H: most tokens of a response that a step samples
     # completed: responses train in the step in which they end (of group estimators, their whole group). segments: the policy trains on the
@@ -69,7 +69,7 @@ def _known_environment(name: str) -> str:
 
 
 class EnvironmentConfig(Section):
-    """Responses of several turns: what the model writes is answered by a tool or a game, and it goes on (environments.md)."""
+    """Multi-turn responses: a tool or game answers what the model writes, and the model continues (environments.md)."""
 
     name: Annotated[str, AfterValidator(_known_environment)]  # calculator, or package.module:function
     max_turns: Annotated[int, Field(ge=2, lt=2**31)] = 4  # of the model; the sampled tokens of all turns share max_response_length
@@ -113,7 +113,7 @@ class RolloutConfig(Section):
 
     @property
     def trains_segments(self) -> bool:
-        """Whether the policy trains on the step's tokens alone, and not on whole responses."""
+        """Return whether the policy trains on this step's tokens only, instead of whole responses."""
         return self.horizon is not None and self.horizon.train == "segments"
 
 

@@ -21,27 +21,27 @@ def _possible_project(name: str) -> str:
 class WandbConfig(Section):
     """The run at Weights & Biases, with the id of the run directory; ``--resume`` goes on in the same one (watching.md)."""
 
-    project: Annotated[str, AfterValidator(_possible_project)]  # made there if it is new
-    entity: str | None = None  # user or team; null: that of the API key
-    name: str | None = None  # null: that of the run directory
-    group: str | None = None  # of runs that belong together
-    tags: tuple[str, ...] = Field(strict=False, default=())  # labels to find it by
-    mode: Literal["online", "offline"] = "online"  # offline: written to <dir>/wandb, to be sent by `wandb sync`
+    project: Annotated[str, AfterValidator(_possible_project)]  # created if it does not exist
+    entity: str | None = None  # user or team; null: the owner of the API key
+    name: str | None = None  # null: the name of the run directory
+    group: str | None = None  # group of related runs
+    tags: tuple[str, ...] = Field(strict=False, default=())  # labels of the run
+    mode: Literal["online", "offline"] = "online"  # offline: write to <dir>/wandb for a later `wandb sync`
     api_key_variable: str = "WANDB_API_KEY"  # environment variable that holds the API key
 
 
 class RunConfig(Section):
-    dir: Path  # everything that the run writes; new or empty, or --clean deletes the run in it
-    steps: NonNegativeInt  # RL steps: one rollout each; value pretraining counts apart; 0: value pretraining only
+    dir: Path  # output directory: new or empty, or --clean deletes the run in it
+    steps: NonNegativeInt  # RL steps, one rollout each, not counting value pretraining; 0: value pretraining only
     samples_per_step: NonNegativeInt = 4  # responses written to <dir>/samples each step
     tensorboard: bool | None = None  # null: written when tensorboard is installed; true: required
-    wandb: WandbConfig | None = None  # null: not shown there
+    wandb: WandbConfig | None = None  # null: off
     certify: bool = False  # training requires <dir>_certificate of `vapo-mcore certify` for these settings and versions, without a failure
     dump_every_steps: NonNegativeInt = 0  # dump the rollout every N RL steps to <dir>/dumps for `vapo-mcore replay-step`; 0: none
     dump_steps: tuple[PositiveInt, ...] = Field(strict=False, default=())  # and those of these RL steps
 
     def dumps_step(self, step: int) -> bool:
-        """Whether the rollout of this RL step is dumped."""
+        """Return whether the rollout of this RL step is dumped."""
         return step in self.dump_steps or (self.dump_every_steps > 0 and step % self.dump_every_steps == 0)
 
 
@@ -50,13 +50,13 @@ class RouterConfig(Section):
 
     # trainer: all updates of a step send each token to the experts that the log-prob pass (for a critic the value pass) chose for it.
     replay: Literal["off", "trainer"] = "off"
-    balance_coef: NonNegativeFloat = 0.0  # of the load-balancing loss over a mini-batch, in each layer; requires replay
-    z_coef: NonNegativeFloat = 0.0  # of the mean squared log-sum-exp of a layer's router logits over a mini-batch
+    balance_coef: NonNegativeFloat = 0.0  # coefficient of each layer's load-balancing loss over a mini-batch; requires replay
+    z_coef: NonNegativeFloat = 0.0  # coefficient of each layer's mean squared log-sum-exp of router logits over a mini-batch
 
 
 class ModelConfig(Section):
     path: Path  # Hugging Face folder with config.json, safetensors and tokenizer
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"  # of weights and activations
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"  # dtype of weights and activations
     # te: Transformer Engine; varlen: torch's kernel, CUDA without CP, bfloat16; sdpa: any device; auto: the first of these that can run,
     # for float32 sdpa (te computes float32 in TF32).
     attention: Literal["auto", "te", "varlen", "sdpa"] = "auto"
@@ -80,11 +80,11 @@ class ParallelConfig(Section):
     expert_tensor_parallel_size: PositiveInt | None = None  # ranks that share each expert; null: tensor_model_parallel_size
     # world_size / (tensor x pipeline x context).
     data_parallel_size: PositiveInt = Field(default_factory=lambda data: _derived_data_parallel_size(data))
-    # Activations between the layers split over TP; by default with TP.
+    # Split the activations between layers over TP; default: true with TP.
     sequence_parallel: bool = Field(default_factory=lambda data: data["tensor_model_parallel_size"] > 1)
     # Micro-batches of an optimizer step padded to one size: pipeline stages then exchange no shapes, each of which costs a synchronisation.
     equal_microbatches: bool = False
-    # Of the process groups; above the longest skew between ranks in generation.
+    # Timeout of collectives; must exceed the longest skew between ranks in generation.
     timeout_minutes: Annotated[float, Field(gt=0, le=100_000)] = 30.0
 
     @property
@@ -119,7 +119,7 @@ def minibatch_count(responses: int, size: int) -> int:
 
 
 class BatchConfig(Section):
-    prompts_per_step: PositiveInt = 512  # of a rollout
+    prompts_per_step: PositiveInt = 512  # prompts per rollout
     responses_per_prompt: PositiveInt = 16  # G, the group size
     # Responses per optimizer step, over all data-parallel ranks; where it does not divide a rollout, its mini-batches are made equal.
     mini_batch_size: PositiveInt = 512
@@ -140,10 +140,10 @@ class BestExportConfig(Section):
     that is evaluated (eval.at_start)."""
 
     metric: str  # a score of the evaluations, such as eval/NAME/avg@1
-    mode: Literal["max", "min"] = "max"  # which scores are better: higher or lower ones
-    every_steps: PositiveInt = 1  # at most one export in this many steps
+    mode: Literal["max", "min"] = "max"  # max: higher is better
+    every_steps: PositiveInt = 1  # minimum number of steps between exports
 
 
 class ExportConfig(Section):
-    at_end: bool = True  # Hugging Face folder <run.dir>/export/hf
-    best: BestExportConfig | None = None  # null: the best policy is not exported apart
+    at_end: bool = True  # export the policy to <run.dir>/export/hf, a Hugging Face folder
+    best: BestExportConfig | None = None  # null: do not export the best policy

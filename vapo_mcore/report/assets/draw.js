@@ -29,7 +29,11 @@ function format(value, digits = 5) {
   if (value === null || value === undefined) return "undefined";
   const size = Math.abs(value);
   if (value === 0) return "0";
-  if (size >= 1e6 || size < 1e-4) return value.toExponential(Math.min(digits, 4) - 1).replace(/\.?0+e/, "e").replace("e+", "e");
+  if (size >= 1e6 || size < 1e-4)
+    return value
+      .toExponential(Math.min(digits, 4) - 1)
+      .replace(/\.?0+e/, "e")
+      .replace("e+", "e");
   const text = Number(value.toPrecision(digits));
   return Math.abs(text) >= 1e4 ? text.toLocaleString("en-US") : String(text);
 }
@@ -84,7 +88,11 @@ function frame(holder, xs, ys, { log = false, xLabel = "", labels = null, height
     root.append(svg("line", { class: "gridline", x1: MARGIN.left, x2: right, y1: y(tick), y2: y(tick) }));
     root.append(svg("text", { class: "ytick", x: MARGIN.left - 6, y: y(tick) + 4, "text-anchor": "end" }, format(tick, 4)));
   }
-  const whole = labels ?? ticks(xs[0], xs[1], 6).filter((tick) => Number.isInteger(tick)).map((tick) => [tick, format(tick)]);
+  const whole =
+    labels ??
+    ticks(xs[0], xs[1], 6)
+      .filter((tick) => Number.isInteger(tick))
+      .map((tick) => [tick, format(tick)]);
   for (const [place, text] of whole) {
     const middle = Math.min(x(place), width - 3 - 3.2 * text.length); // keep the last label inside the chart
     root.append(svg("line", { class: "axis", x1: x(place), x2: x(place), y1: bottom, y2: bottom + 3 }));
@@ -118,14 +126,14 @@ function lonely(points) {
 /** Return the path of the band between lows and highs, one closed shape per stretch without gaps. */
 function bandPath(lows, highs) {
   let text = "";
-  let start = 0;
+  let from = 0;
   const flush = (end) => {
-    if (end - start > 1) text += path([...highs.slice(start, end), ...lows.slice(start, end).reverse()]) + "Z";
+    if (end - from > 1) text += path([...highs.slice(from, end), ...lows.slice(from, end).toReversed()]) + "Z";
   };
   for (let k = 0; k <= lows.length; k++) {
     if (k === lows.length || lows[k] === null) {
       flush(k);
-      start = k + 1;
+      from = k + 1;
     }
   }
   return text;
@@ -169,5 +177,9 @@ const runColour = (number) => `var(--run-${number % RUN_COLOURS})`;
 
 /** Create a short sample of a curve for legends. */
 function swatch(colour, dash) {
-  return svg("svg", { viewBox: "0 0 22 8" }, svg("path", { d: "M0 4H22", stroke: colour, "stroke-width": 2, "stroke-dasharray": dash, fill: "none" }));
+  return svg(
+    "svg",
+    { viewBox: "0 0 22 8" },
+    svg("path", { d: "M0 4H22", stroke: colour, "stroke-width": 2, "stroke-dasharray": dash, fill: "none" }),
+  );
 }

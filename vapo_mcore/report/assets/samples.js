@@ -18,7 +18,8 @@ const HOVERED = { logprob: "log-prob", rollout_logprob: "log-prob when sampled",
 const picked = { run: 0, kind: "best", entry: 0, quantity: "advantage" };
 
 function numbersOf(tokens, quantity) {
-  if (quantity === "error") return tokens.value && tokens.return ? tokens.value.map((value, k) => (value === null ? null : value - tokens.return[k])) : null;
+  if (quantity === "error")
+    return tokens.value && tokens.return ? tokens.value.map((value, k) => (value === null ? null : value - tokens.return[k])) : null;
   if (quantity === "logprob") return tokens.logprob ?? tokens.rollout_logprob ?? null;
   return tokens[quantity] ?? null;
 }
@@ -36,20 +37,26 @@ function tokenSpans(record, quantity) {
   const spans = tokens.text.map((text, k) => {
     const value = numbers?.[k] ?? null;
     const inside = tokens.rollout_logprob ? tokens.rollout_logprob[k] !== null : true;
-    const span = el("span", { class: inside ? "token" : "token outside", style: value === null ? null : `background:${tint(value, largest)}` });
+    const span = el("span", {
+      class: inside ? "token" : "token outside",
+      style: value === null ? null : `background:${tint(value, largest)}`,
+    });
     text.split("\n").forEach((line, number) => {
       if (number) span.append(el("span", { class: "break" }, "\u21b5"), "\n");
       span.append(line);
     });
-    const place = record.left_out && k >= record.left_out[0] ? k + record.left_out[1] : k;
+    const position = record.left_out && k >= record.left_out[0] ? k + record.left_out[1] : k;
     span.addEventListener("pointermove", (event) => {
-      const lines = Object.entries(HOVERED).filter(([name]) => tokens[name]).map(([name, label]) => [label, inside ? format(tokens[name][k]) : "carries no loss"]);
-      showTip(event, `token ${place + 1}: ${JSON.stringify(text)}`, lines);
+      const lines = Object.entries(HOVERED)
+        .filter(([name]) => tokens[name])
+        .map(([name, label]) => [label, inside ? format(tokens[name][k]) : "carries no loss"]);
+      showTip(event, `token ${position + 1}: ${JSON.stringify(text)}`, lines);
     });
     span.addEventListener("pointerleave", hideTip);
     return span;
   });
-  if (record.left_out) spans.splice(record.left_out[0], 0, el("span", { class: "cut" }, ` [... ${record.left_out[1]} tokens not shown ...] `));
+  if (record.left_out)
+    spans.splice(record.left_out[0], 0, el("span", { class: "cut" }, ` [... ${record.left_out[1]} tokens not shown ...] `));
   return { spans, largest, present: numbers !== null };
 }
 
@@ -59,20 +66,27 @@ function plainText(record) {
     return [el("span", { class: "cut" }, `text not kept${answer} (an evaluation keeps the texts of run.samples_per_step responses)`)];
   }
   if (!record.left_out) return [record.response];
-  const [place, count] = record.left_out;
-  return [record.response.slice(0, place), el("span", { class: "cut" }, ` [... ${count} characters not shown ...] `), record.response.slice(place)];
+  const [from, count] = record.left_out;
+  return [
+    record.response.slice(0, from),
+    el("span", { class: "cut" }, ` [... ${count} characters not shown ...] `),
+    record.response.slice(from),
+  ];
 }
 
 const verdict = (record) => (record.error ? "no verdict" : record.correct ? "right" : "wrong");
 
-function place(record) {
+function stepOf(record) {
   return `${{ rl: "", value_pretraining: "value pretraining ", evaluation: "evaluation after " }[record.stage] ?? ""}step ${record.step}`;
 }
 
 function metaOf(record) {
-  const parts = [place(record), verdict(record)];
+  const parts = [stepOf(record), verdict(record)];
   if (record.reward !== undefined) parts.push(`reward ${format(record.reward, 4)}`);
-  parts.push(`${record.response_length} tokens`, record.finish_reason === "length" ? "truncated by the length limit" : `ended: ${record.finish_reason}`);
+  parts.push(
+    `${record.response_length} tokens`,
+    record.finish_reason === "length" ? "truncated by the length limit" : `ended: ${record.finish_reason}`,
+  );
   if (record.segments) parts.push(`sampled in ${record.segments.length} steps, the first ${record.segments[0][1]} steps before`);
   return parts.join(", ");
 }
@@ -99,9 +113,18 @@ function entriesOf(samples) {
 
 function listButton(records, number) {
   const [record] = records;
-  const text = records.length > 1 ? `${verdict(records[0])} \u2192 ${verdict(records[1])}` : `${verdict(record)}${record.reward === undefined ? "" : `, reward ${format(record.reward, 4)}`}`;
+  const text =
+    records.length > 1
+      ? `${verdict(records[0])} \u2192 ${verdict(records[1])}`
+      : `${verdict(record)}${record.reward === undefined ? "" : `, reward ${format(record.reward, 4)}`}`;
   const tone = records.at(-1).correct ? "right" : "wrong";
-  const button = el("button", { type: "button", "aria-pressed": String(number === picked.entry) }, el("span", { class: tone }, text), el("br"), el("span", { class: "soft" }, `${place(record)}, ${record.prompt_id}, ${record.response_length} tokens`));
+  const button = el(
+    "button",
+    { type: "button", "aria-pressed": String(number === picked.entry) },
+    el("span", { class: tone }, text),
+    el("br"),
+    el("span", { class: "soft" }, `${stepOf(record)}, ${record.prompt_id}, ${record.response_length} tokens`),
+  );
   button.addEventListener("click", () => {
     picked.entry = number;
     drawSamples();
@@ -121,7 +144,10 @@ function tab(text, pressed, choose) {
 function about(samples) {
   const [read, there] = samples.files;
   const from = read === there ? `${there} files of samples` : `${read} of ${there} files of samples, evenly spaced`;
-  const changed = samples.evaluated.length > 1 ? ` Between the evaluations after steps ${samples.evaluated.join(" and ")}, ${samples.to_right} verdicts turned right and ${samples.to_wrong} wrong.` : "";
+  const changed =
+    samples.evaluated.length > 1
+      ? ` Between the evaluations after steps ${samples.evaluated.join(" and ")}, ${samples.to_right} verdicts turned right and ${samples.to_wrong} wrong.`
+      : "";
   return `Chosen from ${from}.${changed} Training responses have values per token: blue is below 0, red above; hover over a token to read them.`;
 }
 
@@ -130,12 +156,21 @@ function drawSamples() {
   const entries = entriesOf(samples);
   picked.entry = Math.min(picked.entry, Math.max(0, entries.length - 1));
   const records = entries[picked.entry] ?? [];
-  const kinds = Object.keys(KINDS).map((kind) => tab(`${kind} (${samples.kinds[kind].length})`, kind === picked.kind, () => Object.assign(picked, { kind, entry: 0 })));
+  const kinds = Object.keys(KINDS).map((kind) =>
+    tab(`${kind} (${samples.kinds[kind].length})`, kind === picked.kind, () => Object.assign(picked, { kind, entry: 0 })),
+  );
   const runs = RUNS.map((run, number) => tab(run.name, number === picked.run, () => Object.assign(picked, { run: number, entry: 0 })));
   const quantities = Object.keys(QUANTITIES).map((name) => tab(QUANTITIES[name], name === picked.quantity, () => (picked.quantity = name)));
   const [record] = records;
   const detail = record
-    ? el("div", { class: "card detail" }, el("h3", {}, `Prompt ${record.prompt_id}`), record.prompt === null ? null : el("div", { class: "prompt" }, record.prompt), el("p", { class: "soft truth" }, `ground truth: ${record.ground_truth ?? "not kept"}`), ...records.flatMap(responseView))
+    ? el(
+        "div",
+        { class: "card detail" },
+        el("h3", {}, `Prompt ${record.prompt_id}`),
+        record.prompt === null ? null : el("div", { class: "prompt" }, record.prompt),
+        el("p", { class: "soft truth" }, `ground truth: ${record.ground_truth ?? "not kept"}`),
+        ...records.flatMap(responseView),
+      )
     : el("div", { class: "card none" }, "none");
   const parts = [
     el("h2", {}, "Samples"),
