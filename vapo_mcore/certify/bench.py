@@ -258,12 +258,18 @@ class Bench:
         sequences: Sequence[Sequence[int]],
         packs: Sequence[Sequence[int]] | None = None,
         parallel: ParallelContext | None = None,
+        *,
+        shared: bool = False,
     ) -> list[MicroBatch]:
         """The sequences as micro-batches of tokens, the same on all data-parallel ranks; ``packs``: numbers of the sequences in each
-        (None: each alone); ``parallel``: of another layout than the recipe's. Dummies fill up what a pipeline schedule needs. No
-        collective."""
+        (None: each alone); ``parallel``: of another layout than the recipe's; ``shared``: the data-parallel ranks take packs in turn, as
+        many each. Dummies fill up what that and a pipeline schedule need. No collective."""
         parallel = parallel or self.parallel
         chosen = [[number] for number in range(len(sequences))] if packs is None else [list(pack) for pack in packs]
+        if shared:
+            ranks = parallel.data_parallel_size
+            chosen += [[] for _ in range(-len(chosen) % ranks)]
+            chosen = chosen[parallel.data_parallel_rank :: ranks]
         group = max(parallel.microbatch_group, parallel.pipeline_model_parallel_size if parallel.microbatch_group > 1 else 1)
         chosen += [[] for _ in range(-len(chosen) % group)]
         return [_microbatch(sequences, numbers, parallel) for numbers in chosen]

@@ -11,12 +11,13 @@ from typing import Any
 import torch
 
 from vapo_mcore.algorithm import importance
-from vapo_mcore.certify.batches import critic_batches, policy_batches, policy_loss
+from vapo_mcore.certify.batches import MADE_ADVANTAGES, critic_batches, policy_batches, policy_loss
 from vapo_mcore.certify.bench import Bench
 from vapo_mcore.certify.record import Measurement, fails, holds, not_applicable
 from vapo_mcore.certify.tolerances import BY_NAME, judge
 from vapo_mcore.config.schema import ImportanceCorrectionConfig, ParallelConfig
-from vapo_mcore.megatron.engine import MegatronModel, StepResult
+from vapo_mcore.data.microbatch import MicroBatch
+from vapo_mcore.megatron.engine import LossFunction, MegatronModel, StepResult
 from vapo_mcore.megatron.losses import CriticLoss
 from vapo_mcore.megatron.parallel import ParallelContext, initialize_parallel
 from vapo_mcore.trainer.models import fill_policy
@@ -28,10 +29,14 @@ FROZEN = "the loss does not see the change of the policy: old log-probs are over
 
 
 def run(bench: Bench) -> list[Measurement]:
-    """Steps with a learning rate of 0, which leave the weights as they are. The first one's statistics show the importance ratio."""
-    alone, packed = None, [list(range(len(bench.sequences)))]
+    """Steps whose update is skipped after the gradient norm is known. The first one's statistics show the importance ratio.
+
+    Data-parallel ranks hold different sequences: a rank that is left out, or counted for another, changes loss and norm between layouts.
+    """
+    ranks = bench.parallel.data_parallel_size
+    alone, packed = None, [list(range(len(bench.sequences)))[rank::ranks] for rank in range(ranks)]
     first = _policy_step(bench, bench.models.policy, bench.parallel, alone)
-    found = [_ratio(first), *_weights(bench, first)]
+    found = [_ratio(first), _surrogate(bench, first), *_weights(bench, first)]
     other = _policy_step(bench, bench.models.policy, bench.parallel, packed)
     found += _same(bench, "policy, each sequence alone and all packed", first, other)
     if bench.config.uses_critic:
@@ -49,6 +54,23 @@ def _ratio(step: StepResult) -> Measurement:
     good = abs(ratio / expected - 1) <= _NEAR and abs(kl / expected_kl - 1) <= _NEAR
     shown = f"ratio {ratio:.4f}, KL {kl:.5f}"
     return holds(what, shown, tolerance, ratio) if good else fails(what, shown, tolerance, FROZEN, ratio)
+
+
+def _surrogate(bench: Bench, step: StepResult) -> Measurement:
+    """With that ratio at every token, inside the clip, the surrogate is -ratio times the mean advantage: its sign and size are known."""
+    what, loss = "surrogate", bench.config.algorithm.policy_loss
+    if loss.kind != "ppo":
+        return not_applicable(what, f"its value is known for algorithm.policy_loss.kind ppo, not for {loss.kind}")
+    if math.exp(LOG_RATIO) > 1 + loss.clip_high:
+        return not_applicable(what, f"a ratio of {math.exp(LOG_RATIO):.3f} is beyond the recipe's clip")
+    advantages = [MADE_ADVANTAGES[token % 2] for sequence in bench.sequences for token in sequence[1:]]
+    expected, measured = -math.exp(LOG_RATIO) * sum(advantages) / len(advantages), step.metrics["surrogate"]
+    tolerance = f"{expected:.6g} (the mean advantage times minus the ratio), within {_NEAR:.0%} of the ratio"
+    shown = f"{measured:.6g}"
+    if abs(measured - expected) <= _NEAR * math.exp(LOG_RATIO):
+        return holds(what, shown, tolerance, measured)
+    remedy = "the loss does not follow the advantages: their sign, their place (shifted by a token) or their weights are others"
+    return fails(what, shown, tolerance, remedy, measured)
 
 
 def _weights(bench: Bench, first: StepResult) -> list[Measurement]:
@@ -82,18 +104,28 @@ def _weighted(once: float, twice: float) -> Measurement:
 
 
 def _policy_step(bench: Bench, model: MegatronModel, parallel: ParallelContext, packs: Any, importance_weight: float = 1.0) -> StepResult:
-    microbatches, loss = bench.microbatches(bench.sequences, packs, parallel), policy_loss(bench, parallel)
+    microbatches, loss = bench.microbatches(bench.sequences, packs, parallel, shared=True), policy_loss(bench, parallel)
 
     def step() -> StepResult:
-        batches = policy_batches(model, microbatches, bench.config.rollout.temperature, LOG_RATIO)
+        batches = policy_batches(model, microbatches, bench.config.rollout.temperature, LOG_RATIO, _trained(bench))
         batches = [batch.with_tensors(importance_weights=importance_weight * batch.tensors["importance_weights"]) for batch in batches]
-        return model.train_step(batches, loss, unscheduled_lr=0.0)
+        return _without_update(model, batches, loss)
 
     if model is not bench.models.policy:
         return step()
     with bench.on_device("policy_update"):
-        result = step()
-        bench.models.residency.mark_changed("policy")
+        return step()
+
+
+def _trained(bench: Bench) -> int:
+    """Tokens of the fixed texts that carry a loss: all but each first one."""
+    return sum(len(sequence) - 1 for sequence in bench.sequences)
+
+
+def _without_update(model: MegatronModel, batches: list[MicroBatch], loss: LossFunction) -> StepResult:
+    """Loss, statistics and gradient norm of a step that stops before its update: weights and optimizer keep every bit."""
+    result = model.train_step(batches, loss, is_spike=lambda _: True)
+    assert result.skipped is not None
     return result
 
 
@@ -101,10 +133,8 @@ def _critic_step(bench: Bench, packs: Any) -> StepResult:
     with bench.on_device("critic_update") as models:
         assert models.critic is not None
         loss = CriticLoss(None, models.critic.architecture.value_bins)
-        batches = critic_batches(models.critic, bench.microbatches(bench.sequences, packs))
-        result = models.critic.train_step(batches, loss, unscheduled_lr=0.0)
-        models.residency.mark_changed("critic")
-    return result
+        batches = critic_batches(models.critic, bench.microbatches(bench.sequences, packs, shared=True), _trained(bench))
+        return _without_update(models.critic, batches, loss)
 
 
 def _same(bench: Bench, what: str, one: StepResult, other: StepResult) -> list[Measurement]:
