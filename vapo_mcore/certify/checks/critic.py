@@ -3,7 +3,6 @@ values depend neither on packing nor on padding."""
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +14,7 @@ from torch.nn.functional import normalize
 
 from vapo_mcore.algorithm.histogram import expected_values
 from vapo_mcore.certify.bench import Bench
+from vapo_mcore.certify.memory import release_free_memory
 from vapo_mcore.certify.record import Measurement, NotApplicable, fails, holds, not_applicable
 from vapo_mcore.certify.tolerances import BY_NAME, judge
 from vapo_mcore.checkpoint_files import model_folder
@@ -47,7 +47,7 @@ def run(bench: Bench) -> list[Measurement]:
     found += _export(bench, copy, values)
     found += _packing(bench, copy, values)
     del copy
-    gc.collect()
+    release_free_memory()
     return found
 
 

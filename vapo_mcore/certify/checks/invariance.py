@@ -3,9 +3,9 @@ layout; importance ratios and weights follow a known change of the log-probs."""
 
 from __future__ import annotations
 
-import gc
 import math
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,14 +13,16 @@ import torch
 from vapo_mcore.algorithm import importance
 from vapo_mcore.certify.batches import MADE_ADVANTAGES, critic_batches, policy_batches, policy_loss
 from vapo_mcore.certify.bench import Bench
+from vapo_mcore.certify.memory import release_free_memory
 from vapo_mcore.certify.record import Measurement, fails, holds, not_applicable
 from vapo_mcore.certify.tolerances import BY_NAME, judge
 from vapo_mcore.config.schema import ImportanceCorrectionConfig, ParallelConfig
 from vapo_mcore.data.microbatch import MicroBatch
 from vapo_mcore.megatron.engine import LossFunction, MegatronModel, StepResult
 from vapo_mcore.megatron.losses import CriticLoss
+from vapo_mcore.megatron.model import ValueHead
 from vapo_mcore.megatron.parallel import ParallelContext, initialize_parallel
-from vapo_mcore.trainer.models import fill_policy
+from vapo_mcore.trainer.models import build_critic_alone, fill_policy
 
 LOG_RATIO = 0.1
 """By which the old log-probs are moved: a ratio of 1.105, inside the usual clips."""
@@ -39,10 +41,11 @@ def run(bench: Bench) -> list[Measurement]:
     found = [_ratio(first), _surrogate(bench, first), *_weights(bench, first)]
     other = _policy_step(bench, bench.models.policy, bench.parallel, packed)
     found += _same(bench, "policy, each sequence alone and all packed", first, other)
+    values: list[StepResult] = []
     if bench.config.uses_critic:
         values = [_critic_step(bench, packs) for packs in (alone, packed)]
         found += _same(bench, "critic, each sequence alone and all packed", *values)
-    return found + _layouts(bench, first)
+    return found + _layouts(bench, first, values[0] if values else None)
 
 
 def _ratio(step: StepResult) -> Measurement:
@@ -132,9 +135,31 @@ def _without_update(model: MegatronModel, batches: list[MicroBatch], loss: LossF
 def _critic_step(bench: Bench, packs: Any) -> StepResult:
     with bench.on_device("critic_update") as models:
         assert models.critic is not None
-        loss = CriticLoss(None, models.critic.architecture.value_bins)
-        batches = critic_batches(models.critic, bench.microbatches(bench.sequences, packs, shared=True), _trained(bench))
-        return _without_update(models.critic, batches, loss)
+        return _step_of_critic(bench, models.critic, bench.parallel, packs)
+
+
+def _step_of_critic(bench: Bench, critic: MegatronModel, parallel: ParallelContext, packs: Any) -> StepResult:
+    loss = CriticLoss(None, critic.architecture.value_bins)
+    batches = critic_batches(critic, bench.microbatches(bench.sequences, packs, parallel, shared=True), _trained(bench))
+    with _filled_head(critic):
+        return _without_update(critic, batches, loss)
+
+
+@contextmanager
+def _filled_head(critic: MegatronModel) -> Iterator[None]:
+    """Give the value head known weights for a while: below a new head, which may be zero, all gradients are zero."""
+    heads = [module for chunk in critic.chunks for module in chunk.modules() if isinstance(module, ValueHead)]
+    kept = [head.weight.detach().clone() for head in heads]
+    with torch.no_grad():
+        for head in heads:
+            numbers = torch.arange(head.weight.numel(), dtype=torch.float32, device=head.weight.device)
+            head.weight.copy_(0.02 * torch.sin(numbers + 1).view_as(head.weight))
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for head, weight in zip(heads, kept, strict=True):
+                head.weight.copy_(weight)
 
 
 def _same(bench: Bench, what: str, one: StepResult, other: StepResult) -> list[Measurement]:
@@ -170,8 +195,9 @@ def _others(bench: Bench) -> Iterator[ParallelConfig]:
         )
 
 
-def _layouts(bench: Bench, own: StepResult) -> list[Measurement]:
-    """A second policy from the same weights in other layouts; the recipe's process groups are made again afterwards."""
+def _layouts(bench: Bench, policy: StepResult, critic: StepResult | None) -> list[Measurement]:
+    """A second policy from the same weights in other layouts, and a second critic in the first of them; the recipe's process groups are
+    made again afterwards."""
     what = "another layout"
     if bench.parallel.world_size == 1:
         return [not_applicable(what, "there is one rank")]
@@ -179,26 +205,40 @@ def _layouts(bench: Bench, own: StepResult) -> list[Measurement]:
     if "sync" in bench.__dict__:
         bench.sync.put_to_sleep()
     try:
-        for layout in list(_others(bench))[:2]:
+        for number, layout in enumerate(list(_others(bench))[:2]):
             parallel = initialize_parallel(layout)
-            model = MegatronModel(
-                "policy",
-                bench.architecture,
-                bench.config.model,
-                parallel,
-                load_weights=lambda chunks, parallel=parallel: fill_policy(  # type: ignore[misc]
-                    chunks, bench.config, bench.architecture, parallel, lambda _: None
-                ),
-                optimizer=bench.config.policy.optimizer,
-                unknown_token_ids=bench.unknown_token_ids,
-            )
-            degrees = (
-                f"tensor {parallel.tensor_model_parallel_size} x pipeline {parallel.pipeline_model_parallel_size} x context "
-                f"{parallel.context_parallel_size} x data {parallel.data_parallel_size}"
-            )
-            found += _same(bench, f"policy, the recipe's layout and {degrees}", own, _policy_step(bench, model, parallel, None))
+            named = f"the recipe's layout and {_degrees(parallel)}"
+            model = _policy_in(bench, parallel)
+            found += _same(bench, f"policy, {named}", policy, _policy_step(bench, model, parallel, None))
             del model
-            gc.collect()
+            release_free_memory()
+            if critic is not None and number == 0:
+                other = build_critic_alone(bench.config, parallel, lambda _: None).critic
+                assert other is not None
+                found += _same(bench, f"critic, {named}", critic, _step_of_critic(bench, other, parallel, None))
+                del other
+                release_free_memory()
     finally:
         initialize_parallel(bench.config.parallel)
     return found or [not_applicable(what, "the model allows no other one on these ranks")]
+
+
+def _degrees(parallel: ParallelContext) -> str:
+    return (
+        f"tensor {parallel.tensor_model_parallel_size} x pipeline {parallel.pipeline_model_parallel_size} x context "
+        f"{parallel.context_parallel_size} x data {parallel.data_parallel_size}"
+    )
+
+
+def _policy_in(bench: Bench, parallel: ParallelContext) -> MegatronModel:
+    """A policy of the recipe's initial weights in another layout."""
+    config = bench.config
+    return MegatronModel(
+        "policy",
+        bench.architecture,
+        config.model,
+        parallel,
+        load_weights=lambda chunks: fill_policy(chunks, config, bench.architecture, parallel, lambda _: None),
+        optimizer=config.policy.optimizer,
+        unknown_token_ids=bench.unknown_token_ids,
+    )

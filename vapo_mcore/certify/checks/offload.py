@@ -10,21 +10,21 @@ import torch
 from vapo_mcore.certify.batches import critic_batches
 from vapo_mcore.certify.bench import Bench
 from vapo_mcore.certify.record import Measurement, fails, holds
-from vapo_mcore.certify.state import differing, state_checksums
+from vapo_mcore.certify.state import differing, resident_checksums, state_checksums
 from vapo_mcore.collectives import all_gather_objects
-from vapo_mcore.megatron.engine import MegatronModel
 from vapo_mcore.megatron.losses import CriticLoss, SupervisedLoss
 from vapo_mcore.megatron.offload import PARTS, RESIDENCY
 from vapo_mcore.megatron.roles import Models
 
 CYCLES = 10
+UPDATED = {"critic_update": "critic", "policy_update": "policy"}
+"""The model that a stage updates."""
 
 
 def run(bench: Bench) -> list[Measurement]:
     """With offloading on, whatever the recipe says; moments exist after an update with a learning rate of 0."""
     models = bench.models
-    _fill_moments(bench)
-    before = state_checksums(models)
+    before = _after_updates(bench)
     with offloading(models):
         on_device, host, allocated = _cycle(models)
         after = state_checksums(models)
@@ -46,35 +46,42 @@ def offloading(models: Models) -> Iterator[None]:
                 offloader.release_copies()
 
 
-def _fill_moments(bench: Bench) -> None:
-    """One update of each model, on the two texts of drawn token ids in one pack: what the moments hold does not matter."""
+def _after_updates(bench: Bench) -> dict[str, str]:
+    """Update each model once and return the checksums of its state, taken before anything of it leaves the device.
+
+    The update is on the two texts of drawn token ids, in one pack: what the moments hold does not matter.
+    """
     microbatches = bench.microbatches(bench.sequences[-2:], [[0, 1]])
-
-    def update(role: str, model: MegatronModel) -> None:
-        if role == "critic":
-            model.train_step(critic_batches(model, microbatches), CriticLoss(None, model.architecture.value_bins), unscheduled_lr=0.0)
-        else:
-            batches = [batch.with_tensors(loss_weights=batch.tensors["value_weights"]) for batch in critic_batches(model, microbatches)]
-            model.train_step(batches, SupervisedLoss(), unscheduled_lr=0.0)
-        bench.models.residency.mark_changed(role)
-
     with bench.on_device("policy_update") as models:
-        update("policy", models.policy)
+        batches = critic_batches(models.policy, microbatches)
+        batches = [batch.with_tensors(loss_weights=batch.tensors["value_weights"]) for batch in batches]
+        models.policy.train_step(batches, SupervisedLoss(), unscheduled_lr=0.0)
+        models.residency.mark_changed("policy")
+        found = resident_checksums(models, "policy")
     if bench.models.critic is not None:
         with bench.on_device("critic_update") as models:
             assert models.critic is not None
-            update("critic", models.critic)
+            loss = CriticLoss(None, models.critic.architecture.value_bins)
+            models.critic.train_step(critic_batches(models.critic, microbatches), loss, unscheduled_lr=0.0)
+            models.residency.mark_changed("critic")
+            found |= resident_checksums(models, "critic")
+    return found
 
 
 def _cycle(models: Models) -> tuple[list[tuple[int, ...]], list[int], list[int]]:
-    """Per cycle: bytes of model state on the device in each stage, bytes held on the host, and CUDA's allocated bytes at the end."""
+    """Per cycle: bytes of model state on the device in each stage, bytes held on the host, and CUDA's allocated bytes at the end.
+
+    In every other cycle the updates' stages count as updates, after which state is copied to the host; in the others it is dropped.
+    """
     residency = models.residency
     on_device, host, allocated = [], [], []
-    for _ in range(CYCLES):
+    for cycle in range(CYCLES):
         bytes_by_stage = []
         for stage in (*RESIDENCY, "generate"):
             residency.enter(stage)  # type: ignore[arg-type]
             bytes_by_stage.append(residency.device_bytes())
+            if cycle % 2 == 0 and UPDATED.get(stage) in residency.offloaders:
+                residency.mark_changed(UPDATED[stage])
         on_device.append(tuple(bytes_by_stage))
         host.append(residency.host_bytes())
         allocated.append(torch.cuda.memory_allocated() if torch.cuda.is_available() else 0)

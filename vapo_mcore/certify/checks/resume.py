@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from vapo_mcore.certify.bench import Bench
+from vapo_mcore.certify.memory import release_free_memory
 from vapo_mcore.certify.record import Measurement, fails, holds, warns
 from vapo_mcore.certify.state import differing, state_checksums
 from vapo_mcore.checkpoint.resume import choose, load_models, load_state, restore_random
@@ -27,7 +28,10 @@ PROMPTS, SAMPLES, LENGTH = 4, 2, 24
 
 
 def run(bench: Bench) -> list[Measurement]:
-    """Train on a made-up rollout in a run directory of the bench's scratch folder. The models are built anew for what comes after."""
+    """Train on a made-up rollout in a run directory of the bench's scratch folder. The models are built anew for what comes after.
+
+    What a part needs is freed before the next one: snapshots of a checkpoint, and what loading one takes, are as large as the models.
+    """
     config = _config(bench)
     models, parallel = bench.models, bench.parallel
     if "sync" in bench.__dict__:
@@ -38,22 +42,17 @@ def run(bench: Bench) -> list[Measurement]:
     runner.end_pretraining()
     runner.replay()
     saved = state_checksums(models)
-    checkpointer = Checkpointer(config, parallel, models, lambda _: None)
-    try:
-        checkpointer.begin("rl", 1, final=True)
-        checkpointer.commit({"objects": runner.state.state_dict(), "files": {}, "run_id": "certify"}, {})
-        checkpointer.wait()
-    finally:
-        checkpointer.close()
-        checkpointer.release()
-    second = StepDump("rl", 2, 2, sampled, counts)
-    runner.dump = second
-    first_row = runner.replay().row
-    first_state = state_checksums(models)
+    _save(config, bench, runner)
     checkpoint = choose(config.run.dir, None, lambda _: None)
     if checkpoint is None:
         return [fails("checkpoint", "could not be saved", remedy="look at free space and permissions of --output")]
+    runner.dump = second = StepDump("rl", 2, 2, sampled, counts)
+    first_row = runner.replay().row
+    first_state = state_checksums(models)
+    del runner
+    release_free_memory()
     load_models(config, models, parallel, checkpoint)
+    release_free_memory()
     found = [_restored(differing(saved, state_checksums(models)), len(saved))]
     again = ReplayStepRunner(config, parallel, models, second)
     again.load(load_state(checkpoint)["objects"])
@@ -62,6 +61,20 @@ def run(bench: Bench) -> list[Measurement]:
     found.append(_repeated(differing(first_state, state_checksums(models)), first_row, again_row, found[0]))
     bench.forget_models()
     return found
+
+
+def _save(config: Config, bench: Bench, runner: ReplayStepRunner) -> None:
+    """Save a checkpoint of step 1, as at the end of a run. A collective."""
+    checkpointer = Checkpointer(config, bench.parallel, bench.models, lambda _: None)
+    try:
+        checkpointer.begin("rl", 1, final=True)
+        checkpointer.commit({"objects": runner.state.state_dict(), "files": {}, "run_id": "certify"}, {})
+        checkpointer.wait()
+    finally:
+        checkpointer.close()
+        checkpointer.release()
+    del checkpointer
+    release_free_memory()
 
 
 def _config(bench: Bench) -> Config:
