@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from vapo_mcore.collectives import all_gather_objects
+from vapo_mcore.megatron.model import Role
 from vapo_mcore.megatron.roles import Models
 from vapo_mcore.weights.checksums import tensor_checksum
 
@@ -16,7 +15,7 @@ def state_checksums(models: Models) -> dict[str, str]:
         return found if models.critic is None else found | resident_checksums(models, "critic")
 
 
-def resident_checksums(models: Models, role: Literal["policy", "critic"]) -> dict[str, str]:
+def resident_checksums(models: Models, role: Role) -> dict[str, str]:
     """The same of one model, whose parameters and optimizer state are on the device."""
     model = models.policy if role == "policy" else models.critic
     assert model is not None, "the recipe has no critic"

@@ -165,7 +165,7 @@ def prompt_distribution(recorded: Sequence[Tensor], ids: Sequence[int], position
     Others are recorded, too: those of the token that vLLM samples after the prompt. Raises RolloutError where none do.
     """
     own = torch.tensor([positions.logprobs[start] for start in positions.start_indices[1:]])  # the first position has none
-    following = torch.tensor(list(ids[1:]))[:, None]
+    following = torch.tensor(list(ids[1:]), dtype=torch.int64)[:, None]
     for logits in recorded:
         if len(logits) < len(following):
             continue

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -10,14 +10,15 @@ import torch
 from vapo_mcore.certify.batches import critic_batches
 from vapo_mcore.certify.bench import Bench
 from vapo_mcore.certify.record import Measurement, fails, holds
-from vapo_mcore.certify.state import differing, resident_checksums, state_checksums
+from vapo_mcore.certify.state import differing, resident_checksums
 from vapo_mcore.collectives import all_gather_objects
 from vapo_mcore.megatron.losses import CriticLoss, SupervisedLoss
-from vapo_mcore.megatron.offload import PARTS, RESIDENCY
+from vapo_mcore.megatron.model import Role
+from vapo_mcore.megatron.offload import PARTS, RESIDENCY, Stage
 from vapo_mcore.megatron.roles import Models
 
 CYCLES = 10
-UPDATED = {"critic_update": "critic", "policy_update": "policy"}
+UPDATED: Mapping[Stage, Role] = {"critic_update": "critic", "policy_update": "policy"}
 """The model that a stage updates."""
 
 
@@ -27,7 +28,7 @@ def run(bench: Bench) -> list[Measurement]:
     before = _after_updates(bench)
     with offloading(models):
         on_device, host, allocated = _cycle(models)
-        after = state_checksums(models)
+        after = _signs_restored(models)
     return [_bits(before, after), _flat(on_device, host, allocated)]
 
 
@@ -71,21 +72,46 @@ def _after_updates(bench: Bench) -> dict[str, str]:
 def _cycle(models: Models) -> tuple[list[tuple[int, ...]], list[int], list[int]]:
     """Per cycle: bytes of model state on the device in each stage, bytes held on the host, and CUDA's allocated bytes at the end.
 
-    In every other cycle the updates' stages count as updates, after which state is copied to the host; in the others it is dropped.
+    In every other cycle the stages of updates change the sign of every number, which must come back like that: five times, so that a change
+    that is lost shows. In the other cycles nothing changes, and nothing is copied to the host.
     """
     residency = models.residency
     on_device, host, allocated = [], [], []
     for cycle in range(CYCLES):
         bytes_by_stage = []
+        stage: Stage
         for stage in (*RESIDENCY, "generate"):
-            residency.enter(stage)  # type: ignore[arg-type]
+            residency.enter(stage)
             bytes_by_stage.append(residency.device_bytes())
-            if cycle % 2 == 0 and UPDATED.get(stage) in residency.offloaders:
-                residency.mark_changed(UPDATED[stage])
+            if cycle % 2 == 0 and (role := UPDATED.get(stage)) in residency.offloaders:
+                _change_signs(models, role)
         on_device.append(tuple(bytes_by_stage))
         host.append(residency.host_bytes())
         allocated.append(torch.cuda.memory_allocated() if torch.cuda.is_available() else 0)
     return on_device, host, allocated
+
+
+@torch.no_grad()
+def _change_signs(models: Models, role: Role) -> None:
+    """Negate a model's trained parameters and its optimizer's tensors, all of which are on the device."""
+    offloader = models.residency.offloaders[role]
+    for parameter in (parameter for chunk in offloader.model.chunks for parameter in chunk.parameters() if parameter.requires_grad):
+        parameter.neg_()
+    for _, tensor in offloader.state_tensors():
+        tensor.neg_()
+    models.residency.mark_changed(role)
+
+
+def _signs_restored(models: Models) -> dict[str, str]:
+    """Change the signs once more and return the checksums of the state, which must be what it was before the cycles."""
+    found: dict[str, str] = {}
+    for stage, role in UPDATED.items():
+        if role in models.residency.offloaders:
+            models.residency.enter(stage)
+            _change_signs(models, role)
+            found |= resident_checksums(models, role)
+    models.residency.enter("generate")
+    return found
 
 
 def _bits(before: dict[str, str], after: dict[str, str]) -> Measurement:
