@@ -3,7 +3,6 @@ the rollout engine before the models."""
 
 from __future__ import annotations
 
-import gc
 import itertools
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from vapo_mcore.certify.memory import release_free_memory
 from vapo_mcore.certify.record import NotApplicable
 from vapo_mcore.collectives import all_gather_objects, fail_together, world
 from vapo_mcore.config.architecture import ModelArchitecture, read_architecture
@@ -196,7 +196,16 @@ class Bench:
         models: Models | None = self.__dict__.pop("models", None)
         if models is not None:
             models.residency.pool.clear()
-        gc.collect()
+        del models
+        release_free_memory()
+
+    def forget_engine(self) -> None:
+        """Shut the rollout engine down for a check that needs its memory; the next one that asks for it gets a new one. A collective."""
+        self.__dict__.pop("sync", None)
+        engine: RolloutEngine | None = self.__dict__.pop("engine", None)
+        if engine is not None:
+            engine.discard()
+        release_free_memory()
 
     @cached_property
     def verifiers(self) -> VerifierPool | None:

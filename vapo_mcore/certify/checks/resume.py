@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -20,22 +22,30 @@ from vapo_mcore.experience.collecting import SamplingCounts
 from vapo_mcore.experience.responses import Response, response_rows
 from vapo_mcore.experience.sampling import Round, no_rows
 from vapo_mcore.experience.step_dump import StepDump
+from vapo_mcore.megatron.roles import Models
 from vapo_mcore.rewards import Verdict
 from vapo_mcore.rollout.base import Generation, GenerationRequest, Trajectory
 
-PROMPTS, SAMPLES, LENGTH = 4, 2, 24
+PROMPTS, SAMPLES, LENGTH = 2, 2, 24
 """A rollout of drawn token ids (of as many prompts as data-parallel ranks, at least), half of the responses of each prompt called right."""
 
 
 def run(bench: Bench) -> list[Measurement]:
-    """Train on a made-up rollout in a run directory of the bench's scratch folder. The models are built anew for what comes after.
+    """Train on a made-up rollout, in a run directory of the scratch folder. Engine and models are built anew for what comes after."""
+    try:
+        return _measure(bench)
+    finally:
+        bench.forget_models()
+
+
+def _measure(bench: Bench) -> list[Measurement]:
+    """Save, load and compare.
 
     What a part needs is freed before the next one: snapshots of a checkpoint, and what loading one takes, are as large as the models.
     """
     config = _config(bench)
     models, parallel = bench.models, bench.parallel
-    if "sync" in bench.__dict__:
-        bench.sync.put_to_sleep()
+    bench.forget_engine()
     sampled = _rollout(bench)
     counts = SamplingCounts(rounds=1, prompts_tried=len(sampled.rows) // SAMPLES).with_responses([sampled])
     runner = ReplayStepRunner(config, parallel, models, StepDump("rl", 1, 1, sampled, counts))
@@ -51,7 +61,8 @@ def run(bench: Bench) -> list[Measurement]:
     first_state = state_checksums(models)
     del runner
     release_free_memory()
-    load_models(config, models, parallel, checkpoint)
+    with without_gradients(models):
+        load_models(config, models, parallel, checkpoint)
     release_free_memory()
     found = [_restored(differing(saved, state_checksums(models)), len(saved))]
     again = ReplayStepRunner(config, parallel, models, second)
@@ -59,7 +70,6 @@ def run(bench: Bench) -> list[Measurement]:
     restore_random(checkpoint, parallel.rank)
     again_row = again.replay().row
     found.append(_repeated(differing(first_state, state_checksums(models)), first_row, again_row, found[0]))
-    bench.forget_models()
     return found
 
 
@@ -67,14 +77,28 @@ def _save(config: Config, bench: Bench, runner: ReplayStepRunner) -> None:
     """Save a checkpoint of step 1, as at the end of a run. A collective."""
     checkpointer = Checkpointer(config, bench.parallel, bench.models, lambda _: None)
     try:
-        checkpointer.begin("rl", 1, final=True)
-        checkpointer.commit({"objects": runner.state.state_dict(), "files": {}, "run_id": "certify"}, {})
-        checkpointer.wait()
+        with without_gradients(bench.models):
+            checkpointer.begin("rl", 1, final=True)
+            checkpointer.commit({"objects": runner.state.state_dict(), "files": {}, "run_id": "certify"}, {})
+            checkpointer.wait()
     finally:
         checkpointer.close()
         checkpointer.release()
     del checkpointer
     release_free_memory()
+
+
+@contextmanager
+def without_gradients(models: Models) -> Iterator[None]:
+    """Free the memory of the gradients, which no checkpoint has, for a while; they come back as zeros."""
+    resident = [offloader for offloader in models.residency.offloaders.values() if "grads" in offloader.resident]
+    for offloader in resident:
+        offloader.offload({"grads"})
+    try:
+        yield
+    finally:
+        for offloader in resident:
+            offloader.onload({"grads"})
 
 
 def _config(bench: Bench) -> Config:
