@@ -76,14 +76,15 @@ def _cycle(models: Models) -> tuple[list[tuple[int, ...]], list[int], list[int]]
     that is lost shows. In the other cycles nothing changes, and nothing is copied to the host.
     """
     residency = models.residency
+    stages: tuple[Stage, ...] = (*RESIDENCY, "generate")
     on_device, host, allocated = [], [], []
     for cycle in range(CYCLES):
         bytes_by_stage = []
-        stage: Stage
-        for stage in (*RESIDENCY, "generate"):
+        for stage in stages:
             residency.enter(stage)
             bytes_by_stage.append(residency.device_bytes())
-            if cycle % 2 == 0 and (role := UPDATED.get(stage)) in residency.offloaders:
+            role = UPDATED.get(stage)
+            if cycle % 2 == 0 and role is not None and role in residency.offloaders:
                 _change_signs(models, role)
         on_device.append(tuple(bytes_by_stage))
         host.append(residency.host_bytes())
