@@ -114,6 +114,22 @@ def scaled_norm(*, readable: bool) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def stale_head() -> Iterator[None]:
+    """The output layer of a tied model keeps the first weights; the embedding, which checksums and values see, follows each sync."""
+    original = TransformersEngine._load_weights
+    kept: list[Tensor] = []
+
+    def load(self: Any, weights: Any) -> None:
+        original(self, weights)
+        if not kept:
+            kept.append(self.model.lm_head.weight.detach().clone())
+            self.model.lm_head.forward = lambda hidden: torch.nn.functional.linear(hidden, kept[0])
+
+    with mock.patch.object(TransformersEngine, "_load_weights", load):
+        yield
+
+
 def without_temperature() -> AbstractContextManager[Any]:
     original = transformers_engine.draw
 
@@ -136,6 +152,27 @@ def frozen_ratio() -> AbstractContextManager[Any]:
         return original(logprobs, logprobs.detach(), *more, **settings)
 
     return mock.patch.object(losses, "policy_loss_terms", terms)
+
+
+def flipped_advantages() -> AbstractContextManager[Any]:
+    """The policy loss takes advantages with the other sign."""
+    original = losses.policy_loss_terms
+
+    def terms(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, *more: Any, **settings: Any) -> Any:
+        return original(logprobs, old_logprobs, -advantages, *more, **settings)
+
+    return mock.patch.object(losses, "policy_loss_terms", terms)
+
+
+def ascent() -> AbstractContextManager[Any]:
+    """The critic's loss has the other sign."""
+    original = losses.value_loss_terms
+
+    def terms(*given: Any, **settings: Any) -> Any:
+        found, indicators = original(*given, **settings)
+        return -found, indicators
+
+    return mock.patch.object(losses, "value_loss_terms", terms)
 
 
 def frozen_weights() -> AbstractContextManager[Any]:
@@ -187,6 +224,29 @@ def gradients_times_context() -> AbstractContextManager[Any]:
             buffer.grad_data.mul_(parallel_state.get_context_parallel_world_size())
 
     return mock.patch.object(engine_module, "_finalize_gradients", summed)
+
+
+def left_out_rank() -> AbstractContextManager[Any]:
+    """A data-parallel rank's gradients are counted for all ranks', in the place of their sum."""
+    original = engine_module._finalize_gradients
+
+    def own(chunks: list[Any], *arguments: Any, **more: Any) -> None:
+        buffers = [buffer for chunk in chunks for buffer in chunk.buffers]
+        gradients = [buffer.grad_data.clone() for buffer in buffers]
+        original(chunks, *arguments, **more)
+        for buffer, gradient in zip(buffers, gradients, strict=True):
+            buffer.grad_data.copy_(gradient * buffer.data_parallel_group.size())
+
+    return mock.patch.object(engine_module, "_finalize_gradients", own)
+
+
+def stale_copy() -> AbstractContextManager[Any]:
+    """Once there is a copy of the optimizer's state on the host, an update does not replace it."""
+
+    def mark_changed(self: ModelOffloader) -> None:
+        self._on_host -= self.resident - {"optimizer"}
+
+    return mock.patch.object(ModelOffloader, "mark_changed", mark_changed)
 
 
 def lost_moments() -> AbstractContextManager[Any]:
@@ -253,12 +313,16 @@ CASES: Mapping[str, Case] = {
     "stale_unreadable": Case(("engine",), defect=lambda _: stale_layer(readable=False)),
     "scaled_norm": Case(("engine",), defect=lambda _: scaled_norm(readable=True)),
     "scaled_unreadable": Case(("engine",), defect=lambda _: scaled_norm(readable=False)),
+    "tied_head": Case(("engine",), ("model.path={folder}/tied/model",), lambda _: stale_head()),
     "temperature": Case(("engine",), ("rollout.temperature=0.8",), lambda _: without_temperature()),
     "frozen_ratio": Case(("invariance",), defect=lambda _: frozen_ratio()),
+    "flipped_advantages": Case(("invariance",), defect=lambda _: flipped_advantages()),
     "frozen_weight": Case(("invariance",), (f"{CORRECTION}=token_truncate",), lambda _: frozen_weights()),
     "weight_ignored": Case(("invariance",), (f"{CORRECTION}=sequence_product_mask",), lambda _: ignored_weights()),
     "corrected": Case(("invariance",), (f"{CORRECTION}=sequence_mask",)),
     "context": Case(("invariance",), defect=lambda _: gradients_times_context()),
+    "left_out_rank": Case(("invariance",), defect=lambda _: left_out_rank()),
+    "stale_copy": Case(("offload",), ("model.offload=true",), lambda _: stale_copy()),
     "moments": Case(("offload",), defect=lambda _: lost_moments()),
     "not_restored": Case(("resume",), defect=lambda _: moments_not_loaded()),
     "value_bias": Case(("resume",), defect=lambda _: bias_not_loaded()),
@@ -267,6 +331,8 @@ CASES: Mapping[str, Case] = {
     "critic_head": Case(("critic",), defect=lambda folder: loaded(head_of_the_policy(folder))),
     "categorical_critic": Case(("critic",), ("critic.categorical.low=-1.5", "critic.categorical.high=1.5", "critic.categorical.bins=31")),
     "mlp_critic": Case(("critic",), ("critic.head=mlp",)),
+    "ascent": Case(("critic",), defect=lambda _: ascent()),
+    "misfit": Case(("machine",), ("rollout.engine=vllm", "rollout.vllm.kv_cache_gib=100000")),
     "grader": Case(("graders",), ("data.train.0.verifier=tests.integration.certify_checks:everything_right",)),
     "no_engine": Case(("folder", "engine", "rates"), defect=lambda _: without_engine()),
     "no_data": Case(("folder", "engine", "resume", "graders"), ("data.train.0.path={folder}/empty.jsonl",)),

@@ -55,7 +55,14 @@ DEFECTS = {
         r"\d",
         "are those of temperature 1, not of 0.8",
     ),
+    "tied_head": (
+        "engine",
+        "KL of full distributions, perturbed weights",
+        r"\d",
+        "the engine does not hold the trainer's weights",
+    ),
     "frozen_ratio": ("invariance", "importance ratio", r"^ratio 1\.0000, KL 0\.00000$", "the ratio or weight is frozen"),
+    "flipped_advantages": ("invariance", "surrogate", r"^-?0\.\d+$", "does not follow the advantages"),
     "frozen_weight": ("invariance", "importance weight", r"^1\.0000$", "the ratio or weight is frozen"),
     "weight_ignored": (
         "invariance",
@@ -69,10 +76,22 @@ DEFECTS = {
         r"^1 relative: ",
         "gradients are scaled or reduced twice",
     ),
+    "left_out_rank": (
+        "invariance",
+        "gradient norm, policy, the recipe's layout and tensor 1 x pipeline 1 x context 2 x data 1",
+        r" relative: ",
+        "gradients are scaled or reduced twice",
+    ),
     "moments": (
         "offload",
         "weights and optimizer state after 10 cycles",
         r"tensors differ, the first is (policy|critic) optimizer ",
+        "copies on the host",
+    ),
+    "stale_copy": (
+        "offload",
+        "weights and optimizer state after 10 cycles",
+        r"tensors differ, the first is (policy|critic) ",
         "copies on the host",
     ),
     "not_restored": (
@@ -90,6 +109,8 @@ DEFECTS = {
     "template": ("folder", "generation prompt", r"off by whitespace: from character \d+ on the prompt has ''", "generation prompt"),
     "stop_ids": ("folder", "end of a turn", r"ends an answer with '<\|im_end\|>' \(4\), which is not among the stop ids", "add 4 to"),
     "critic_head": ("critic", "value head", r"is row 17 of the policy's output layer", "critic.head_init"),
+    "ascent": ("critic", "values after head-only training", r"^-", "the sign of the loss"),
+    "misfit": ("machine", "plan", r"^does not fit on cpu", "names changes that make it fit"),
     "grader": (
         "graders",
         "other truths graded wrong, tests.integration.certify_checks:everything_right",
@@ -118,6 +139,7 @@ def launch(folder: Path, *cases: str) -> str:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = write_certify_setup(tmp_path_factory.mktemp("certify"))
+    write_certify_setup(folder / "tied", model="qwen2_tied")
     (folder / "output.txt").write_text("".join(launch(folder, *cases) for cases in LAUNCHES))
     return folder
 

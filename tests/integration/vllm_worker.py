@@ -148,6 +148,19 @@ def sampled_logprobs_equal_transformers(run: Run) -> None:
         assert difference <= 1e-3
 
 
+def distributions_equal_transformers(run: Run) -> None:
+    """Whole distributions of prompts of two and more tokens; vLLM's model is left as it was."""
+    before = run.sample(1.0)
+    sequences = [prompt for prompt in PROMPTS if len(prompt) > 1] + [[4, 13]]
+    found = run.engine.distributions(sequences)
+    assert [tuple(part.shape) for part in found] == [(len(ids) - 1, VOCAB) for ids in sequences]
+    for ids, part in zip(sequences, found, strict=True):
+        expected = logits_of(run.model, ids[:1], ids[1:]).log_softmax(-1)
+        assert torch.equal(part == -torch.inf, expected == -torch.inf)
+        assert (part - expected).nan_to_num(0.0, 0.0, 0.0).abs().max() <= 1e-3
+    assert run.sample(1.0) == before
+
+
 def top_k_and_top_p_keep_to_their_tokens(run: Run) -> None:
     how = SamplingConfig(0.8, 0.7, 9, MAX_TOKENS)
     for g in run.sample(0.8, samples=2, top_p=0.7, top_k=9):
@@ -317,6 +330,7 @@ CASES: list[Callable[[Run], None]] = [
     nothing_before_the_first_sync,
     greedy_equals_transformers,
     sampled_logprobs_equal_transformers,
+    distributions_equal_transformers,
     top_k_and_top_p_keep_to_their_tokens,
     ends_and_vocabulary,
     texts_end_a_response,

@@ -3,7 +3,6 @@ the rollout engine before the models."""
 
 from __future__ import annotations
 
-import gc
 import itertools
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from vapo_mcore.certify.memory import release_free_memory
 from vapo_mcore.certify.record import NotApplicable
 from vapo_mcore.collectives import all_gather_objects, fail_together, world
 from vapo_mcore.config.architecture import ModelArchitecture, read_architecture
@@ -196,7 +196,16 @@ class Bench:
         models: Models | None = self.__dict__.pop("models", None)
         if models is not None:
             models.residency.pool.clear()
-        gc.collect()
+        del models
+        release_free_memory()
+
+    def forget_engine(self) -> None:
+        """Shut the rollout engine down for a check that needs its memory; the next one that asks for it gets a new one. A collective."""
+        self.__dict__.pop("sync", None)
+        engine: RolloutEngine | None = self.__dict__.pop("engine", None)
+        if engine is not None:
+            engine.discard()
+        release_free_memory()
 
     @cached_property
     def verifiers(self) -> VerifierPool | None:
@@ -258,12 +267,18 @@ class Bench:
         sequences: Sequence[Sequence[int]],
         packs: Sequence[Sequence[int]] | None = None,
         parallel: ParallelContext | None = None,
+        *,
+        shared: bool = False,
     ) -> list[MicroBatch]:
         """The sequences as micro-batches of tokens, the same on all data-parallel ranks; ``packs``: numbers of the sequences in each
-        (None: each alone); ``parallel``: of another layout than the recipe's. Dummies fill up what a pipeline schedule needs. No
-        collective."""
+        (None: each alone); ``parallel``: of another layout than the recipe's; ``shared``: the data-parallel ranks take packs in turn, as
+        many each. Dummies fill up what that and a pipeline schedule need. No collective."""
         parallel = parallel or self.parallel
         chosen = [[number] for number in range(len(sequences))] if packs is None else [list(pack) for pack in packs]
+        if shared:
+            ranks = parallel.data_parallel_size
+            chosen += [[] for _ in range(-len(chosen) % ranks)]
+            chosen = chosen[parallel.data_parallel_rank :: ranks]
         group = max(parallel.microbatch_group, parallel.pipeline_model_parallel_size if parallel.microbatch_group > 1 else 1)
         chosen += [[] for _ in range(-len(chosen) % group)]
         return [_microbatch(sequences, numbers, parallel) for numbers in chosen]

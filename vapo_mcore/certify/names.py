@@ -14,12 +14,12 @@ BUILT_IN = {
     "engine": "rollout engine against trainer: weights, sampled log-probs, full distributions, before and after a change of weights",
     "invariance": "step: the same loss and gradient norm whatever the packing and the layout; importance ratios follow the log-probs",
     "offload": "offload: ten cycles keep every bit and leave no bytes behind",
-    "resume": "resume: a step after a checkpoint is loaded has the bits of the step without one",
     "critic": "critic: head round trip, values of transformers, head-only training, packing",
     "graders": "graders: labelled answers, the recipe's own truths",
     "rates": "rates: tokens/s, weight sync, offloading and all-reduce beside what plan assumes, as --rate options for it",
+    "resume": "resume: a step after a checkpoint is loaded has the bits of the step without one",
 }
-"""In the order in which they run."""
+"""In the order in which they run: ``resume`` trains the models, so it is the last one that uses them."""
 
 
 def chosen_checks(texts: list[str] | None) -> list[str]:

@@ -11,6 +11,7 @@ from vapo_mcore.certify.bench import Bench
 
 STRENGTH = 0.05
 """Relative size of the change: the distributions become others, the model stays one that can be sampled."""
+_ORIGINAL = "certify_original"
 
 
 @contextmanager
@@ -24,13 +25,13 @@ def perturbed_policy(bench: Bench) -> Iterator[None]:
     if "sync" in bench.__dict__:
         bench.sync.put_to_sleep()
     residency.enter("sync")
-    original = offloader.copy_params("certify_original")
-    changed = [tensor.clone() for tensor in original]
-    for tensor in changed:
-        for piece in tensor.split(1 << 24):
-            values = piece.float()
-            piece.copy_(values * (1 + STRENGTH * torch.sin(1000 * values)))
-    offloader.fill_params(changed)
+    original = offloader.copy_params(_ORIGINAL)
+    with torch.no_grad():
+        parameters = (parameter for chunk in bench.models.policy.chunks for parameter in chunk.parameters())
+        for parameter in (parameter for parameter in parameters if parameter.requires_grad):
+            for piece in parameter.detach().view(-1).split(1 << 24):
+                values = piece.float()
+                piece.copy_(values * (1 + STRENGTH * torch.sin(1000 * values)))
     residency.mark_changed("policy")
     residency.enter("generate")
     try:
@@ -42,3 +43,4 @@ def perturbed_policy(bench: Bench) -> Iterator[None]:
         offloader.fill_params(original)
         residency.mark_changed("policy")
         residency.enter("generate")
+        residency.pool.release("policy", _ORIGINAL)

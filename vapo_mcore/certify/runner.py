@@ -17,6 +17,7 @@ from vapo_mcore import heartbeat
 from vapo_mcore.certify import certificate as certificates
 from vapo_mcore.certify.against import differences
 from vapo_mcore.certify.bench import Bench
+from vapo_mcore.certify.memory import release_free_memory
 from vapo_mcore.certify.names import BUILT_IN
 from vapo_mcore.certify.page import FILE_NAME as PAGE_NAME
 from vapo_mcore.certify.page import build_page
@@ -143,6 +144,7 @@ def _run(bench: Bench, name: str, function: Check) -> CheckRecord:
         if name in BUILT_IN:
             raise
         mine = [fails(name, f"the check raised {describe(error)}", remedy="fix the check")]
+    release_free_memory()
     told = all_gather_objects(mine)
     details = broadcast_object(bench.details)
     return CheckRecord(name, _merged(told), details, time.perf_counter() - begin)

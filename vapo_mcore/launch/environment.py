@@ -31,11 +31,14 @@ def process_defaults(processes: int, environment: Mapping[str, str] = os.environ
 
     ``OMP_NUM_THREADS``: cores available to this process divided by the processes; torchrun would set 1, but the CPU optimizer uses these
     threads. ``CUDA_DEVICE_MAX_CONNECTIONS=1`` (up to Hopper): Megatron-Core overlaps tensor-parallel communication with computation only
-    if kernels start in queue order.
+    if kernels start in queue order. ``THP_MEM_ALLOC_ENABLE=1`` (without a GPU): PyTorch asks for huge pages for large tensors, whose first
+    use then takes half the time.
     """
     defaults = {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // processes))}
     capabilities = compute_capabilities()
-    if capabilities:
+    if not capabilities:
+        defaults["THP_MEM_ALLOC_ENABLE"] = "1"
+    else:
         defaults["NCCL_DEBUG"] = "WARN"
         if min(capabilities) < _BLACKWELL:
             defaults["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"

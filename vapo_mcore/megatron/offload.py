@@ -80,9 +80,13 @@ class HostPool:
             self._buffers[key] = _allocate(num_bytes, torch.uint8)
         return self._buffers[key][:num_bytes]
 
-    def release(self, owner: str) -> None:
-        """Give back the buffers of one model (its keys begin with its name); its parts must be on the device."""
-        for key in [key for key in self._buffers if key[0] == owner]:
+    def release(self, owner: str, kind: str | None = None) -> None:
+        """Give back the buffers of one model, whose keys begin with its name; with ``kind``, only those with that second part.
+
+        What they held must be on the device, or not be needed again. Copies under way are waited for.
+        """
+        _synchronize()
+        for key in [key for key in self._buffers if key[0] == owner and kind in (None, key[1])]:
             self._unlock(key, self._buffers.pop(key))
 
     def clear(self) -> None:
@@ -236,6 +240,15 @@ class ModelOffloader:
             else:
                 self._reload_buffers(part)
             self.resident.add(part)
+
+    def release_copies(self) -> None:
+        """Give back the host copies of this model's parts, all of which must be on the device. The next move to the host makes new ones."""
+        assert self.resident == set(PARTS), f"only {sorted(self.resident)} of the {self.model.role} are on the device"
+        for buffer in self._buffers:
+            buffer.param_data_cpu = None
+        for kind in ("params", "frozen", "optimizer"):
+            self.pool.release(self.model.role, kind)
+        self._on_host.clear()
 
     def drop_training_state(self) -> None:
         """Free gradients and optimizer state on the device without a copy to the host: the model is not trained again."""

@@ -49,6 +49,8 @@ from vapo_mcore.rollout.vllm_parameters import (
     holds,
     is_expert_tensor,
     pack_experts,
+    prompt_distribution,
+    recorded_logits,
     require_unpadded_experts,
 )
 from vapo_mcore.rollout.weight_stream import listed
@@ -204,22 +206,21 @@ class VllmEngine(StatefulEngine):
         return generations
 
     def _distributions(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
-        """Return vLLM's prompt log-probs, at temperature 1. vLLM refuses more than 20 per position unless ``max_logprobs`` allows them."""
+        """Return the softmax, at temperature 1, of the logits from which vLLM computes its prompt log-probs.
+
+        vLLM returns a whole distribution only as Python objects, one for each number: seconds and half a gigabyte for a hundred positions
+        of a vocabulary of 49,152. So only the log-prob of each prompt token is requested, and vLLM's logits are recorded.
+        """
         from vllm import SamplingParams
 
-        how = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=-1, flat_logprobs=True, detokenize=False)
-        model = self._llm.llm_engine.vllm_config.model_config
-        usual, model.max_logprobs = model.max_logprobs, -1
-        try:
-            with _random_state_kept(), _uncompiled_on_cpu():
-                return [self._distribution(ids, how) for ids in sequences]
-        finally:
-            model.max_logprobs = usual
-
-    def _distribution(self, ids: Sequence[int], how: Any) -> Tensor:
-        """Of one sequence: vLLM holds a Python object for each number, gigabytes for some hundred positions of a large vocabulary."""
-        [output] = self._llm.generate([{"prompt_token_ids": list(ids)}], how, use_tqdm=False)
-        return _distribution(output.prompt_logprobs, self.vocab_size)
+        how = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, flat_logprobs=True, detokenize=False)
+        found = []
+        with _random_state_kept(), _uncompiled_on_cpu():
+            for ids in sequences:
+                with recorded_logits(self._llm) as recorded:
+                    [output] = self._llm.generate([{"prompt_token_ids": list(ids)}], how, use_tqdm=False)
+                found.append(prompt_distribution(recorded, ids, output.prompt_logprobs, self.vocab_size))
+        return found
 
     def _require_agreement(self, generations: Sequence[Generation]) -> None:
         """Raise RolloutError unless all ranks of a replica hold the same responses; training would silently mix up different ones."""
@@ -466,16 +467,6 @@ def _generation(request: GenerationRequest, completion: Any, stop_texts: StopTex
     if end is not None:
         return Generation(request, token_ids[:end], list(logprobs.logprobs)[:end], "stop")
     return Generation(request, token_ids, logprobs.logprobs, completion.finish_reason)
-
-
-def _distribution(positions: Any, vocab_size: int) -> Tensor:
-    """float32 [positions - 1, vocab_size] of vLLM's flat log-probs of a prompt, whose first position has none."""
-    found = torch.full((len(positions) - 1, vocab_size), float("-inf"))
-    starts, ends = positions.start_indices, positions.end_indices
-    for row in range(len(positions) - 1):
-        part = slice(starts[row + 1], ends[row + 1])
-        found[row, torch.tensor(positions.token_ids[part])] = torch.tensor(positions.logprobs[part])
-    return found
 
 
 @contextlib.contextmanager

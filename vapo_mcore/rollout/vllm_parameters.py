@@ -1,4 +1,4 @@
-"""Access to vLLM's model: compare its parameters with full HF tensors, pack experts, and exclude token ids from sampling.
+"""Access to vLLM's model: compare its parameters with full HF tensors, pack experts, exclude token ids from sampling, record logits.
 
 vLLM fuses q, k, v and gate, up into one parameter each (``packed_modules_mapping``) and shards them over its tensor parallelism
 differently from Megatron: whole blocks of q, k and v one after the other, with key-value heads repeated if there are fewer than ranks.
@@ -7,7 +7,8 @@ differently from Megatron: whole blocks of q, k and v one after the other, with 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from vapo_mcore.config.architecture import ModelArchitecture
-from vapo_mcore.errors import ConfigError
+from vapo_mcore.errors import ConfigError, RolloutError
 
 
 def holds(model: nn.Module, name: str, full: Tensor) -> bool:
@@ -126,3 +127,50 @@ def exclude_tokens(model: nn.Module, token_ids: Sequence[int]) -> None:
         return logits.index_fill_(-1, columns, float("-inf"))
 
     setattr(model, "compute_logits", compute_logits)  # noqa: B010 (a Module declares its attributes as tensors and modules)
+
+
+@contextmanager
+def recorded_logits(llm: Any) -> Iterator[list[Tensor]]:
+    """Record what the model's ``compute_logits`` returns in the block, float32 [rows, vocabulary] a call, on the host."""
+    recorded: list[Tensor] = []
+
+    def replace(model: Any) -> None:
+        original = model.compute_logits
+
+        def compute_logits(*arguments: Any, **options: Any) -> Tensor | None:
+            logits: Tensor | None = original(*arguments, **options)
+            if logits is not None:
+                recorded.append(logits.detach().to("cpu", torch.float32, copy=True))
+            return logits
+
+        previous.append(vars(model).get("compute_logits"))
+        model.compute_logits = compute_logits
+
+    def restore(model: Any) -> None:
+        del model.compute_logits
+        if previous[0] is not None:
+            model.compute_logits = previous[0]
+
+    previous: list[Any] = []
+    llm.apply_model(replace)
+    try:
+        yield recorded
+    finally:
+        llm.apply_model(restore)
+
+
+def prompt_distribution(recorded: Sequence[Tensor], ids: Sequence[int], positions: Any, vocab_size: int) -> Tensor:
+    """float32 [len(ids) - 1, vocab_size] log-probs of a prompt: of those recorded logits that give vLLM's own log-probs of its tokens.
+
+    Others are recorded, too: those of the token that vLLM samples after the prompt. Raises RolloutError where none do.
+    """
+    own = torch.tensor([positions.logprobs[start] for start in positions.start_indices[1:]])  # the first position has none
+    following = torch.tensor(list(ids[1:]), dtype=torch.int64)[:, None]
+    for logits in recorded:
+        if len(logits) < len(following):
+            continue
+        logprobs = logits[: len(following), :vocab_size].log_softmax(-1)
+        if torch.allclose(logprobs.gather(-1, following)[:, 0], own, rtol=0, atol=1e-4):
+            return logprobs
+    shapes = ", ".join(str(tuple(logits.shape)) for logits in recorded) or "nothing"
+    raise RolloutError(f"vLLM's logits ({shapes}) do not give the log-probs that it returns for a prompt of {len(ids)} tokens")

@@ -183,6 +183,7 @@ def test_launch_variables(capability: str, needed: bool, tmp_path: Path, monkeyp
     assert right == {"OMP_NUM_THREADS": "12", "NCCL_DEBUG": "WARN"} | ({"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if needed else {})
     assert environment.process_defaults(8, {"OMP_NUM_THREADS": "3", "NCCL_DEBUG": "INFO", "CUDA_DEVICE_MAX_CONNECTIONS": "8"}) == {}
     assert gpu.launch_variables(8, right).status == "ok"
+    assert "THP_MEM_ALLOC_ENABLE" not in right
     by_hand = gpu.launch_variables(8, {"OMP_NUM_THREADS": "1"})  # what torchrun sets
     assert by_hand.status == "warn" and "OMP_NUM_THREADS=12" in by_hand.detail and "NCCL_DEBUG=WARN" in by_hand.detail
     assert ("CUDA_DEVICE_MAX_CONNECTIONS=1" in by_hand.detail) == needed

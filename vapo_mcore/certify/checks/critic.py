@@ -3,7 +3,6 @@ values depend neither on packing nor on padding."""
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +14,7 @@ from torch.nn.functional import normalize
 
 from vapo_mcore.algorithm.histogram import expected_values
 from vapo_mcore.certify.bench import Bench
+from vapo_mcore.certify.memory import release_free_memory
 from vapo_mcore.certify.record import Measurement, NotApplicable, fails, holds, not_applicable
 from vapo_mcore.certify.tolerances import BY_NAME, judge
 from vapo_mcore.checkpoint_files import model_folder
@@ -40,12 +40,14 @@ def run(bench: Bench) -> list[Measurement]:
         raise NotApplicable(f"the estimator {bench.config.algorithm.advantage.estimator} has no critic")
     found = [_head(bench)]
     copy = _copy(bench)
+    before = _values(bench, copy, bench.microbatches(bench.sequences))
     found.append(_train_head(bench, copy))
-    values = _values(copy, bench.microbatches(bench.sequences))
+    values = _values(bench, copy, bench.microbatches(bench.sequences))
+    found.append(_towards_returns(copy, before, values))
     found += _export(bench, copy, values)
     found += _packing(bench, copy, values)
     del copy
-    gc.collect()
+    release_free_memory()
     return found
 
 
@@ -137,7 +139,22 @@ def _train_head(bench: Bench, critic: MegatronModel) -> Measurement:
     return holds(what, f"the head changed (gradient norm {result.grad_norm:.3g}), {len(before[0])} tensors of the trunk did not", tolerance)
 
 
-def _values(critic: MegatronModel, microbatches: Sequence[MicroBatch]) -> dict[int, Tensor]:
+def _towards_returns(critic: MegatronModel, before: dict[int, Tensor], after: dict[int, Tensor]) -> Measurement:
+    """The update had returns of 1. To first order it moves values v by dv with sum (1 - v) dv > 0; of a linear head that is exact."""
+    what, tolerance = "values after head-only training", "closer to the returns: sum of (return - value) x change above 0"
+    if critic.architecture.value_bins is not None or critic.architecture.mlp_value_head:
+        return not_applicable(what, "only a linear head of one output must move all values towards their returns in one update")
+    moved = sum(float(((1 - before[number].double()) * (after[number].double() - before[number].double()))[:-1].sum()) for number in before)
+    shown = f"{moved:.3g}"
+    if moved > 0:
+        return holds(what, shown, tolerance, moved)
+    remedy = (
+        "the critic's loss or its optimizer moves values away from their returns: look at the sign of the loss and at the returns' places"
+    )
+    return fails(what, shown, tolerance, remedy, moved)
+
+
+def _values(bench: Bench, critic: MegatronModel, microbatches: Sequence[MicroBatch]) -> dict[int, Tensor]:
     """Sequence number -> float32 [tokens] raw outputs at its tokens but the last, then at the last."""
     found = critic.forward(microbatches, outputs=("values", "bootstrap_values"))
     values: dict[int, Tensor] = {}

@@ -3,23 +3,26 @@ layout; importance ratios and weights follow a known change of the log-probs."""
 
 from __future__ import annotations
 
-import gc
 import math
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from vapo_mcore.algorithm import importance
-from vapo_mcore.certify.batches import critic_batches, policy_batches, policy_loss
+from vapo_mcore.certify.batches import MADE_ADVANTAGES, critic_batches, policy_batches, policy_loss
 from vapo_mcore.certify.bench import Bench
+from vapo_mcore.certify.memory import release_free_memory
 from vapo_mcore.certify.record import Measurement, fails, holds, not_applicable
 from vapo_mcore.certify.tolerances import BY_NAME, judge
 from vapo_mcore.config.schema import ImportanceCorrectionConfig, ParallelConfig
-from vapo_mcore.megatron.engine import MegatronModel, StepResult
+from vapo_mcore.data.microbatch import MicroBatch
+from vapo_mcore.megatron.engine import LossFunction, MegatronModel, StepResult
 from vapo_mcore.megatron.losses import CriticLoss
+from vapo_mcore.megatron.model import ValueHead
 from vapo_mcore.megatron.parallel import ParallelContext, initialize_parallel
-from vapo_mcore.trainer.models import fill_policy
+from vapo_mcore.trainer.models import build_critic_alone, fill_policy
 
 LOG_RATIO = 0.1
 """By which the old log-probs are moved: a ratio of 1.105, inside the usual clips."""
@@ -28,16 +31,21 @@ FROZEN = "the loss does not see the change of the policy: old log-probs are over
 
 
 def run(bench: Bench) -> list[Measurement]:
-    """Steps with a learning rate of 0, which leave the weights as they are. The first one's statistics show the importance ratio."""
-    alone, packed = None, [list(range(len(bench.sequences)))]
+    """Steps whose update is skipped after the gradient norm is known. The first one's statistics show the importance ratio.
+
+    Data-parallel ranks hold different sequences: a rank that is left out, or counted for another, changes loss and norm between layouts.
+    """
+    ranks = bench.parallel.data_parallel_size
+    alone, packed = None, [list(range(len(bench.sequences)))[rank::ranks] for rank in range(ranks)]
     first = _policy_step(bench, bench.models.policy, bench.parallel, alone)
-    found = [_ratio(first), *_weights(bench, first)]
+    found = [_ratio(first), _surrogate(bench, first), *_weights(bench, first)]
     other = _policy_step(bench, bench.models.policy, bench.parallel, packed)
     found += _same(bench, "policy, each sequence alone and all packed", first, other)
+    values: list[StepResult] = []
     if bench.config.uses_critic:
         values = [_critic_step(bench, packs) for packs in (alone, packed)]
         found += _same(bench, "critic, each sequence alone and all packed", *values)
-    return found + _layouts(bench, first)
+    return found + _layouts(bench, first, values[0] if values else None)
 
 
 def _ratio(step: StepResult) -> Measurement:
@@ -49,6 +57,23 @@ def _ratio(step: StepResult) -> Measurement:
     good = abs(ratio / expected - 1) <= _NEAR and abs(kl / expected_kl - 1) <= _NEAR
     shown = f"ratio {ratio:.4f}, KL {kl:.5f}"
     return holds(what, shown, tolerance, ratio) if good else fails(what, shown, tolerance, FROZEN, ratio)
+
+
+def _surrogate(bench: Bench, step: StepResult) -> Measurement:
+    """With that ratio at every token, inside the clip, the surrogate is -ratio times the mean advantage: its sign and size are known."""
+    what, loss = "surrogate", bench.config.algorithm.policy_loss
+    if loss.kind != "ppo":
+        return not_applicable(what, f"its value is known for algorithm.policy_loss.kind ppo, not for {loss.kind}")
+    if math.exp(LOG_RATIO) > 1 + loss.clip_high:
+        return not_applicable(what, f"a ratio of {math.exp(LOG_RATIO):.3f} is beyond the recipe's clip")
+    advantages = [MADE_ADVANTAGES[token % 2] for sequence in bench.sequences for token in sequence[1:]]
+    expected, measured = -math.exp(LOG_RATIO) * sum(advantages) / len(advantages), step.metrics["surrogate"]
+    tolerance = f"{expected:.6g} (the mean advantage times minus the ratio), within {_NEAR:.0%} of the ratio"
+    shown = f"{measured:.6g}"
+    if abs(measured - expected) <= _NEAR * math.exp(LOG_RATIO):
+        return holds(what, shown, tolerance, measured)
+    remedy = "the loss does not follow the advantages: their sign, their place (shifted by a token) or their weights are others"
+    return fails(what, shown, tolerance, remedy, measured)
 
 
 def _weights(bench: Bench, first: StepResult) -> list[Measurement]:
@@ -82,29 +107,59 @@ def _weighted(once: float, twice: float) -> Measurement:
 
 
 def _policy_step(bench: Bench, model: MegatronModel, parallel: ParallelContext, packs: Any, importance_weight: float = 1.0) -> StepResult:
-    microbatches, loss = bench.microbatches(bench.sequences, packs, parallel), policy_loss(bench, parallel)
+    microbatches, loss = bench.microbatches(bench.sequences, packs, parallel, shared=True), policy_loss(bench, parallel)
 
     def step() -> StepResult:
-        batches = policy_batches(model, microbatches, bench.config.rollout.temperature, LOG_RATIO)
+        batches = policy_batches(model, microbatches, bench.config.rollout.temperature, LOG_RATIO, _trained(bench))
         batches = [batch.with_tensors(importance_weights=importance_weight * batch.tensors["importance_weights"]) for batch in batches]
-        return model.train_step(batches, loss, unscheduled_lr=0.0)
+        return _without_update(model, batches, loss)
 
     if model is not bench.models.policy:
         return step()
     with bench.on_device("policy_update"):
-        result = step()
-        bench.models.residency.mark_changed("policy")
+        return step()
+
+
+def _trained(bench: Bench) -> int:
+    """Tokens of the fixed texts that carry a loss: all but each first one."""
+    return sum(len(sequence) - 1 for sequence in bench.sequences)
+
+
+def _without_update(model: MegatronModel, batches: list[MicroBatch], loss: LossFunction) -> StepResult:
+    """Loss, statistics and gradient norm of a step that stops before its update: weights and optimizer keep every bit."""
+    result = model.train_step(batches, loss, is_spike=lambda _: True)
+    assert result.skipped is not None
     return result
 
 
 def _critic_step(bench: Bench, packs: Any) -> StepResult:
     with bench.on_device("critic_update") as models:
         assert models.critic is not None
-        loss = CriticLoss(None, models.critic.architecture.value_bins)
-        batches = critic_batches(models.critic, bench.microbatches(bench.sequences, packs))
-        result = models.critic.train_step(batches, loss, unscheduled_lr=0.0)
-        models.residency.mark_changed("critic")
-    return result
+        return _step_of_critic(bench, models.critic, bench.parallel, packs)
+
+
+def _step_of_critic(bench: Bench, critic: MegatronModel, parallel: ParallelContext, packs: Any) -> StepResult:
+    loss = CriticLoss(None, critic.architecture.value_bins)
+    batches = critic_batches(critic, bench.microbatches(bench.sequences, packs, parallel, shared=True), _trained(bench))
+    with _filled_head(critic):
+        return _without_update(critic, batches, loss)
+
+
+@contextmanager
+def _filled_head(critic: MegatronModel) -> Iterator[None]:
+    """Give the value head known weights for a while: below a new head, which may be zero, all gradients are zero."""
+    heads = [module for chunk in critic.chunks for module in chunk.modules() if isinstance(module, ValueHead)]
+    kept = [head.weight.detach().clone() for head in heads]
+    with torch.no_grad():
+        for head in heads:
+            numbers = torch.arange(head.weight.numel(), dtype=torch.float32, device=head.weight.device)
+            head.weight.copy_(0.02 * torch.sin(numbers + 1).view_as(head.weight))
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for head, weight in zip(heads, kept, strict=True):
+                head.weight.copy_(weight)
 
 
 def _same(bench: Bench, what: str, one: StepResult, other: StepResult) -> list[Measurement]:
@@ -140,8 +195,11 @@ def _others(bench: Bench) -> Iterator[ParallelConfig]:
         )
 
 
-def _layouts(bench: Bench, own: StepResult) -> list[Measurement]:
-    """Compare with a second policy of the same weights in other layouts; rebuild the recipe's process groups afterwards."""
+def _layouts(bench: Bench, policy: StepResult, critic: StepResult | None) -> list[Measurement]:
+    """Compare with a second policy of the same weights in other layouts, and a second critic in the first of them.
+
+    Rebuilds the recipe's process groups afterwards.
+    """
     what = "another layout"
     if bench.parallel.world_size == 1:
         return [not_applicable(what, "there is one rank")]
@@ -149,26 +207,40 @@ def _layouts(bench: Bench, own: StepResult) -> list[Measurement]:
     if "sync" in bench.__dict__:
         bench.sync.put_to_sleep()
     try:
-        for layout in list(_others(bench))[:2]:
+        for number, layout in enumerate(list(_others(bench))[:2]):
             parallel = initialize_parallel(layout)
-            model = MegatronModel(
-                "policy",
-                bench.architecture,
-                bench.config.model,
-                parallel,
-                load_weights=lambda chunks, parallel=parallel: fill_policy(  # type: ignore[misc]
-                    chunks, bench.config, bench.architecture, parallel, lambda _: None
-                ),
-                optimizer=bench.config.policy.optimizer,
-                unknown_token_ids=bench.unknown_token_ids,
-            )
-            degrees = (
-                f"tensor {parallel.tensor_model_parallel_size} x pipeline {parallel.pipeline_model_parallel_size} x context "
-                f"{parallel.context_parallel_size} x data {parallel.data_parallel_size}"
-            )
-            found += _same(bench, f"policy, the recipe's layout and {degrees}", own, _policy_step(bench, model, parallel, None))
+            named = f"the recipe's layout and {_degrees(parallel)}"
+            model = _policy_in(bench, parallel)
+            found += _same(bench, f"policy, {named}", policy, _policy_step(bench, model, parallel, None))
             del model
-            gc.collect()
+            release_free_memory()
+            if critic is not None and number == 0:
+                other = build_critic_alone(bench.config, parallel, lambda _: None).critic
+                assert other is not None
+                found += _same(bench, f"critic, {named}", critic, _step_of_critic(bench, other, parallel, None))
+                del other
+                release_free_memory()
     finally:
         initialize_parallel(bench.config.parallel)
     return found or [not_applicable(what, "the model allows no other one on these ranks")]
+
+
+def _degrees(parallel: ParallelContext) -> str:
+    return (
+        f"tensor {parallel.tensor_model_parallel_size} x pipeline {parallel.pipeline_model_parallel_size} x context "
+        f"{parallel.context_parallel_size} x data {parallel.data_parallel_size}"
+    )
+
+
+def _policy_in(bench: Bench, parallel: ParallelContext) -> MegatronModel:
+    """A policy of the recipe's initial weights in another layout."""
+    config = bench.config
+    return MegatronModel(
+        "policy",
+        bench.architecture,
+        config.model,
+        parallel,
+        load_weights=lambda chunks: fill_policy(chunks, config, bench.architecture, parallel, lambda _: None),
+        optimizer=config.policy.optimizer,
+        unknown_token_ids=bench.unknown_token_ids,
+    )

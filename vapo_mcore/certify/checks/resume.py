@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from vapo_mcore.certify.bench import Bench
+from vapo_mcore.certify.memory import release_free_memory
 from vapo_mcore.certify.record import Measurement, fails, holds, warns
 from vapo_mcore.certify.state import differing, state_checksums
 from vapo_mcore.checkpoint.resume import choose, load_models, load_state, restore_random
@@ -19,49 +22,83 @@ from vapo_mcore.experience.collecting import SamplingCounts
 from vapo_mcore.experience.responses import Response, response_rows
 from vapo_mcore.experience.sampling import Round, no_rows
 from vapo_mcore.experience.step_dump import StepDump
+from vapo_mcore.megatron.roles import Models
 from vapo_mcore.rewards import Verdict
 from vapo_mcore.rollout.base import Generation, GenerationRequest, Trajectory
 
-PROMPTS, SAMPLES, LENGTH = 4, 2, 24
+PROMPTS, SAMPLES, LENGTH = 2, 2, 24
 """A rollout of drawn token ids (of as many prompts as data-parallel ranks, at least), half of the responses of each prompt called right."""
 
 
 def run(bench: Bench) -> list[Measurement]:
-    """Train on a made-up rollout in a run directory of the bench's scratch folder. The models are built anew for what comes after."""
+    """Train on a made-up rollout, in a run directory of the scratch folder. Engine and models are built anew for what comes after."""
+    try:
+        return _measure(bench)
+    finally:
+        bench.forget_models()
+
+
+def _measure(bench: Bench) -> list[Measurement]:
+    """Save, load and compare.
+
+    What a part needs is freed before the next one: snapshots of a checkpoint, and what loading one takes, are as large as the models.
+    """
     config = _config(bench)
     models, parallel = bench.models, bench.parallel
-    if "sync" in bench.__dict__:
-        bench.sync.put_to_sleep()
+    bench.forget_engine()
     sampled = _rollout(bench)
     counts = SamplingCounts(rounds=1, prompts_tried=len(sampled.rows) // SAMPLES).with_responses([sampled])
     runner = ReplayStepRunner(config, parallel, models, StepDump("rl", 1, 1, sampled, counts))
     runner.end_pretraining()
     runner.replay()
     saved = state_checksums(models)
-    checkpointer = Checkpointer(config, parallel, models, lambda _: None)
-    try:
-        checkpointer.begin("rl", 1, final=True)
-        checkpointer.commit({"objects": runner.state.state_dict(), "files": {}, "run_id": "certify"}, {})
-        checkpointer.wait()
-    finally:
-        checkpointer.close()
-        checkpointer.release()
-    second = StepDump("rl", 2, 2, sampled, counts)
-    runner.dump = second
-    first_row = runner.replay().row
-    first_state = state_checksums(models)
+    _save(config, bench, runner)
     checkpoint = choose(config.run.dir, None, lambda _: None)
     if checkpoint is None:
         return [fails("checkpoint", "could not be saved", remedy="look at free space and permissions of --output")]
-    load_models(config, models, parallel, checkpoint)
+    runner.dump = second = StepDump("rl", 2, 2, sampled, counts)
+    first_row = runner.replay().row
+    first_state = state_checksums(models)
+    del runner
+    release_free_memory()
+    with without_gradients(models):
+        load_models(config, models, parallel, checkpoint)
+    release_free_memory()
     found = [_restored(differing(saved, state_checksums(models)), len(saved))]
     again = ReplayStepRunner(config, parallel, models, second)
     again.load(load_state(checkpoint)["objects"])
     restore_random(checkpoint, parallel.rank)
     again_row = again.replay().row
     found.append(_repeated(differing(first_state, state_checksums(models)), first_row, again_row, found[0]))
-    bench.forget_models()
     return found
+
+
+def _save(config: Config, bench: Bench, runner: ReplayStepRunner) -> None:
+    """Save a checkpoint of step 1, as at the end of a run. A collective."""
+    checkpointer = Checkpointer(config, bench.parallel, bench.models, lambda _: None)
+    try:
+        with without_gradients(bench.models):
+            checkpointer.begin("rl", 1, final=True)
+            checkpointer.commit({"objects": runner.state.state_dict(), "files": {}, "run_id": "certify"}, {})
+            checkpointer.wait()
+    finally:
+        checkpointer.close()
+        checkpointer.release()
+    del checkpointer
+    release_free_memory()
+
+
+@contextmanager
+def without_gradients(models: Models) -> Iterator[None]:
+    """Free the memory of the gradients, which no checkpoint has, for a while; they come back as zeros."""
+    resident = [offloader for offloader in models.residency.offloaders.values() if "grads" in offloader.resident]
+    for offloader in resident:
+        offloader.offload({"grads"})
+    try:
+        yield
+    finally:
+        for offloader in resident:
+            offloader.onload({"grads"})
 
 
 def _config(bench: Bench) -> Config:

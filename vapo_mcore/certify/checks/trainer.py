@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor
 from vapo_mcore.certify.bench import Bench
 from vapo_mcore.certify.distances import Distance, chosen, distance
 from vapo_mcore.certify.hidden_states import layer_gaps, trainer_layers, transformers_layers
+from vapo_mcore.certify.memory import release_free_memory
 from vapo_mcore.certify.record import Measurement, fails, holds
 from vapo_mcore.certify.tolerances import BY_NAME, judge
 from vapo_mcore.collectives import broadcast_object
@@ -67,7 +67,7 @@ def _transformers(bench: Bench, weights: dict[str, Tensor] | None) -> tuple[list
             model = model.to(bench.torch_dtype)
             rounding = distance([_logprobs(bench, model, ids) for ids in bench.sequences], reference).mean
         del model
-        gc.collect()
+        release_free_memory()
     return reference, states, broadcast_object(rounding)
 
 
