@@ -167,7 +167,7 @@ class Bench:
     @cached_property
     def engine(self) -> RolloutEngine:
         """The rollout engine, asleep when it is new."""
-        return self._once("engine", lambda: build_engine(self.config, self.parallel, self.tokenizer))
+        return self._once("engine", lambda: build_engine(self.config, self.parallel, self.tokenizer, training=False))
 
     @cached_property
     def models(self) -> Models:
