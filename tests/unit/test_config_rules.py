@@ -37,7 +37,36 @@ BROKEN = [
         MIXTURE,
         "model.router.balance_coef",
         "0.01 weighs each expert by its share of the mini-batch's tokens, which must be known before its first micro-batch: only "
-        "model.router.replay = 'trainer'",
+        "model.router.replay fixes the choices before the update; set it to 'trainer'",
+    ),
+    (
+        "balance_loss_needs_router_replay",
+        ["model.router={replay: engine, balance_coef: 0.01}", "rollout.engine=vllm", "rollout.old_logprobs=rollout"],
+        MIXTURE,
+        "model.router.balance_coef",
+        "the engine has no choice of a response's last token, and rollout.old_logprobs = 'rollout' omits the pass that makes it; use "
+        "rollout.old_logprobs: recompute",
+    ),
+    (
+        "router_settings_need_a_mixture",
+        ["model.router.replay=engine", "rollout.engine=vllm"],
+        {},
+        "model.router",
+        "replay = engine: of routers, but the models are dense and have none; remove",
+    ),
+    (
+        "engine_replay_needs_an_engine_that_returns_experts",
+        ["model.router.replay=engine", "rollout.engine=transformers"],
+        MIXTURE,
+        "model.router.replay",
+        "but rollout.engine = 'transformers' does not return them; use vllm, or replay: trainer",
+    ),
+    (
+        "engine_replay_needs_whole_responses",
+        ["model.router.replay=engine", "rollout.engine=vllm", *HORIZON],
+        MIXTURE,
+        "model.router.replay",
+        "earlier segments of a response were sampled with older weights",
     ),
     (
         "world_size_is_the_product_of_degrees",
@@ -567,7 +596,19 @@ def test_broken_rule(name: str, settings: list[str], model: dict[str, object], k
 
 
 def test_every_rule_has_a_case() -> None:
-    assert {rule.check.__name__ for rule in RULES} == {case[0] for case in BROKEN} | {"loaded_critic_fits_layout_and_tokens"}
+    with_a_critic = {"loaded_critic_fits_layout_and_tokens", "engine_replay_needs_a_mixture_as_policy"}
+    assert {rule.check.__name__ for rule in RULES} == {case[0] for case in BROKEN} | with_a_critic
+
+
+def test_engine_replay_needs_a_mixture_as_policy(tmp_path: Path) -> None:
+    """A mixture as critic beside a dense policy: the engine samples with the policy and chooses no experts."""
+    write_model(tmp_path / "model")
+    write_model(tmp_path / "critic", **MIXTURE)
+    critic = ["critic.init=reward_model", f"critic.path={tmp_path}/critic", "rollout.engine=vllm"]
+    (fault,) = faults_of(tmp_path, *critic, "model.router.replay=engine")
+    assert fault.startswith("model.router.replay: ")
+    assert "model.path is dense and only the critic is a mixture; use replay: trainer" in fault
+    load(tmp_path, *critic, "model.router.replay=trainer")
 
 
 @pytest.mark.parametrize(

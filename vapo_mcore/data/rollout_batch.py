@@ -335,7 +335,7 @@ def _flat_choices(experts: Sequence[Tensor], cu_seqlens: Tensor, shape: ExpertCh
     Raises ValueError if a sequence has choices of another number of tokens, layers or experts.
     """
     flat = torch.zeros((int(cu_seqlens[-1]), shape.layers, shape.topk), dtype=torch.uint8 if shape.itemsize == 1 else torch.int16)
-    for row, (found, start, end) in enumerate(zip(experts, cu_seqlens.tolist(), cu_seqlens[1:].tolist(), strict=True)):
+    for row, (found, start, end) in enumerate(zip(experts, cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist(), strict=True)):
         part = flat[start : end - 1]
         if found.shape != part.shape:
             raise ValueError(f"row {row} has choices of experts {list(found.shape)}, expected {list(part.shape)}: all tokens but the last")
