@@ -26,7 +26,7 @@ from vapo_mcore.data.thd import ThdLayout
 from vapo_mcore.errors import EngineFailure
 from vapo_mcore.megatron.engine import MegatronModel, choices_name
 from vapo_mcore.megatron.parallel import ParallelContext, initialize_distributed, initialize_parallel
-from vapo_mcore.rollout.base import Generation, GenerationRequest, SamplingConfig
+from vapo_mcore.rollout.base import EngineState, Generation, GenerationRequest, SamplingConfig
 from vapo_mcore.rollout.factory import build_rollout_engine
 from vapo_mcore.weights.loader import load_hf_into
 
@@ -37,7 +37,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pp2": {"pipeline_model_parallel_size": 2},
     "cp2_ep2": {"context_parallel_size": 2, "expert_model_parallel_size": 2},
 }
-NOISE = 1e-6
+NOISE = 2e-7
 """Scale of what tells the first three experts' routers apart: no probability depends on it, most choices do."""
 
 
@@ -109,8 +109,8 @@ def faulty_engines(engine: Any, model: Any, report: dict[str, Any]) -> None:
             try:
                 engine.generate(requests()[-1:], SAMPLING)
             except EngineFailure as error:
-                engine.rebuild()
-                sync(engine, model)
+                assert engine.state is EngineState.BROKEN
+                engine._state = EngineState.READY  # nothing is wrong with vLLM: rebuilt once, below
                 return str(error)
         raise AssertionError("a faulty engine was accepted")
 
@@ -121,6 +121,8 @@ def faulty_engines(engine: Any, model: Any, report: dict[str, Any]) -> None:
     report["few_layers"] = changed(with_experts(lambda found: found[:, :1]))
     report["few_tokens"] = changed(with_experts(lambda found: found[:-2]))
     report["zeros"] = changed(with_experts(lambda found: found * torch.tensor([[[1], [0]]], dtype=torch.uint8)))
+    engine.rebuild()  # records again
+    sync(engine, model)
 
 
 def nearly_equal_routers(model: Any, seed: int) -> None:
@@ -167,7 +169,7 @@ def compare(folder: Path, generations: list[Generation], parallel: ParallelConte
     assert model.routing is not None
     with torch.no_grad():
         noise = torch.Generator().manual_seed(99)
-        all_layers = [NOISE * torch.randn((3, 128), generator=noise) * 30 for _ in range(2)]
+        all_layers = [NOISE * torch.randn((3, 128), generator=noise) for _ in range(2)]
         for router in model.routing.routers:
             router.weight[:3] = router.weight[:3].mean(0, keepdim=True) + all_layers[router.layer_number - 1]
     parts = microbatches(generations, parallel)
@@ -177,11 +179,12 @@ def compare(folder: Path, generations: list[Generation], parallel: ParallelConte
         empty = torch.zeros_like(generations[0].experts[:1])  # type: ignore[index]
         choices = torch.cat([each for row in rows for each in (generations[row].experts, empty)])  # type: ignore[misc]
         given.append(part.with_tensors(**{ENGINE_CHOICES: choices[:, model.routing.layers]}))
-    errors = {"without": _difference(generations, parts, model.forward(plain)["logprobs"])}
+    mean, largest = _differences(generations, parts, model.forward(plain)["logprobs"])
+    errors = {"without_mean": mean, "without_max": largest}
     model.routing.reset_statistics()
     found = model.forward(given, record_choices=True)
     seen = model.routing.statistics()
-    errors["with"] = _difference(generations, parts, found["logprobs"])
+    errors["with_mean"], errors["with_max"] = _differences(generations, parts, found["logprobs"])
     errors["changed_frac"] = seen.changed / (seen.tokens * seen.load.shape[0])
     recorded = found[choices_name("policy")]
     wrong = own = 0
@@ -200,14 +203,14 @@ def compare(folder: Path, generations: list[Generation], parallel: ParallelConte
     return errors | {"unlike_the_engine": float(wrong), "last_without_choice": float(own)}
 
 
-def _difference(generations: list[Generation], parts: list[tuple[list[int], MicroBatch]], logprobs: list[Tensor]) -> float:
-    worst = 0.0
+def _differences(generations: list[Generation], parts: list[tuple[list[int], MicroBatch]], logprobs: list[Tensor]) -> tuple[float, float]:
+    """Mean and largest |trainer - vLLM| log-prob of this rank's sampled tokens."""
+    gaps = []
     for (rows, part), packed in zip(parts, logprobs, strict=True):
         for row, mine in zip(rows, packed.split(part.layout.lengths.tolist()), strict=True):
             g = generations[row]
-            gap = (mine[len(g.request.prompt_token_ids) :].double() - torch.tensor(g.logprobs).double()).abs()
-            worst = max(worst, float(gap.max()))
-    return worst
+            gaps.append((mine[len(g.request.prompt_token_ids) :].double() - torch.tensor(g.logprobs).double()).abs())
+    return float(torch.cat(gaps).mean()), float(torch.cat(gaps).max())
 
 
 def main() -> None:
