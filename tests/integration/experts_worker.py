@@ -224,13 +224,15 @@ def main() -> None:
     model = load_model(folder)
     sync(engine, model)
     recorded_choices(engine, model, report)
+    print(json.dumps(report), flush=True)
     faulty_engines(engine, model, report)
     engine.sleep()
     nearly_equal_routers(model, seed=3)
     sync(engine, model)
     generations = engine.generate(requests(), SAMPLING)
-    changed = folder / f"changed_{dist.get_rank()}"
-    model.save_pretrained(changed)
+    changed = folder / "changed"
+    model.save_pretrained(changed)  # writes on rank 0 alone
+    dist.barrier()
     for name, degrees in LAYOUTS.items():
         settings = {
             "world_size": 2,
