@@ -77,7 +77,7 @@ def write_model(name: str, folder: Path, *, seed: int = 0, dtype: torch.dtype = 
         "original_max_position_embeddings": 64,
     }
     yarn = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 16.0, "original_max_position_embeddings": 16}
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96, "norm_topk_prob": True}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
     config = {
         "qwen2": lambda: Qwen2Config(**common),
         "qwen2_tied": lambda: Qwen2Config(**common),

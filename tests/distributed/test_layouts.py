@@ -64,6 +64,7 @@ def check(results: dict[str, dict[str, float]], expected_cases: int, bfloat16: i
     assert all(set(results[case]) == names for case in exact)
     assert all(set(results[case]) == {"logprobs", "entropy"} for case in kinds[1])
     of_routers = {f"{role}_{what}" for role in ("policy", "critic") for what in ("choices", "routing", "load", "balance", "z")}
+    of_routers |= {"policy_engine_logprobs", "policy_engine_routing"}
     assert all(set(results[case]) == (names | of_routers) - {"entropy", "bootstrap"} for case in kinds[2])
     # float32 reduction shows where the same micro-batches were in one process (which wrote the file) and on two ranks
     compared = [case for case in kinds[0] if "policy_gradient_of_one_process" in results[case]]

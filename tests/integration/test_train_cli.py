@@ -65,7 +65,7 @@ def test_a_mixture_trains_stops_and_goes_on_at_another_layout(tmp_path: Path) ->
     settings = ["rollout.engine=vllm", "rollout.tensor_parallel_size=1", "rollout.verify_weights=true"]
     settings += ["run.samples_per_step=7", "eval.temperature=0", "eval.samples_per_prompt=1", "eval.top_p=null"]
     settings += ["critic.value_pretraining.steps=1", "checkpoint.at_end=true", "parallel.expert_model_parallel_size=2", f"run.dir={run}"]
-    settings += ["model.router={replay: trainer, balance_coef: 0.01, z_coef: 0.001}"]
+    settings += ["model.router={replay: engine, balance_coef: 0.01, z_coef: 0.001}", "run.dump_steps=[2]"]
     first = train(folder, *settings, "run.steps=1")
     assert first.returncode == 0, first.stdout[-4000:] + first.stderr[-4000:]
     other = ["parallel.tensor_model_parallel_size=2", "parallel.expert_tensor_parallel_size=1", "run.steps=2", "--resume"]
@@ -80,27 +80,42 @@ def test_a_mixture_trains_stops_and_goes_on_at_another_layout(tmp_path: Path) ->
         for role in ("policy", "critic"):
             assert 0.5 <= row[f"{role}/experts_busiest_mean"] <= row[f"{role}/experts_busiest_max"] <= 1.0  # 2 of 4 experts
             assert 0.0 < row[f"{role}/experts_replayed_frac"] < 0.5
+        assert row["mismatch/experts_frac"] <= 1e-3
     assert not _same_weights(folder / "model", run / "export" / "hf")
     _assert_greedy_answers(run)
+    # The dump of the second step has the engine's choices of all layers: replayed in the run's layout, with equal metrics.
+    replayed = folder / "replayed.json"
+    done = run_command("replay-step", str(run), "2", "--json", str(replayed), timeout=300)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    content = json.loads(replayed.read_text())
+    assert content["exact"]
+    assert {name: entry for name, entry in content["metrics"].items() if entry["recorded"] != entry["replayed"]} == {}
 
 
-def test_vllm_plays_turns_with_an_environment(folder: Path) -> None:
-    """One replica of two ranks, which must go on alike: turn by turn, with log-probs that the trainer reproduces."""
+def test_vllm_plays_turns_with_an_environment(tmp_path: Path) -> None:
+    """One replica of two ranks, which must go on alike: turn by turn, with log-probs that the trainer reproduces.
+
+    The model is a mixture, and the trainer repeats the experts that vLLM chose over all turns and observations.
+    """
     pytest.importorskip("vllm", reason="vLLM is not installed")
+    folder = write_setup(tmp_path, model="qwen3_moe")
     run = folder / "vllm_turns"
     environment = (
         "{name: 'tests.integration.environments:letters', max_turns: 3, max_observation_length: 9, format: '|{observation}|', "
         "stop_tokens: [A, B, C, D, E, F, G, H, I, J, K, L, M, N, O, P, a, b, c, d, e]}"
     )
     settings = ["rollout.engine=vllm", "parallel.tensor_model_parallel_size=2", f"rollout.environment={environment}", "run.steps=1"]
-    settings += [f"run.dir={run}", "critic.value_pretraining.steps=0", "data.eval=[]"]
+    settings += [f"run.dir={run}", "critic.value_pretraining.steps=0", "data.eval=[]", "model.router.replay=engine"]
+    settings += ["parallel.expert_model_parallel_size=2", "parallel.expert_tensor_parallel_size=1"]
     result = run_command("train", str(folder / "base.yaml"), *settings, nproc=2, timeout=300)
     assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-4000:]
     row = read_metrics(run)[-1]
     assert row["turns/mean"] > 1.2
     assert row["tokens/tool"] > 20
     assert row["mismatch/logprob_abs_mean"] <= 1e-5
+    assert row["mismatch/experts_frac"] <= 1e-3  # in float32 both choose alike
     assert row["policy/approx_kl_first"] <= 1e-6
+    assert 0.0 < row["policy/experts_replayed_frac"] < 0.5  # after the first update
     shown = [sample for sample in read_samples(run, "step_0001") if len(sample.get("turns", ())) > 1]
     for sample in shown:
         assert [text[:3] for text in sample["observations"]] == [f"|[{number + 1}" for number in range(len(sample["observations"]))]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 TP2 = ["parallel.world_size=2", "parallel.tensor_model_parallel_size=2"]
+HORIZON = ["rollout.horizon.tokens=40", "algorithm.policy_loss.importance_correction.kind=token_truncate"]
 MIXTURE: dict[str, object] = {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
 Case = tuple[str, list[str], dict[str, object], str, str]
@@ -29,7 +30,36 @@ BROKEN: list[Case] = [
         MIXTURE,
         "model.router.balance_coef",
         "0.01 weighs each expert by its share of the mini-batch's tokens, which must be known before its first micro-batch: only "
-        "model.router.replay = 'trainer'",
+        "model.router.replay fixes the choices before the update; set it to 'trainer'",
+    ),
+    (
+        "balance_loss_needs_router_replay",
+        ["model.router={replay: engine, balance_coef: 0.01}", "rollout.engine=vllm", "rollout.old_logprobs=rollout"],
+        MIXTURE,
+        "model.router.balance_coef",
+        "the engine has no choice of a response's last token, and rollout.old_logprobs = 'rollout' omits the pass that makes it; use "
+        "rollout.old_logprobs: recompute",
+    ),
+    (
+        "router_settings_need_a_mixture",
+        ["model.router.replay=engine", "rollout.engine=vllm"],
+        {},
+        "model.router",
+        "replay = engine: of routers, but the models are dense and have none; remove",
+    ),
+    (
+        "engine_replay_needs_an_engine_that_returns_experts",
+        ["model.router.replay=engine", "rollout.engine=transformers"],
+        MIXTURE,
+        "model.router.replay",
+        "but rollout.engine = 'transformers' does not return them; use vllm, or replay: trainer",
+    ),
+    (
+        "engine_replay_needs_whole_responses",
+        ["model.router.replay=engine", "rollout.engine=vllm", *HORIZON],
+        MIXTURE,
+        "model.router.replay",
+        "earlier segments of a response were sampled with older weights",
     ),
     (
         "world_size_is_the_product_of_degrees",

@@ -38,7 +38,19 @@ def test_broken_rule(name: str, settings: list[str], model: dict[str, object], k
 
 
 def test_every_rule_has_a_case() -> None:
-    assert {rule.check.__name__ for rule in RULES} == {case[0] for case in BROKEN} | {"loaded_critic_fits_layout_and_tokens"}
+    with_a_critic = {"loaded_critic_fits_layout_and_tokens", "engine_replay_needs_a_mixture_as_policy"}
+    assert {rule.check.__name__ for rule in RULES} == {case[0] for case in BROKEN} | with_a_critic
+
+
+def test_engine_replay_needs_a_mixture_as_policy(tmp_path: Path) -> None:
+    """A mixture as critic beside a dense policy: the engine samples with the policy and chooses no experts."""
+    write_model(tmp_path / "model")
+    write_model(tmp_path / "critic", **MIXTURE)
+    critic = ["critic.init=reward_model", f"critic.path={tmp_path}/critic", "rollout.engine=vllm"]
+    (fault,) = faults_of(tmp_path, *critic, "model.router.replay=engine")
+    assert fault.startswith("model.router.replay: ")
+    assert "model.path is dense and only the critic is a mixture; use replay: trainer" in fault
+    load(tmp_path, *critic, "model.router.replay=trainer")
 
 
 @pytest.mark.parametrize(

@@ -167,7 +167,7 @@ class Bench:
     @cached_property
     def engine(self) -> RolloutEngine:
         """Return the rollout engine; a new one is asleep."""
-        return self._once("engine", lambda: build_engine(self.config, self.parallel, self.tokenizer))
+        return self._once("engine", lambda: build_engine(self.config, self.parallel, self.tokenizer, training=False))
 
     @cached_property
     def models(self) -> Models:

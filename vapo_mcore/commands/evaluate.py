@@ -77,7 +77,7 @@ def evaluate(config: Config, parallel: ParallelContext, checkpoint: str, output:
             console.print(f"resuming: {done} of {len(chunks)} chunks are done already")
         sampler = None
         if done < len(chunks):
-            engine = build_engine(config, parallel, tokenizer)
+            engine = build_engine(config, parallel, tokenizer, training=False)
             pool = start_verifiers(config, engine.is_replica_leader, stack, verifiers)
             with heartbeat.entering("load"):
                 _load(engine, view, DTYPES[config.model.dtype])

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,9 @@ from vapo_mcore.collectives import fail_together
 from vapo_mcore.commands.replay_checks import ReplayOptions, check_json_path, checkpoint_before, is_exact
 from vapo_mcore.config.architecture import read_architecture
 from vapo_mcore.config.schema import Config
+from vapo_mcore.data.rollout_batch import ENGINE_CHOICES, RolloutBatch
 from vapo_mcore.data.tokenizer import load_tokenizer, unknown_token_ids
-from vapo_mcore.errors import ConfigError
+from vapo_mcore.errors import CheckpointError, ConfigError
 from vapo_mcore.experience.batches import Experience
 from vapo_mcore.experience.collecting import SamplingCounts
 from vapo_mcore.experience.sampling import Round
@@ -82,6 +83,7 @@ def replay(config: Config, parallel: ParallelContext, options: ReplayOptions) ->
             world_size=parallel.world_size,
             known=_known_tokens(config),
         )
+        dump = with_choices(config, dump)
         rows = whole_rows(Path(config.run.dir) / "metrics.jsonl")
         name = checkpoint_before(config.run.dir, options)
         if parallel.rank == 0 and options.json_path is not None:
@@ -111,6 +113,31 @@ def replay(config: Config, parallel: ParallelContext, options: ReplayOptions) ->
         if parallel.rank == 0 and options.json_path is not None:
             write_json(options.json_path, comparisons, exact)
     return comparisons
+
+
+def with_choices(config: Config, dump: StepDump) -> StepDump:
+    """Return the dump with the engine's choices of experts if this configuration repeats them, without them otherwise.
+
+    Raises CheckpointError if it repeats them and the dump has none, or those of another model.
+    """
+    local, repeats = dump.sampled.local, dump.stage == "rl" and config.model.router.replay == "engine"
+    if repeats and ENGINE_CHOICES not in local:
+        raise CheckpointError(
+            "model.router.replay = 'engine', but the dump has no choices of experts: the run sampled it with another setting; replay it "
+            "with model.router.replay=trainer (or off)"
+        )
+    shape = read_architecture(config.model.path).expert_choices if repeats else None
+    if shape is not None and list(local[ENGINE_CHOICES].shape[1:]) != [shape.layers, shape.topk]:
+        layers, topk = local[ENGINE_CHOICES].shape[1:]
+        raise CheckpointError(
+            f"the dump has {topk} experts of {layers} layers for each token, but model.path has {shape.topk} of {shape.layers}: it is from "
+            "another model"
+        )
+    if repeats or ENGINE_CHOICES not in local:
+        return dump
+    tensors = {name: tensor for name, tensor in local.tensors.items() if name != ENGINE_CHOICES}
+    without = RolloutBatch(local.rows, local.cu_seqlens, tensors, local.row_ids)
+    return replace(dump, sampled=replace(dump.sampled, local=without))
 
 
 def _known_tokens(config: Config) -> Tensor:

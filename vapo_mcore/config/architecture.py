@@ -41,6 +41,24 @@ class ValueBins:
 
 
 @dataclass(frozen=True)
+class ExpertChoices:
+    """Shape of the experts that a mixture chooses for a token: ``topk`` of ``experts`` in each of ``layers`` layers."""
+
+    layers: int
+    topk: int
+    experts: int
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an expert's number."""
+        return choice_bytes(self.experts)
+
+    @property
+    def bytes_a_token(self) -> int:
+        return self.layers * self.topk * self.itemsize
+
+
+@dataclass(frozen=True)
 class ModelArchitecture:
     """Architecture of a decoder-only model, named as in its HF config. All sizes are for the whole model, not per rank.
 
@@ -81,6 +99,13 @@ class ModelArchitecture:
     @property
     def is_moe(self) -> bool:
         return self.num_experts is not None
+
+    @property
+    def expert_choices(self) -> ExpertChoices | None:
+        """Shape of a token's choices of experts; None for a dense model."""
+        if self.num_experts is None or self.num_experts_per_token is None:
+            return None
+        return ExpertChoices(self.num_layers, self.num_experts_per_token, self.num_experts)
 
 
 def new_critic(config: Config, policy: ModelArchitecture) -> ModelArchitecture:

@@ -20,6 +20,7 @@ class EngineTraits:
         reserves_cache: it takes memory for its KV cache when it starts (``rollout.vllm``), which must hold one longest sequence.
         sleeps: on a GPU it gives its memory back between rollouts.
         captures_graphs: it captures CUDA graphs unless ``rollout.vllm.enforce_eager``.
+        returns_experts: it returns the experts that a mixture chose for each token, if asked to (``model.router.replay: engine``).
     """
 
     package: str | None = None
@@ -27,6 +28,7 @@ class EngineTraits:
     reserves_cache: bool = False
     sleeps: bool = False
     captures_graphs: bool = False
+    returns_experts: bool = False
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ class BuiltInEngine:
 BUILT_IN_ENGINES = {
     "vllm": BuiltInEngine(
         "vapo_mcore.rollout.vllm_engine:VllmEngine",
-        EngineTraits(package="vllm", splits_model=True, reserves_cache=True, sleeps=True, captures_graphs=True),
+        EngineTraits(package="vllm", splits_model=True, reserves_cache=True, sleeps=True, captures_graphs=True, returns_experts=True),
         ("rollout.vllm", "rollout.tensor_parallel_size"),
     ),
     "transformers": BuiltInEngine("vapo_mcore.rollout.transformers_engine:TransformersEngine", EngineTraits()),

@@ -12,10 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from vapo_mcore.config.architecture import ExpertChoices
 from vapo_mcore.config.verifiers import UNGRADED
 from vapo_mcore.data.ragged import cumulative, segment_positions, token_index
 
 FINISH_REASONS = ("stop", "length", "turns", "cut")
+ENGINE_CHOICES = "engine_expert_choices"
+"""Name of the tensor of the rollout engine's experts: uint8 or int16 [tokens, layers, topk], 0 at each sequence's last token."""
 _LIST_COLUMNS = ("prompt_id", "ungraded", "finish_reason", "source", "step_rewards", "segments")
 _DTYPES = {
     "group": torch.int64,
@@ -212,11 +215,14 @@ class RolloutBatch:
         row_ids: Tensor | None = None,
         *,
         sampled: Sequence[Sequence[bool]] | None = None,
+        experts: Sequence[Tensor] | None = None,
+        choices: ExpertChoices | None = None,
     ) -> RolloutBatch:
         """Flatten an engine's output into ``tokens``, ``response_mask`` and ``rollout_logprobs`` (0 at tokens that were not sampled).
 
         Uses the sampled ids directly, without decoding and re-encoding. ``sampled``: False at response tokens that the environment
-        wrote (their log-probs are ignored); None: the model sampled all of them.
+        wrote (their log-probs are ignored); None: the model sampled all of them. ``experts``: with ``choices``, the engine's choices of
+        each response [its tokens - 1, layers, topk], stored as ``ENGINE_CHOICES``: no engine feeds the last token to its model.
         """
         lengths = rows.length
         cu_seqlens = cumulative(lengths)
@@ -236,6 +242,9 @@ class RolloutBatch:
         elif int(rows.tool_length.sum()):
             raise ValueError("rows have tokens of an environment: pass sampled, which marks the tokens that the model sampled")
         tensors = {"tokens": tokens, "response_mask": response_mask, "rollout_logprobs": rollout_logprobs}
+        if choices is not None:
+            assert experts is not None
+            tensors[ENGINE_CHOICES] = _flat_choices(experts, cu_seqlens, choices)
         return cls(rows, cu_seqlens, tensors, row_ids)
 
     def __len__(self) -> int:
@@ -318,6 +327,20 @@ class RolloutBatch:
             {name: torch.cat([part[name] for part in parts]) for name in parts[0].tensors},
             torch.cat([part.row_ids for part in parts]),
         )
+
+
+def _flat_choices(experts: Sequence[Tensor], cu_seqlens: Tensor, shape: ExpertChoices) -> Tensor:
+    """Lay out the engine's choices of each sequence one after the other, with a row of zeros for each last token.
+
+    Raises ValueError if a sequence has choices of another number of tokens, layers or experts.
+    """
+    flat = torch.zeros((int(cu_seqlens[-1]), shape.layers, shape.topk), dtype=torch.uint8 if shape.itemsize == 1 else torch.int16)
+    for row, (found, start, end) in enumerate(zip(experts, cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist(), strict=True)):
+        part = flat[start : end - 1]
+        if found.shape != part.shape:
+            raise ValueError(f"row {row} has choices of experts {list(found.shape)}, expected {list(part.shape)}: all tokens but the last")
+        part.copy_(found)
+    return flat
 
 
 def gather_rows(batch: RolloutBatch) -> tuple[Rows, Tensor]:

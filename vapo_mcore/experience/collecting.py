@@ -89,15 +89,16 @@ def collect(
     timer: PhaseTimer,
     dynamic: bool,
     open_responses: OpenResponses | None = None,
+    experts: bool = False,
 ) -> tuple[Round, SamplingCounts]:
-    """Sample the step's responses. Collective; every rank draws the same prompts.
+    """Sample the step's responses. Collective; every rank draws the same prompts. ``experts``: with the engine's choices of experts.
 
     With ``open_responses``, sample a segment of each of them and return the responses that train now.
 
     Raises StepAbandoned on all ranks if dynamic sampling cannot fill the batch and ``on_exhausted`` is ``stop``.
     """
     size = config.batch.responses_per_prompt
-    sampling = training_sampling(config)
+    sampling = replace(training_sampling(config), return_experts=experts)
 
     if open_responses is not None:
         assert not dynamic, "the configuration refuses dynamic sampling with a horizon"

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from vapo_mcore.collectives import all_gather_objects, world
+from vapo_mcore.config.architecture import ExpertChoices
 from vapo_mcore.data.prompts import Prompt, split_evenly
 from vapo_mcore.data.rollout_batch import RolloutBatch, Rows, gather_rows
 from vapo_mcore.environments.types import Reply, TurnRequest
@@ -123,7 +124,8 @@ class ResponseSampler:
                 leads = self.engine.is_replica_leader and engine_error is None and reward_error is None
                 numbers, led = (list(mine), trajectories) if leads else ([], [])
                 groups = [number // samples_per_prompt for number in numbers]
-                local, shown, grading_error = self._try_grade(numbers, groups, my_prompts if leads else [], led, show)
+                choices = self.engine.expert_choices if sampling.return_experts else None
+                local, shown, grading_error = self._try_grade(numbers, groups, my_prompts if leads else [], led, show, choices)
                 # Exchange errors only after grading: a replica that is ready first grades while the others still generate.
                 failures = self._gather_failures(engine_error, reward_error or grading_error)
                 if not failures:
@@ -283,11 +285,18 @@ class ResponseSampler:
         return box[0]
 
     def _grade(
-        self, numbers: list[int], groups: list[int], prompts: Sequence[Prompt], trajectories: list[Trajectory], show: Collection[int]
+        self,
+        numbers: list[int],
+        groups: list[int],
+        prompts: Sequence[Prompt],
+        trajectories: list[Trajectory],
+        show: Collection[int],
+        choices: ExpertChoices | None = None,
     ) -> tuple[RolloutBatch, dict[int, dict[str, Any]]]:
         """Grade this rank's responses. Returns their rows with tokens, and the sample records of those in ``show``.
 
-        ``numbers``: row number of each response; ``groups``: index of its prompt; ``prompts``: the prompt itself.
+        ``numbers``: row number of each response; ``groups``: index of its prompt; ``prompts``: the prompt itself; ``choices``: shape of
+        the experts that the trajectories have.
         """
         played = zip(prompts, trajectories, strict=True)
         responses = [Response.decode(prompt, trajectory, self.tokenizer, self.region, self.end_texts) for prompt, trajectory in played]
@@ -301,6 +310,8 @@ class ResponseSampler:
             [trajectory.logprobs for trajectory in trajectories],
             row_ids=torch.tensor(numbers, dtype=torch.int64),
             sampled=[trajectory.sampled for trajectory in trajectories],
+            experts=[trajectory.experts for trajectory in trajectories if trajectory.experts is not None],
+            choices=choices,
         )
         shown = {number: sample_record(*pair, self.tokenizer) for number, pair in zip(numbers, graded, strict=True) if number in show}
         return local, shown

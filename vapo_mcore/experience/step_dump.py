@@ -2,7 +2,7 @@
 
 <run.dir>/dumps/step_000012/          (of value pretraining: value_pretraining_000003/)
     step.json                         rows, holding ranks and counts; written last, so a dump with it is complete
-    rank_0000.safetensors             tokens, mask and log-probs of the responses held by one rank
+    rank_0000.safetensors             tokens, mask, log-probs and the engine's choices of experts of the responses held by one rank
 
 Reading a dump executes no code from it.
 """
@@ -113,9 +113,10 @@ def load_step(run_dir: str | Path, stage: Stage, step: int, *, rank: int, world_
         rows = rows_of(info["rows"])
         # If the run had more ranks, distribute their parts over the present ones.
         holder = torch.tensor(info["holder"], dtype=torch.int64) % world_size
-        parts = [
-            _read_tokens(path, rows, known) for path in sorted(folder.glob("rank_*.safetensors")) if _rank_of(path) % world_size == rank
-        ]
+        files = sorted(folder.glob("rank_*.safetensors"))
+        parts = [_read_tokens(path, rows, known) for path in files if _rank_of(path) % world_size == rank]
+        if not parts and files:  # a rank without rows has the same tensors
+            parts = [_read_tokens(files[0], rows, known).select([])]
         counts = SamplingCounts.of_record(info["counts"])
         rollouts = int(info["rollouts"])
     except CheckpointError:

@@ -18,10 +18,15 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class RouterTask:
-    """One micro-batch of one router. ``real``: bool [local tokens], False at pads; ``choices``: [local tokens, topk] to repeat, or None."""
+    """One micro-batch of one router.
+
+    ``real``: bool [local tokens], False at pads; ``choices``: [local tokens, topk] to repeat, or None; ``free``: bool [local tokens], True
+    at tokens that have no choice to repeat and take their top-k, or None.
+    """
 
     real: Tensor
     choices: Tensor | None
+    free: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -62,7 +67,8 @@ class Router(TopKRouter):
     def reset_statistics(self) -> None:
         """Set the sums over the real tokens of training passes to zero.
 
-        ``load``: int64 [experts], tokens of each expert; ``tokens`` and ``changed``: tokens, and those whose own choice was another;
+        ``load``: int64 [experts], tokens of each expert; ``tokens`` and ``changed``: tokens, and those whose own choice was another (both
+        also of passes without gradients that repeat choices);
         ``losses``: float64 [2], balance loss and z-loss before their coefficients.
         """
         device = self.weight.device
@@ -93,14 +99,15 @@ class Router(TopKRouter):
             task = self.waiting.popleft()
         elif self.recomputed and self.in_training:
             self.waiting.append(task)
-        counts = self.in_training and not again
+        counts = not again and (self.in_training or task.choices is not None)
         self.router_replay.clear_indices()
         if task.choices is None:
             self.router_replay.set_router_replay_action(RouterReplayAction.RECORD)
         else:
+            choices, own = self._choices(logits, task)
             if counts:
-                self._count_changed(logits, task)
-            self.router_replay.set_target_indices(task.choices.long())
+                self.changed += ((choices.sort(-1).values != own.sort(-1).values).any(-1) & task.real).sum()
+            self.router_replay.set_target_indices(choices)
             self.router_replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
         probs, routing_map = super().routing(self._with_losses(logits, task.real), *arguments, **named)
         if counts:
@@ -109,12 +116,20 @@ class Router(TopKRouter):
         return probs, routing_map
 
     @torch.no_grad()
-    def _count_changed(self, logits: Tensor, task: RouterTask) -> None:
-        """Count the tokens whose top-k differs from the replayed choices as a set; softmax keeps the order of the logits."""
+    def _choices(self, logits: Tensor, task: RouterTask) -> tuple[Tensor, Tensor]:
+        """Return the experts to take and the top-k of the logits, int64 [local tokens, topk]; softmax keeps the order of the logits."""
         assert task.choices is not None
-        own = logits.flatten(0, 1).topk(self.topk, dim=-1).indices.sort(dim=-1).values
-        other = (own != task.choices.long().sort(dim=-1).values).any(-1)
-        self.changed += (other & task.real).sum()
+        own = logits.flatten(0, 1).topk(self.topk, dim=-1).indices
+        given = task.choices.long()
+        return given if task.free is None else torch.where(task.free[:, None], own, given), own
+
+    @property
+    def chosen(self) -> Tensor:
+        """Experts of the last micro-batch, repeated or its own, int64 [local tokens, topk]."""
+        repeated, recorded = self.router_replay.target_topk_idx, self.router_replay.get_recorded_indices()
+        found = recorded if repeated is None else repeated
+        assert found is not None, "the router has not run"
+        return found
 
     def _with_losses(self, logits: Tensor, real: Tensor) -> Tensor:
         """Return the logits with the gradient of the auxiliary losses attached."""

@@ -2,6 +2,8 @@
 
 Choices are token-aligned tensors ``[tokens, layers of this pipeline rank, topk]``: they belong to the input of a position, so unlike labels
 they are not shifted. They are packed like all other tensors of a micro-batch, so another plan of micro-batches packs them again.
+A micro-batch has those of a pass of the trainer, or those of the rollout engine, which has none of the last token of a sequence: that token
+takes its top-k. No log-prob depends on it.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from torch import Tensor
 
 from vapo_mcore.config.architecture import ModelArchitecture, choice_bytes
 from vapo_mcore.data.microbatch import MicroBatch
+from vapo_mcore.data.rollout_batch import ENGINE_CHOICES
 from vapo_mcore.data.thd import ThdLayout
 from vapo_mcore.megatron.parallel import ParallelContext
 
@@ -40,6 +43,7 @@ class RoutingStatistics:
 
     ``load``: float64 [layers, experts], tokens of each expert; ``tokens``: of one layer; ``changed``: (token, layer) pairs whose own choice
     was not the replayed one; ``balance``, ``z``: auxiliary losses before their coefficients, summed over layers and updates.
+    Updates count, and passes that repeat choices.
     """
 
     load: Tensor
@@ -103,6 +107,11 @@ class Routing:
         for router in self.routers:
             router.end(len(microbatches))
 
+    @property
+    def layers(self) -> list[int]:
+        """Layers of this rank's routers, numbered from 0 over the whole model."""
+        return [router.layer_number - 1 for router in self.routers]
+
     @contextmanager
     def chunk_pass(self, chunk: int, microbatch: MicroBatch, number: int) -> Iterator[None]:
         """The forward pass of one chunk over one micro-batch: give its routers their tasks, and keep what they chose."""
@@ -110,18 +119,23 @@ class Routing:
 
         routers = self.chunks[chunk]
         real = self._mine(microbatch.layout.local_token_mask)
-        choices = None
-        if self.choices_name in microbatch.tensors:
+        choices = free = None
+        name = self.choices_name if self.choices_name in microbatch.tensors else ENGINE_CHOICES
+        if name in microbatch.tensors:
             first = sum(len(before) for before in self.chunks[:chunk])
-            packed = microbatch.tensors[self.choices_name]
+            packed = microbatch.tensors[name]
             assert packed.shape[1:] == (len(self.routers), self.topk), f"choices {list(packed.shape)} of {len(self.routers)} layers"
             choices = self._mine(local_choices(packed[:, first : first + len(routers)], microbatch.layout, self.experts))
+            if name == ENGINE_CHOICES:
+                last = torch.zeros(packed.shape[0], dtype=torch.bool, device=packed.device)
+                last[microbatch.layout.last_token_index] = True
+                free = self._mine(microbatch.layout.shard(last, False))
         for layer, router in enumerate(routers):
-            router.task = RouterTask(real, None if choices is None else choices[:, layer])
+            router.task = RouterTask(real, None if choices is None else choices[:, layer], free)
         yield
         if self._recorded is not None:
-            chosen = [router.router_replay.get_recorded_indices() for router in routers]
-            self._recorded.setdefault(number, []).append(torch.stack(chosen, dim=1).to(self.dtype))
+            chosen = torch.stack([router.chosen for router in routers], dim=1)
+            self._recorded.setdefault(number, []).append(chosen.to(self.dtype))
 
     def recorded(self, microbatches: Sequence[MicroBatch]) -> list[Tensor]:
         """Return the choices of the last pass on the host, [tokens, layers of this rank, topk] per micro-batch. Collective over TP x CP."""

@@ -184,8 +184,8 @@ def _warnings(subject: Subject, cluster: Cluster) -> Iterator[str]:
     p = subject.config.parallel
     if subject.is_moe:
         yield (
-            f"{subject.policy.family} is a mixture of experts: state sizes are exact, but activations and times are those of a dense model "
-            "of the active size: without the buffers and exchanges of routing, and for tokens spread evenly over the experts"
+            f"{subject.policy.family} is a mixture of experts: state sizes are exact, activations are those of tokens spread evenly over "
+            "the experts, and times are those of a dense model of the active size, without the exchanges of routing"
         )
     if p.tensor_model_parallel_size * p.context_parallel_size > cluster.processes_per_node:
         yield (

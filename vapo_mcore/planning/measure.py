@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -31,6 +31,7 @@ from vapo_mcore.megatron.losses import CriticLoss, PolicyLoss
 from vapo_mcore.megatron.model import build_chunks, trunk_parameters
 from vapo_mcore.megatron.offload import release_gather_buffers
 from vapo_mcore.megatron.parallel import ParallelContext, initialize_parallel
+from vapo_mcore.planning.experts import even_experts
 from vapo_mcore.planning.live_bytes import LiveBytes
 from vapo_mcore.planning.state import FlatBuffer, Role, ShardGroups, StateBytes, cpu_offload, states_by_data_rank, trains_head_only
 
@@ -186,17 +187,21 @@ class ActivationProbe:
             role = "policy"  # below the head both models are the same, but for tied embeddings, which save nothing
         key: tuple[Any, ...] = (role, arch, lengths, first, last, depth, on_gpu, config.model.dtype, config.model.recompute)
         key += (given.tensor_model_parallel_size, given.context_parallel_size, given.sequence_parallel, frozen)
+        experts, expert_degree = given.expert_model_parallel_size, given.expert_tensor_parallel_size
+        key += (experts, expert_degree) if arch.is_moe else ()
         key += (_loss_bytes(config, role, arch, sum(lengths), on_gpu=on_gpu), config.rollout.temperature) if last else ()
         if key not in self._runs:
             model_parallel = given.tensor_model_parallel_size * given.context_parallel_size
+            if arch.is_moe:  # data parallelism fills up the ranks that share the experts
+                model_parallel = math.lcm(model_parallel, experts * (expert_degree or given.tensor_model_parallel_size))
             parallel = given.model_copy(
                 update={
                     "world_size": model_parallel * stages,
                     "pipeline_model_parallel_size": stages,
                     "virtual_pipeline_model_parallel_size": None,
-                    "data_parallel_size": 1,
-                    "expert_model_parallel_size": 1,  # a mixture is measured as a dense model
-                    "expert_tensor_parallel_size": None,
+                    "data_parallel_size": model_parallel // (given.tensor_model_parallel_size * given.context_parallel_size),
+                    "expert_model_parallel_size": experts if arch.is_moe else 1,
+                    "expert_tensor_parallel_size": expert_degree if arch.is_moe else None,
                 }
             )
             stage = 0 if first else stages - 1 if last else 1
@@ -246,7 +251,7 @@ class _ChunkRun:
         self.ignored += [*self.module.parameters(), *self.module.buffers()]
 
     def measure(self) -> ChunkActivations:
-        with megatron_scope(META), _CpuAttentionOnMeta():
+        with megatron_scope(META), _CpuAttentionOnMeta(), even_experts() if self.architecture.is_moe else nullcontext():
             release_gather_buffers()
             with torch.no_grad(), LiveBytes("meta", self.ignored, casts=self.on_cpu) as live:
                 output = self._forward(live)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from vapo_mcore.config.architecture import ModelArchitecture, choice_bytes
+from vapo_mcore.config.architecture import ModelArchitecture
 from vapo_mcore.config.schema.rollout import runs_eagerly
 from vapo_mcore.megatron.offload import RESIDENCY, Stage
 from vapo_mcore.planning.devices import Device
@@ -192,29 +192,38 @@ def choice_bytes_a_token(config: Config, arch: ModelArchitecture) -> int:
     """Return the bytes per token in which router replay keeps the experts of one pipeline rank's layers; 0 without it."""
     if config.model.router.replay == "off" or not arch.is_moe:
         return 0
-    assert arch.num_experts is not None and arch.num_experts_per_token is not None
-    layers = arch.num_layers // config.parallel.pipeline_model_parallel_size
-    return layers * arch.num_experts_per_token * choice_bytes(arch.num_experts)
+    assert arch.expert_choices is not None
+    return arch.expert_choices.bytes_a_token // config.parallel.pipeline_model_parallel_size
 
 
 def choices_host_bytes(config: Config, archs: Sequence[ModelArchitecture], workload: Workload, processes: int) -> float:
     """Return the most host memory of the choices on a node: each rank keeps those of its data-parallel rank's tokens.
 
     Those of the critic are freed before the policy's are recorded, except if a KL penalty in the reward needs the policy's first. While
-    a model's are stored, those of its micro-batches are there as well.
+    a model's are stored, those of its micro-batches are there as well. With ``replay: engine`` each rank has the engine's choices too until
+    the policy's pass, and the ranks that sampled them keep all layers' for a dump. ``archs``: the policy's first.
     """
     sizes = [choice_bytes_a_token(config, arch) for arch in archs]
     kept = sum(sizes) if config.algorithm.kl.place == "reward" else max(sizes)
-    return processes * workload.tokens_per_data_rank * (kept + max(sizes))
+    stored = processes * workload.tokens_per_data_rank * (kept + max(sizes))
+    shape = archs[0].expert_choices
+    if config.model.router.replay != "engine" or shape is None:
+        return stored
+    sampled = workload.tokens * shape.bytes_a_token * processes / config.parallel.world_size
+    return stored + processes * workload.tokens_per_data_rank * sizes[0] + sampled
 
 
 def _add_choices(memory: StageMemory, config: Config, models: dict[Role, RankModel], workload: Workload, stage: Stage) -> None:
-    """Add the choices of experts on the device: of the whole pass that records them, or of the mini-batch that replays them."""
+    """Add the choices of experts on the device: of the whole pass that records them, or of the mini-batch that replays them.
+
+    With ``replay: engine`` the policy's pass also has the engine's choices of all its micro-batches.
+    """
     role = _ROLES.get(stage)
     if role not in models:
         return
     if stage in ("values", "logprobs"):  # each rank's own tokens, gathered after the pass
         tokens = workload.tokens_per_data_rank / (config.parallel.tensor_model_parallel_size * config.parallel.context_parallel_size)
+        tokens += workload.tokens_per_data_rank if stage == "logprobs" and config.model.router.replay == "engine" else 0
     else:
         tokens = workload.tokens_per_data_rank / workload.updates
     memory.add("expert choices", tokens * models[role].choice_bytes_a_token)

@@ -28,7 +28,6 @@ from vapo_mcore.planning.memory import (
 from vapo_mcore.planning.state import (
     Role,
     StateBytes,
-    as_dense,
     configured_state,
     cpu_offload,
     fullest_node,
@@ -170,7 +169,7 @@ class Planner:
         return RankModel(largest, chunks, reduction, arch.hidden_size, head_dim, choice_bytes_a_token(config, arch))
 
     def _chunks(self, subject: Subject, role: Role, work: Workload, stage: int, device: Device) -> tuple[ChunkActivations, ...]:
-        config, arch = subject.config, as_dense(subject.roles[role])
+        config, arch = subject.config, subject.roles[role]
         pp, virtual = config.parallel.pipeline_model_parallel_size, config.parallel.virtual_pipeline_model_parallel_size or 1
         return tuple(
             self.probe.chunk(

@@ -125,4 +125,14 @@ def _routing(role: str, passed: str) -> tuple[Metric, ...]:
     )
 
 
-ROUTERS = (*_routing("policy", "log-prob pass"), *_routing("critic", "value pass"))
+ROUTERS = (
+    *_routing("policy", "log-prob pass"),
+    *_routing("critic", "value pass"),
+    Metric(
+        "mismatch/experts_frac",
+        POOLED,
+        "tokens (prompts too, without pads) and layers",
+        "Share of (token, layer) pairs that the trainer's log-prob pass would send to other experts than the rollout engine did, with the "
+        "same weights, and does not with `model.router.replay: engine` (recorded only there).",
+    ),
+)

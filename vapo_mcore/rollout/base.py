@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from vapo_mcore.config.architecture import ExpertChoices
     from vapo_mcore.config.schema import RolloutConfig
     from vapo_mcore.rollout.stopping import StopTexts
 
@@ -50,7 +51,7 @@ class SamplingConfig:
 
     Temperature 0 is greedy and ignores ``top_p`` and ``top_k``. Values between 0 and 0.01, for which vLLM would silently use 0.01, and
     above 2 are rejected. ``top_k`` -1 keeps all tokens. ``max_tokens`` counts the response's tokens including EOS. ``stop_token_ids``
-    end a response in addition to the model's stop tokens.
+    end a response in addition to the model's stop tokens. ``return_experts``: return the experts that a mixture chose, too.
     """
 
     temperature: float
@@ -58,6 +59,7 @@ class SamplingConfig:
     top_k: int
     max_tokens: int
     stop_token_ids: tuple[int, ...] = ()
+    return_experts: bool = False
 
     def __post_init__(self) -> None:
         faults = []
@@ -81,12 +83,15 @@ class Generation:
         token_ids: the sampled ids, including the stop token.
         logprobs: natural log-probability of each token under the distribution it was sampled from (after temperature, top-k and top-p).
         finish_reason: ``stop`` (a stop token was sampled) or ``length`` (truncated at ``max_tokens``).
+        experts: uint8 (int16 with more than 256 experts) [prompt + response - 1, layers, topk], those that the engine chose for every
+            token that it fed to the model: all but the last sampled one. Only on the replica's leader, and with ``return_experts``.
     """
 
     request: GenerationRequest
     token_ids: list[int]
     logprobs: list[float]
     finish_reason: FinishReason
+    experts: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +117,7 @@ class Trajectory:
         observations_cut: number of observations truncated to their limit.
         segments: (tokens, age) of each part sampled in another step (``rollout.horizon``); empty: sampled in one step.
         error: why the environment gave no reply; the response then has no verdict.
+        experts: as of ``Generation``, over prompt and response; those of the turn that fed a token first.
     """
 
     request: GenerationRequest
@@ -123,6 +129,7 @@ class Trajectory:
     observations_cut: int = 0
     error: str | None = None
     segments: tuple[tuple[int, int], ...] = ()
+    experts: Tensor | None = None
 
     @classmethod
     def of_one_turn(cls, generation: Generation) -> Trajectory:
@@ -135,6 +142,7 @@ class Trajectory:
             [True] * length,
             generation.finish_reason,
             (Turn(0, length),),
+            experts=generation.experts,
         )
 
 
@@ -188,6 +196,7 @@ class EngineBuild:
         unknown_token_ids: ids of the model that the tokenizer lacks; they are never sampled.
         stop_ids: ids that end a response; None: the folder's stop tokens.
         stop_texts: texts that end a response too; None: none.
+        expert_choices: shape of the experts that ``generate`` must return if asked to (``model.router.replay: engine``); None: never asked.
     """
 
     config: RolloutConfig
@@ -200,6 +209,7 @@ class EngineBuild:
     unknown_token_ids: Sequence[int] = ()
     stop_ids: Sequence[int] | None = None
     stop_texts: StopTexts | None = None
+    expert_choices: ExpertChoices | None = None
 
 
 class EngineState(Enum):
@@ -239,6 +249,11 @@ class RolloutEngine(Protocol):
     @property
     def max_running(self) -> int | None:
         """Responses that a replica samples at a time; None: all that it is given."""
+        ...
+
+    @property
+    def expert_choices(self) -> ExpertChoices | None:
+        """Shape of the experts that ``generate`` returns if asked to; None: it cannot be asked."""
         ...
 
     @property

@@ -15,6 +15,7 @@ from vapo_mcore.rollout.base import EngineBuild, Replica, RolloutEngine
 if TYPE_CHECKING:
     import torch
 
+    from vapo_mcore.config.architecture import ExpertChoices
     from vapo_mcore.config.schema import Config, RolloutConfig
     from vapo_mcore.rollout.stateful import StatefulEngine
     from vapo_mcore.rollout.stopping import StopTexts
@@ -56,6 +57,7 @@ def build_rollout_engine(
     unknown_token_ids: Sequence[int] = (),
     stop_ids: Sequence[int] | None = None,
     stop_texts: StopTexts | None = None,
+    expert_choices: ExpertChoices | None = None,
 ) -> RolloutEngine:
     """Build this rank's engine, asleep. All ranks must call this together, after initialising the process group.
 
@@ -66,6 +68,7 @@ def build_rollout_engine(
         unknown_token_ids: vocabulary ids that the tokenizer does not define; they are never sampled.
         stop_ids: ids that end a response; None: the folder's stop tokens.
         stop_texts: texts that end a response too.
+        expert_choices: shape of the experts that it returns when asked to; None: it is not asked.
 
     Raises ConfigError or RolloutError if the engine cannot be built: its package is missing, the model is not supported, lengths exceed
     the model's, or a replica would span nodes.
@@ -74,7 +77,9 @@ def build_rollout_engine(
     size = tensor_parallel_size if chosen.traits.splits_model else 1
     replica = Replica.of_rank(rank, world_size, size)
     _require_inside_a_node(size)
-    return chosen.build(
+    if expert_choices is not None and not chosen.traits.returns_experts:
+        raise ConfigError(f"model.router.replay = 'engine', but the engine {config.engine} returns no experts")
+    engine = chosen.build(
         EngineBuild(
             config=config,
             folder=model_path,
@@ -86,8 +91,11 @@ def build_rollout_engine(
             unknown_token_ids=unknown_token_ids,
             stop_ids=stop_ids,
             stop_texts=stop_texts,
+            expert_choices=expert_choices,
         )
     )
+    engine.expert_choices = expert_choices
+    return engine
 
 
 def _require_inside_a_node(tensor_parallel_size: int) -> None:

@@ -12,6 +12,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+import torch
+from torch import Tensor
+
 from vapo_mcore.config.schema import EnvironmentConfig
 from vapo_mcore.data.chat_template import ControlTokens, end_of_turn, turn_parts
 from vapo_mcore.environments.types import Reply, TurnRequest, with_sample_seed
@@ -119,6 +122,7 @@ class _Episode:
     finish_reason: TrajectoryEnd = "stop"
     observations_cut: int = 0
     error: str | None = None
+    experts: list[Tensor] = field(default_factory=list)
 
     @property
     def tokens_sampled(self) -> int:
@@ -140,6 +144,8 @@ class _Episode:
 
     def take(self, generation: Generation, tokenizer: Any) -> None:
         start = len(self.token_ids)
+        if generation.experts is not None:  # of the earlier tokens, those with which they were sampled or first read are kept
+            self.experts.append(generation.experts[sum(map(len, self.experts)) :])
         self.token_ids += generation.token_ids
         self.logprobs += generation.logprobs
         self.sampled += [True] * len(generation.token_ids)
@@ -163,6 +169,7 @@ class _Episode:
             tuple(self.turns),
             self.observations_cut,
             self.error,
+            experts=torch.cat(self.experts) if self.experts else None,
         )
 
 

@@ -8,8 +8,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Self, TypeVar
 
+import torch
 from torch import Tensor
 
+from vapo_mcore.config.architecture import ExpertChoices
 from vapo_mcore.config.engines import EngineTraits
 from vapo_mcore.errors import EngineFailure, RolloutError, VapoError
 from vapo_mcore.rollout.base import (
@@ -41,9 +43,12 @@ class StatefulEngine(ABC):
         vocab_size: rows of the embedding; prompt tokens must be below it.
         unknown_token_ids: ids below ``vocab_size`` that the tokenizer does not define; never sampled and excluded from the softmax.
         max_model_len: maximum tokens of prompt and response together.
+
+    ``expert_choices``: see RolloutEngine; the factory sets it on an engine with the trait ``returns_experts``.
     """
 
     traits: ClassVar[EngineTraits] = EngineTraits()
+    expert_choices: ExpertChoices | None = None
 
     def __init__(
         self,
@@ -89,7 +94,17 @@ class StatefulEngine(ABC):
     def generate(self, requests: Sequence[GenerationRequest], sampling: SamplingConfig) -> list[Generation]:
         self._require("generate", EngineState.READY)
         self._check_requests(requests, sampling)
-        return self._running(lambda: self._generate(requests, sampling)) if requests else []
+        if sampling.return_experts and self.expert_choices is None:
+            raise RolloutError(f"rollout engine: {type(self).__name__} was not built to return experts (EngineBuild.expert_choices)")
+
+        def generate() -> list[Generation]:
+            generations = self._generate(requests, sampling)
+            if sampling.return_experts and self.is_replica_leader:
+                for generation in generations:
+                    self._check_experts(generation)
+            return generations
+
+        return self._running(generate) if requests else []
 
     def distributions(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
         self._require("distributions", EngineState.READY)
@@ -200,6 +215,24 @@ class StatefulEngine(ABC):
         if self._state not in allowed:
             needed = " or ".join(state.name for state in allowed)
             raise RolloutError(f"rollout engine: {call} needs state {needed}, but the engine is {self._state.name} ({self._state.value})")
+
+    def _check_experts(self, generation: Generation) -> None:
+        """Raise RolloutError with both counts unless a response has the experts of all its tokens but the last, in every layer."""
+        shape, found, request = self.expert_choices, generation.experts, generation.request
+        assert shape is not None
+        tokens = len(request.prompt_token_ids) + len(generation.token_ids) - 1
+        expected, dtype = [tokens, shape.layers, shape.topk], torch.uint8 if shape.itemsize == 1 else torch.int16
+        what = f"the engine's experts of the response to {request.prompt_id!r} (sample {request.sample_index})"
+        wanted = f"{dtype} of {tokens} tokens x {shape.layers} layers x {shape.topk} experts"
+        if found is None:
+            raise RolloutError(f"{what} are missing, expected {wanted} (model.router.replay: engine)")
+        if list(found.shape) != expected or found.dtype != dtype:
+            sizes = " x ".join(f"{size} {name}" for size, name in zip(found.shape, ("tokens", "layers", "experts"), strict=False))
+            raise RolloutError(f"{what} are {found.dtype} of {sizes}, expected {wanted}")
+        if int(found.max()) >= shape.experts or int(found.min()) < 0:
+            raise RolloutError(f"{what} have numbers from {int(found.min())} to {int(found.max())}; the model has {shape.experts} experts")
+        if shape.topk > 1 and bool((found[..., 0] == found[..., 1]).any()):  # zeros, for example; a full check would take minutes
+            raise RolloutError(f"{what} name an expert twice for a token of a layer: the engine did not record every layer")
 
     def _check_requests(self, requests: Sequence[GenerationRequest], sampling: SamplingConfig) -> None:
         """Raise RolloutError naming the first requests that are empty, too long or have invalid token ids."""

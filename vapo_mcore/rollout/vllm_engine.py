@@ -34,6 +34,7 @@ from torch import Tensor
 
 from vapo_mcore import heartbeat
 from vapo_mcore.collectives import all_gather_objects
+from vapo_mcore.config.architecture import ExpertChoices
 from vapo_mcore.config.engines import BUILT_IN_ENGINES
 from vapo_mcore.config.schema import VllmConfig
 from vapo_mcore.config.schema.rollout import runs_eagerly
@@ -43,14 +44,18 @@ from vapo_mcore.rollout.base import EngineBuild, Generation, GenerationRequest, 
 from vapo_mcore.rollout.hf_folder import parameter_shapes, require_supported, stop_token_ids
 from vapo_mcore.rollout.stateful import StatefulEngine
 from vapo_mcore.rollout.stopping import StopTexts
+from vapo_mcore.rollout.vllm_experts import ARGUMENTS as RETURN_EXPERTS
+from vapo_mcore.rollout.vllm_experts import experts_of, record_experts
 from vapo_mcore.rollout.vllm_parameters import (
     exclude_tokens,
-    expert_tensors,
     holds,
     is_expert_tensor,
     pack_experts,
+    parameters_without_storage,
+    prepare_tied_heads,
     prompt_distribution,
     recorded_logits,
+    require_parameters_of,
     require_unpadded_experts,
 )
 from vapo_mcore.rollout.weight_stream import listed
@@ -72,7 +77,7 @@ class VllmEngine(StatefulEngine):
     @classmethod
     def build(cls, build: EngineBuild) -> Self:
         more: dict[str, Any] = {"unknown_token_ids": build.unknown_token_ids, "stop_ids": build.stop_ids, "stop_texts": build.stop_texts}
-        more |= {"max_model_len": build.max_model_len, "rank": build.rank, "seed": build.seed}
+        more |= {"max_model_len": build.max_model_len, "rank": build.rank, "seed": build.seed, "expert_choices": build.expert_choices}
         return cls(build.folder, build.dtype, build.config.vllm, build.replica, **more)
 
     def __init__(
@@ -88,9 +93,10 @@ class VllmEngine(StatefulEngine):
         unknown_token_ids: Sequence[int] = (),
         stop_ids: Sequence[int] | None = None,
         stop_texts: StopTexts | None = None,
+        expert_choices: ExpertChoices | None = None,
     ) -> None:
         """``stop_ids`` and ``stop_texts``: what ends a response (None: the folder's stop tokens, no text);
-        ``unknown_token_ids``: see StatefulEngine."""
+        ``unknown_token_ids``: see StatefulEngine; ``expert_choices``: see EngineBuild."""
         _require_installed()
         architecture = require_supported(folder, max_model_len)
         if not _HAS_CUDA:
@@ -102,7 +108,9 @@ class VllmEngine(StatefulEngine):
         super().__init__(
             replica, shapes, vocab_size=architecture.vocab_size, max_model_len=max_model_len, unknown_token_ids=unknown_token_ids
         )
+        self.expert_choices = expert_choices
         self._arguments = _engine_arguments(folder, dtype, config, replica, max_model_len=max_model_len, seed=seed)
+        self._arguments |= RETURN_EXPERTS if expert_choices is not None and _HAS_CUDA else {}
         self._llm: Any = None
         self._build()
 
@@ -116,10 +124,12 @@ class VllmEngine(StatefulEngine):
             warnings.simplefilter("ignore", FutureWarning)  # vLLM's own use of deprecated torch names
             named = {} if _HAS_CUDA else {"additional_config": {RUN_KEY: _run_key()}}
             self._llm = _start(self._arguments | named)
-        _require_parameters_of(self._llm, self.parameter_shapes)
+        require_parameters_of(self._llm, self.parameter_shapes)
         if self.unknown_token_ids:
             self._llm.apply_model(lambda model: exclude_tokens(model, self.unknown_token_ids))
         _report_steps(self._llm)
+        if self.expert_choices is not None:
+            record_experts(self._llm, self.expert_choices, leads=self.is_replica_leader, on_gpu=_HAS_CUDA)
         self._give_tokenizer()
         self._sleep()
 
@@ -182,10 +192,10 @@ class VllmEngine(StatefulEngine):
 
     def _load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights)})
-        self._llm.apply_model(_prepare_tied_heads)
+        self._llm.apply_model(prepare_tied_heads)
         if not _HAS_CUDA:
             self._llm.apply_model(pack_experts)
-        unloaded = self._llm.apply_model(_parameters_without_storage)[0]
+        unloaded = self._llm.apply_model(parameters_without_storage)[0]
         if unloaded:
             raise RolloutError(f"vLLM left parameters without values after a weight sync: {listed(unloaded)}")
 
@@ -201,7 +211,10 @@ class VllmEngine(StatefulEngine):
         self._llm.reset_prefix_cache()
         with _random_state_kept(), _uncompiled_on_cpu():
             outputs = self._llm.generate(prompts, parameters, use_tqdm=False)
-        generations = [_generation(request, output.outputs[0], self._stop_texts) for request, output in zip(requests, outputs, strict=True)]
+        experts = self.expert_choices if sampling.return_experts and self.is_replica_leader else None
+        generations = [
+            _generation(request, output.outputs[0], self._stop_texts, experts) for request, output in zip(requests, outputs, strict=True)
+        ]
         self._require_agreement(generations)
         return generations
 
@@ -399,44 +412,6 @@ def _let_modules_be_scanned() -> None:
         ffi.lib._fntab.setdefault("__dict__", {})
 
 
-def _require_parameters_of(llm: Any, shapes: dict[str, tuple[int, ...]]) -> None:
-    """Raise RolloutError unless vLLM's parameters, unpacked (``qkv_proj`` -> ``q_proj``, ...), have the HF names that a sync fills."""
-    sizes, packed = llm.apply_model(
-        lambda model: ({name: len(parameter) for name, parameter in model.named_parameters()}, dict(model.packed_modules_mapping))
-    )[0]
-    unpacked: set[str] = set()
-    for name, size in sizes.items():
-        if (names := expert_tensors(name, size)) is not None:
-            unpacked |= names
-            continue
-        module, _, leaf = name.rpartition(".")
-        parent, _, module = module.rpartition(".")
-        unpacked |= {".".join(filter(None, (parent, part, leaf))) for part in packed.get(module, [module])}
-    if unpacked != set(shapes):
-        raise RolloutError(
-            "vLLM builds a different model from this folder than transformers; only in vLLM: "
-            f"{listed(unpacked - set(shapes)) or 'nothing'}; only in transformers: {listed(set(shapes) - unpacked) or 'nothing'}"
-        )
-
-
-def _prepare_tied_heads(model: torch.nn.Module) -> None:
-    """Update tied output heads after a reload.
-
-    vLLM processes reloaded weights only in the layer they are loaded into, the embedding. On CPU a tied head has a separate packed copy,
-    which would keep the old weights.
-    """
-    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
-
-    embeddings = {id(parameter) for name, parameter in model.named_parameters() if "lm_head" not in name}
-    for module in model.modules():
-        if isinstance(module, ParallelLMHead) and id(module.weight) in embeddings:
-            module.quant_method.process_weights_after_loading(module)
-
-
-def _parameters_without_storage(model: torch.nn.Module) -> list[str]:
-    return [name for name, parameter in model.named_parameters() if parameter.is_meta]
-
-
 def _sampling_parameters(request: GenerationRequest, sampling: SamplingConfig, stop_ids: list[int], stop_texts: StopTexts | None) -> Any:
     from vllm import SamplingParams
 
@@ -455,7 +430,9 @@ def _sampling_parameters(request: GenerationRequest, sampling: SamplingConfig, s
     )
 
 
-def _generation(request: GenerationRequest, completion: Any, stop_texts: StopTexts | None) -> Generation:
+def _generation(
+    request: GenerationRequest, completion: Any, stop_texts: StopTexts | None, experts: ExpertChoices | None = None
+) -> Generation:
     """Return the response up to the token that completes the first stop text; training uses the sampled tokens."""
     token_ids, logprobs = list(completion.token_ids), completion.logprobs
     if completion.finish_reason not in ("stop", "length") or logprobs is None or logprobs.token_ids != token_ids:
@@ -463,10 +440,11 @@ def _generation(request: GenerationRequest, completion: Any, stop_texts: StopTex
             f"vLLM did not complete the response to {request.prompt_id!r} (sample {request.sample_index}): finish reason "
             f"{completion.finish_reason!r}, {len(token_ids)} tokens, {len(logprobs or [])} log-probs"
         )
-    end = None if stop_texts is None else stop_texts.end(token_ids)
+    end, finish, numbers = None if stop_texts is None else stop_texts.end(token_ids), completion.finish_reason, logprobs.logprobs
     if end is not None:
-        return Generation(request, token_ids[:end], list(logprobs.logprobs)[:end], "stop")
-    return Generation(request, token_ids, logprobs.logprobs, completion.finish_reason)
+        token_ids, numbers, finish = token_ids[:end], list(numbers)[:end], "stop"
+    chosen = None if experts is None else experts_of(completion, len(request.prompt_token_ids) + len(token_ids) - 1, experts)
+    return Generation(request, token_ids, numbers, finish, chosen)
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from vapo_mcore.config.architecture import ModelArchitecture
 from vapo_mcore.errors import ConfigError, RolloutError
+from vapo_mcore.rollout.weight_stream import listed
 
 
 def holds(model: nn.Module, name: str, full: Tensor) -> bool:
@@ -68,6 +69,45 @@ def require_unpadded_experts(folder: str | Path, architecture: ModelArchitecture
         f"vLLM's CPU kernel for experts needs hidden_size and moe_intermediate_size / {ranks} ranks in multiples of "
         f"{_CPU_EXPERT_MULTIPLE}, but {folder} has {architecture.hidden_size} and {size}; use rollout.engine: transformers"
     )
+
+
+def require_parameters_of(llm: Any, shapes: dict[str, tuple[int, ...]]) -> None:
+    """Raise RolloutError unless vLLM's parameters, unpacked (``qkv_proj`` -> ``q_proj``, ...), have the HF names that a sync fills."""
+    sizes, packed = llm.apply_model(
+        lambda model: ({name: len(parameter) for name, parameter in model.named_parameters()}, dict(model.packed_modules_mapping))
+    )[0]
+    unpacked: set[str] = set()
+    for name, size in sizes.items():
+        if (names := expert_tensors(name, size)) is not None:
+            unpacked |= names
+            continue
+        module, _, leaf = name.rpartition(".")
+        parent, _, module = module.rpartition(".")
+        unpacked |= {".".join(filter(None, (parent, part, leaf))) for part in packed.get(module, [module])}
+    if unpacked != set(shapes):
+        raise RolloutError(
+            "vLLM builds a different model from this folder than transformers; only in vLLM: "
+            f"{listed(unpacked - set(shapes)) or 'nothing'}; only in transformers: {listed(set(shapes) - unpacked) or 'nothing'}"
+        )
+
+
+def prepare_tied_heads(model: torch.nn.Module) -> None:
+    """Update tied output heads after a reload.
+
+    vLLM processes reloaded weights only in the layer they are loaded into, the embedding. On CPU a tied head has a separate packed copy,
+    which would keep the old weights.
+    """
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+    embeddings = {id(parameter) for name, parameter in model.named_parameters() if "lm_head" not in name}
+    for module in model.modules():
+        if isinstance(module, ParallelLMHead) and id(module.weight) in embeddings:
+            module.quant_method.process_weights_after_loading(module)
+
+
+def parameters_without_storage(model: torch.nn.Module) -> list[str]:
+    """Return the names of parameters that have no values."""
+    return [name for name, parameter in model.named_parameters() if parameter.is_meta]
 
 
 def _place(model: nn.Module, name: str) -> tuple[Any, str, int]:

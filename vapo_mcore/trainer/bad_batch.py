@@ -19,7 +19,7 @@ from torch import Tensor
 
 from vapo_mcore import __version__
 from vapo_mcore.data.microbatch import MicroBatch
-from vapo_mcore.data.rollout_batch import Rows
+from vapo_mcore.data.rollout_batch import ENGINE_CHOICES, Rows
 from vapo_mcore.data.thd import ThdLayout
 from vapo_mcore.errors import CheckpointError
 from vapo_mcore.experience.step_dump import json_number, row_records
@@ -66,7 +66,7 @@ def save_bad_batch(
         return folder
     folder.mkdir(parents=True, exist_ok=True)
     # without the choices of experts, which are of this pipeline rank's layers only
-    names = sorted(set(microbatches[0].tensors) - {choices_name("policy"), choices_name("critic")})
+    names = sorted(set(microbatches[0].tensors) - {choices_name("policy"), choices_name("critic"), ENGINE_CHOICES})
     tensors: dict[str, Tensor] = {}
     for number, microbatch in enumerate(microbatches):
         parts = {name: microbatch.tensors[name].detach().cpu().clone() for name in names}

@@ -134,7 +134,7 @@ def train(config: Config, parallel: ParallelContext, *, clean: bool, resume: Res
         console.print(described(stop_ids(config, tokenizer), tokenizer, StopTexts.of(config, tokenizer)))
         console.print(region.describe())
         with console.waiting("starting the rollout engine"):
-            engine = build_engine(config, parallel, tokenizer)
+            engine = build_engine(config, parallel, tokenizer, training=True)
         with console.waiting("starting the graders"):
             verifiers = start_verifiers(config, engine.is_replica_leader, stack, _verifiers(prompts, held_out))
         with console.waiting("building the models"):
@@ -361,8 +361,12 @@ def _verifiers(*datasets: PromptDataset | None) -> list[str]:
     return sorted({prompt.verifier for dataset in datasets if dataset is not None for prompt in dataset.items})
 
 
-def build_engine(config: Config, parallel: ParallelContext, tokenizer: Any) -> RolloutEngine:
-    """Build the rollout engine. Call it before the models are built: engine errors appear early, and vLLM profiles an empty device."""
+def build_engine(config: Config, parallel: ParallelContext, tokenizer: Any, *, training: bool) -> RolloutEngine:
+    """Build the rollout engine. Call it before the models are built: engine errors appear early, and vLLM profiles an empty device.
+
+    Only for ``training`` can it return choices of experts.
+    """
+    architecture = read_architecture(config.model.path)
     return build_rollout_engine(
         config.rollout,
         config.model.path,
@@ -374,7 +378,8 @@ def build_engine(config: Config, parallel: ParallelContext, tokenizer: Any) -> R
         seed=config.seed,
         stop_ids=stop_ids(config, tokenizer),
         stop_texts=StopTexts.of(config, tokenizer),
-        unknown_token_ids=unknown_token_ids(tokenizer, read_architecture(config.model.path).vocab_size),
+        unknown_token_ids=unknown_token_ids(tokenizer, architecture.vocab_size),
+        expert_choices=architecture.expert_choices if training and config.model.router.replay == "engine" else None,
     )
 
 

@@ -20,7 +20,7 @@ from vapo_mcore.collectives import all_gather_objects, gather_objects
 from vapo_mcore.config.schema import Config
 from vapo_mcore.data.packing import Schedule
 from vapo_mcore.data.prompts import Prompt
-from vapo_mcore.data.rollout_batch import Rows
+from vapo_mcore.data.rollout_batch import ENGINE_CHOICES, Rows
 from vapo_mcore.diagnosis.monitor import Monitor
 from vapo_mcore.errors import StepBroken, TrainingError
 from vapo_mcore.experience.batches import Experience, distribute, plan_minibatches
@@ -29,7 +29,7 @@ from vapo_mcore.experience.open_responses import OpenResponses
 from vapo_mcore.experience.sampling import ResponseSampler, Round, ended_responses
 from vapo_mcore.experience.step_dump import StepDump, dump_folder, save_step
 from vapo_mcore.experience.token_records import merged, token_columns
-from vapo_mcore.megatron.engine import MegatronModel, choices_name
+from vapo_mcore.megatron.engine import choices_name
 from vapo_mcore.megatron.parallel import ParallelContext
 from vapo_mcore.megatron.roles import Models
 from vapo_mcore.records.metric_table import metrics_of
@@ -47,6 +47,7 @@ from vapo_mcore.trainer.advantages import (
 from vapo_mcore.trainer.bad_batch import BadUpdate, save_bad_batch
 from vapo_mcore.trainer.bad_updates import UpdateGuard
 from vapo_mcore.trainer.critic_probe import CriticProbe
+from vapo_mcore.trainer.expert_choices import keep_engine_choices, policy_pass, repeats_choices, repeats_engine
 from vapo_mcore.trainer.horizon_metrics import record_cut_weight, record_horizon, values_at_cuts
 from vapo_mcore.trainer.self_imitation import SelfImitation
 from vapo_mcore.trainer.step_metrics import (
@@ -186,7 +187,8 @@ class StepRunner:
             self.estimator.correct_importance(experience, step.metrics)
             self._check(step, experience)
             stopped = update_policy(self.config, self.models.policy, experience, step.metrics, self.guards["policy"], self.rollouts)
-            experience.batch.drop(choices_name("policy"))
+            for name in (choices_name("policy"), ENGINE_CHOICES):
+                experience.batch.drop(name)
             self.models.residency.mark_changed("policy")
             self._stop_updates(step, experience, "policy", stopped)
 
@@ -290,6 +292,7 @@ class StepRunner:
                 rows = rows.select(range(len(ended.rows)))
                 if config.rollout.horizon is not None and config.rollout.horizon.critic == "ended":
                     _, step.ended = self._distribute(ended, rows, None)
+            keep_engine_choices(experience, self.models.policy, repeats=repeats_engine(config, step.stage))
             shown = {row: record for part in all_gather_objects(sampled.shown) for row, record in part.items()}
         step.samples = {row: record | {"reward": float(rows.reward[row])} for row, record in sorted(shown.items())}
         record_rows(step.metrics, rows, experience.trained_lengths, counts, config.rollout.max_response_length)
@@ -321,6 +324,7 @@ class StepRunner:
             timer=step.timer,
             dynamic=dynamic,
             open_responses=self.open_responses if step.stage == "rl" else None,
+            experts=repeats_engine(self.config, step.stage),
         )
         self.sync.put_to_sleep()
         return found
@@ -350,20 +354,17 @@ class StepRunner:
 
     def _log_probs(self, step: StepState, experience: Experience) -> None:
         """Compute the old log-probs (by the trainer, on the micro-batches of the update, or the rollout's) and the reference's."""
-        rollout = self.config.rollout
+        config, rollout = self.config, self.config.rollout
         self.models.residency.enter("logprobs")
         with step.timer.phase("logprobs"):
             microbatches = experience.microbatches()
             if rollout.old_logprobs == "recompute":
-                policy, names = self.models.policy, ("logprobs", "entropy")
-                replays = self._replays_routers(policy)
-                found = policy.forward(microbatches, temperature=rollout.temperature, outputs=names, record_choices=replays)
-                if replays:
-                    experience.store(choices_name("policy"), found.pop(choices_name("policy")))
+                names = ("logprobs", "entropy")
+                found = policy_pass(config, self.models.policy, experience, names, step.metrics)
                 experience.store("old_logprobs", found["logprobs"])
                 experience.store("entropy", found["entropy"])
                 step.metrics.add_tokens("policy/entropy", experience.batch["entropy"], experience.mask)
-                cap = self.config.algorithm.policy_loss.importance_correction.cap
+                cap = config.algorithm.policy_loss.importance_correction.cap
                 older = rollout.horizon is not None and not self.segments and step.stage == "rl"
                 record_mismatch(step.metrics, experience, cap, self.parallel.data_parallel_group, horizon=older)
             else:
@@ -374,10 +375,6 @@ class StepRunner:
                 experience.store("ref_logprobs", found["logprobs"])
                 self.estimator.record_reference_kl(experience, step.metrics)
 
-    def _replays_routers(self, model: MegatronModel) -> bool:
-        """Return whether the model's updates replay the experts chosen in the preceding pass."""
-        return model.routing is not None and self.config.model.router.replay == "trainer"
-
     def _values(self, step: StepState, experience: Experience, *, before_update: bool = True) -> None:
         """Compute the critic's values; ``before_update``: its update comes after this pass, and may repeat its choices of experts."""
         assert self.models.critic is not None
@@ -387,7 +384,7 @@ class StepRunner:
         self.models.residency.enter("values")
         with step.timer.phase("values"):
             names = ("values", "bootstrap_values") if bootstrap else ("values",)
-            replays = before_update and self._replays_routers(self.models.critic)
+            replays = before_update and repeats_choices(self.config, self.models.critic)
             found = self.models.critic.forward(experience.microbatches(), outputs=names, record_choices=replays)
             if replays:
                 experience.store(choices_name("critic"), found.pop(choices_name("critic")))

@@ -170,6 +170,12 @@ def record_routing(metrics: StepMetrics, role: str, found: RoutingStatistics, co
         metrics.put(f"{role}/router_z_loss", found.z / updates)
 
 
+def record_engine_choices(metrics: StepMetrics, found: RoutingStatistics) -> None:
+    """Record how many of the engine's choices of experts the trainer would not have made; ``found``: of the log-prob pass."""
+    if found.tokens:
+        metrics.put("mismatch/experts_frac", found.changed / (found.tokens * found.load.shape[0]))
+
+
 def record_time_and_memory(metrics: StepMetrics, timer: PhaseTimer) -> None:
     total = timer.total
     for name, seconds in timer.seconds.items():

@@ -23,6 +23,7 @@ from vapo_mcore.config.architecture import ValueBins
 from vapo_mcore.config.schema import Config
 from vapo_mcore.data.microbatch import MicroBatch
 from vapo_mcore.data.ragged import segment_positions, token_index
+from vapo_mcore.data.rollout_batch import ENGINE_CHOICES
 from vapo_mcore.errors import StepBroken
 from vapo_mcore.experience.batches import Experience, MiniBatch, shuffle_seed
 from vapo_mcore.extensions.points import ROW_PREFIX
@@ -203,8 +204,10 @@ def _update(
 ) -> StoppedUpdate | None:
     """Run one update per mini-batch. Mini-batches without a trainable token are skipped on all ranks: the counts are replicated."""
     names = [name for name in (*loss.tensors, *extra) if name not in _WEIGHTS]
-    choices = choices_name(model.role)
-    names += [choices] if choices in experience.batch else []
+    # Without a log-prob pass the updates repeat the engine's choices themselves.
+    choices = [choices_name(model.role), *([ENGINE_CHOICES] if model.role == "policy" else [])]
+    repeated = [name for name in choices if name in experience.batch]
+    names += repeated
     router = config.model.router
     coefs = RouterCoefs(router.balance_coef, router.z_coef)
     if model.routing is not None:
@@ -230,7 +233,7 @@ def _update(
             stopped = StoppedUpdate(epoch, number, result, microbatches)
             break
     if model.routing is not None:
-        record_routing(metrics, role, model.routing.statistics(), coefs, updates, replayed=choices in experience.batch)
+        record_routing(metrics, role, model.routing.statistics(), coefs, updates, replayed=bool(repeated))
     metrics.put(f"{role}/lr", rate)
     metrics.put(f"{role}/updates_skipped", len(skipped))
     if guard.spike is not None:

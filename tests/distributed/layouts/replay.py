@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from vapo_mcore.data.microbatch import MicroBatch
+from vapo_mcore.data.rollout_batch import ENGINE_CHOICES
 from vapo_mcore.megatron.engine import MegatronModel, choices_name
 from vapo_mcore.megatron.parallel import ParallelContext
 from vapo_mcore.megatron.router import Router
@@ -134,10 +135,34 @@ def compare(case: worker.Case, parallel: ParallelContext, folder: Path, workdir:
         found = _by_row(second, model.forward(carrying)[output], sizes)
         right = expected[output].split(sizes)
         errors[output] = max(float((tensor.double() - right[row]).abs().max()) for row, tensor in found.items())
+        if role == "policy":
+            errors |= _engine(model, second, choices, right, sizes)
         errors |= _update(case, model, carrying, second, expected, sizes)
         path = workdir / f"{case.model}.{role}.replay.weights.safetensors"
         errors[f"{role}_weights_over_lr"] = worker.compare_weights(worker.weights(exporter), path)
     return errors
+
+
+def _engine(
+    model: MegatronModel, batches: list[MicroBatch], choices: dict[int, Tensor], logprobs: tuple[Tensor, ...], sizes: list[int]
+) -> dict[str, float]:
+    """A pass by the engine's choices, which lack those of the last tokens: their log-probs, and what the pass records for its updates."""
+    given = []
+    for batch in batches:
+        packed = torch.cat([choices[row] for row in batch.rows.tolist()] or [next(iter(choices.values()))[:0]])
+        packed[batch.layout.last_token_index] = 0
+        given.append(batch.with_tensors(**{ENGINE_CHOICES: packed}))
+    found = model.forward(given, record_choices=True)
+    rows = _by_row(batches, found["logprobs"], sizes)
+    wrong = 0
+    for row, chosen in _by_row(batches, found[choices_name("policy")], sizes).items():
+        wrong += int((chosen[:-1] != choices[row][:-1]).any(-1).sum())
+        ordered = chosen[-1].long().sort(-1).values  # the trainer's own, different experts
+        wrong += int((ordered[..., 1:] == ordered[..., :-1]).any(-1).sum())
+    return {
+        "policy_engine_logprobs": max((float((tensor.double() - logprobs[row]).abs().max()) for row, tensor in rows.items()), default=0.0),
+        "policy_engine_routing": float(wrong),
+    }
 
 
 def _by_row(batches: list[MicroBatch], parts: list[Tensor], sizes: list[int]) -> dict[int, Tensor]:

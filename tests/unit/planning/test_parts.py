@@ -312,6 +312,12 @@ def test_memory_of_router_replay_by_hand() -> None:
     stages = rank_memory(config, models, vllm_memory(config, arch, device), work, device, 0)
     found = {stage: memory.parts["expert choices"] for stage, memory in stages.items() if "expert choices" in memory.parts}
     assert found == {"logprobs": tokens * 192 / 4, "policy_update": tokens * 192 / 16}
+    # The engine's: all layers' where they were sampled, 8 of 16 ranks a node, and this rank's layers until the pass that repeats them.
+    config = _config(layout, "model.router.replay=engine")
+    assert choices_host_bytes(config, [arch, arch], work, 8) == 8 * tokens * 192 * 3 + 2 * tokens * 384 * 8 / 16
+    stages = rank_memory(config, models, vllm_memory(config, arch, device), work, device, 0)
+    assert stages["logprobs"].parts["expert choices"] == tokens * 192 * (1 + 1 / 4)
+    assert stages["policy_update"].parts["expert choices"] == tokens * 192 / 16
 
 
 def test_time_follows_the_work() -> None:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from vapo_mcore.config.schema import VllmConfig
 from vapo_mcore.errors import EXIT_REQUEUE, EngineRemains
-from vapo_mcore.rollout import vllm_engine
+from vapo_mcore.rollout import vllm_engine, vllm_experts
 from vapo_mcore.rollout.base import Replica
 
 
@@ -58,7 +58,22 @@ def test_decoding_is_eager_on_cpu_alone(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_vllm_knows_every_argument(gpu: None) -> None:
-    assert set(arguments()) <= fields_of("engine/arg_utils", "EngineArgs")
+    assert set(arguments()) | set(vllm_experts.ARGUMENTS) <= fields_of("engine/arg_utils", "EngineArgs")
+
+
+def test_vllm_returns_experts_as_on_the_gpu_path() -> None:
+    """What ``vllm_experts`` relies on: who records, who is asked for it, and where it comes back."""
+    settings = source("config/vllm")
+    assert "AuxOutput Connector requires Model Runner V2" in settings
+    assert "AuxOutput Connector requires prefix caching" in settings
+    worker = source("distributed/aux_output_connector/worker")
+    assert "if not get_tp_group().is_first_rank:\n            return" in worker  # the other ranks of a replica have no choices
+    scheduler = source("v1/core/sched/scheduler")
+    assert "routed_experts = self.aux_output_connector.take_output(" in scheduler
+    assert "self.aux_output_connector.request_finished(request)" in scheduler
+    assert "routed_experts" in fields_of("outputs", "CompletionOutput")
+    assert "self.capture_fn(topk_ids)" in source("model_executor/layers/fused_moe/router/base_router")
+    assert "aux_output" not in source("v1/worker/gpu_model_runner")  # the first version, which the CPU backend runs
 
 
 def test_vllm_copies_graph_inputs_where_their_pool_is_offloaded() -> None:

@@ -104,7 +104,10 @@ def without_gradients(models: Models) -> Iterator[None]:
 def _config(bench: Bench) -> Config:
     config = bench.config
     run_settings = config.run.model_copy(update={"dir": str(bench.scratch / "run"), "dump_every_steps": 0, "dump_steps": ()})
-    return config.model_copy(update={"run": run_settings})
+    model = config.model
+    if model.router.replay == "engine":  # the rollout is made up: no engine chose experts for it
+        model = model.model_copy(update={"router": model.router.model_copy(update={"replay": "trainer"})})
+    return config.model_copy(update={"run": run_settings, "model": model})
 
 
 def _rollout(bench: Bench) -> Round:

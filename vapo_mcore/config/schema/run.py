@@ -48,8 +48,9 @@ class RunConfig(Section):
 class RouterConfig(Section):
     """Routers of mixtures of experts, of policy and critic alike (checkpoints.md); refused for dense models."""
 
-    # trainer: all updates of a step send each token to the experts that the log-prob pass (for a critic the value pass) chose for it.
-    replay: Literal["off", "trainer"] = "off"
+    # trainer: all updates of a step send each token to the experts that the log-prob pass (for a critic the value pass) chose for it;
+    # engine: the policy's log-prob pass and updates send it to those that the rollout engine chose (a critic as with trainer).
+    replay: Literal["off", "trainer", "engine"] = "off"
     balance_coef: NonNegativeFloat = 0.0  # coefficient of each layer's load-balancing loss over a mini-batch; requires replay
     z_coef: NonNegativeFloat = 0.0  # coefficient of each layer's mean squared log-sum-exp of router logits over a mini-batch
 
