@@ -263,13 +263,6 @@ BROKEN = [
         "with rollout.horizon.tokens = 40 the longest response, rollout.max_response_length = 160, has 4 segments",
     ),
     (
-        "horizon_has_single_turns",
-        [*HORIZON, "rollout.environment={name: calculator, max_observation_length: 10}"],
-        {},
-        "rollout.horizon",
-        "cannot be combined with rollout.environment: a turn that is cut would have to keep the state of its environment",
-    ),
-    (
         "horizon_draws_no_groups_again",
         [*HORIZON, "rollout.dynamic_sampling.enabled=true"],
         {},

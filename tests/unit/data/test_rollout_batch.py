@@ -33,6 +33,7 @@ def rows_of(prompt_lengths: list[int], response_lengths: list[int], **changes: A
         "source": ["p"] * n,
         "step_rewards": [()] * n,
         "segments": [()] * n,
+        "observations": [()] * n,
     }
     return Rows(**{**columns, **changes})
 

@@ -38,16 +38,6 @@ def segment_limit_is_reached(s: Subject) -> str | None:
     )
 
 
-@rule("rollout.horizon", "rollout.environment")
-def horizon_has_single_turns(s: Subject) -> str | None:
-    if s.config.rollout.horizon is None or s.config.rollout.environment is None:
-        return None
-    return (
-        "cannot be combined with rollout.environment: a turn that is cut would have to keep the state of its environment over steps and "
-        "checkpoints, which is not supported; remove one of them"
-    )
-
-
 @rule("rollout.horizon", "rollout.dynamic_sampling.enabled")
 def horizon_draws_no_groups_again(s: Subject) -> str | None:
     if s.config.rollout.horizon is None or not s.config.rollout.dynamic_sampling.enabled:
