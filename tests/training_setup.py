@@ -27,6 +27,12 @@ HORIZON = (
 )
 """Settings of runs with ``rollout.horizon``, with responses of very different lengths."""
 
+TURNS = (
+    "rollout.environment={name: 'tests.integration.environments:letters', max_turns: 4, max_observation_length: 9, "
+    "format: '|{observation}|'}"
+)
+"""Turns that the stop tokens of ``HORIZON`` end, of about ten tokens."""
+
 
 def write_tokenizer(folder: Path) -> None:
     """Write a tokenizer that maps tokens to characters one to one, so that text determines the ids."""

@@ -296,7 +296,10 @@ def test_values_at_cuts_are_compared_with_the_returns_that_came(folder: Path, se
 def test_the_critic_may_learn_from_segments(folder: Path, segments: Path) -> None:
     """The first step samples the same; the critic then has as many tokens as the policy."""
     settings = SEGMENTS[0].replace("train: segments", "train: segments, critic: segments")
-    found = [row for row in rows(run(folder, "critic_of_segments", settings, "run.steps=2")) if row["stage"] == "rl"]
+    evaluated = ("eval.at_end=true", "eval.samples_per_prompt=1")
+    of_run = rows(run(folder, "critic_of_segments", settings, "run.steps=2", *evaluated))
+    assert of_run[-1]["eval/heldout/length_max"] > 7  # evaluations sample whole responses
+    found = [row for row in of_run if row["stage"] == "rl"]
     first, *_ = (row for row in rows(segments) if row["stage"] == "rl")
     assert found[0]["policy/surrogate_loss"] == first["policy/surrogate_loss"]  # values from before the critic's update
     assert found[0]["critic/returns_mean"] != first["critic/returns_mean"]

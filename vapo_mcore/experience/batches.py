@@ -19,7 +19,7 @@ from vapo_mcore.config.architecture import ModelArchitecture
 from vapo_mcore.config.schema import Config
 from vapo_mcore.data.microbatch import MicroBatch, make_microbatch
 from vapo_mcore.data.packing import Schedule, ScheduledMiniBatch, attention_cost_ratio, schedule
-from vapo_mcore.data.ragged import segment_positions, token_index
+from vapo_mcore.data.ragged import token_index
 from vapo_mcore.data.rollout_batch import RolloutBatch, Rows, exchange
 from vapo_mcore.data.thd import pad_multiples
 from vapo_mcore.experience.sampling import Round
@@ -270,7 +270,7 @@ def distribute(
 
 
 def leading_tokens(mask: Tensor, counts: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Return bool [total], True up to the last of the first ``counts`` (int64 [n]) unmasked tokens of each row, and at masked tokens after it."""
+    """Return bool [total], True at the first ``counts`` (int64 [n]) unmasked tokens of each row, and at masked ones up to the next."""
     lengths = cu_seqlens.diff()
     total = torch.zeros(mask.numel() + 1, dtype=torch.int64, device=mask.device)
     torch.cumsum(mask, 0, out=total[1:])

@@ -116,7 +116,8 @@ class OpenResponses:
     """The table of responses, and the tokens of those that this rank's replica samples.
 
     A step calls ``opened``, ``leaving``, ``arrive``, ``requests`` and ``segments`` (with an environment ``episodes`` and ``played``),
-    ``settled`` and, when nothing can fail any more, ``commit``. The state before the step can be restored with ``load_state_dict`` until the next ``commit``.
+    ``settled`` and, when nothing can fail any more, ``commit``. The state before the step can be restored with ``load_state_dict`` until
+    the next ``commit``.
     """
 
     def __init__(self, config: Config, *, replica: int, replicas: int, stop_texts: StopTexts | None = None) -> None:
@@ -127,6 +128,7 @@ class OpenResponses:
         self.in_flight = self.settings.in_flight or config.batch.responses_per_step
         # A custom estimator may read groups.
         self.by_group = config.algorithm.advantage.estimator in (*GROUP_ESTIMATORS, "custom")
+        self.with_turns = config.rollout.environment is not None
         self.run_seed = config.seed
         self.replica, self.replicas = replica, replicas
         self.stop_texts = stop_texts
@@ -373,7 +375,8 @@ class OpenResponses:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the table. The tokens must still be here, as before the last step, or follow by ``load_parts``.
 
-        With another number of replicas, open responses are dealt evenly. Raises CheckpointError for prompts that the data lacks.
+        With another number of replicas, open responses are dealt evenly. Raises CheckpointError for prompts that the data lacks, and for
+        responses that these settings cannot continue.
         """
         missing = sorted({row["prompt"] for row in state["responses"] if self._find(row["prompt"]) is None})
         if missing:
@@ -390,6 +393,7 @@ class OpenResponses:
             dialogue = None if row.get("dialogue") is None else Dialogue.from_json(row["dialogue"])
             prompt = self._find(row["prompt"])
             table.append(OpenResponse(**{**row, "prompt": prompt, "segments": segments, "cut_values": cuts, "dialogue": dialogue}))
+        self._require_continuable(table)
         self.drawn = state["drawn"]
         self._saved_at = {response.key: response.replica for response in table}
         if state["replicas"] != self.replicas:
@@ -401,6 +405,22 @@ class OpenResponses:
             for response in self.table
             if response.replica == self.replica and response.key in kept
         }
+
+    def _require_continuable(self, table: Sequence[OpenResponse]) -> None:
+        begun = [response for response in table if response.finish_reason is None and response.segments]
+        others = sum((response.dialogue is not None) != self.with_turns for response in begun)
+        if others:
+            had, have = ("without", "with") if self.with_turns else ("with", "without")
+            raise CheckpointError(
+                f"the checkpoint has {others} open responses that were sampled {had} rollout.environment, which a run {have} it cannot "
+                "continue; resume with the run's rollout.environment, or drop them with --restart-data"
+            )
+        full = [response.length for response in begun if response.length >= self.longest]
+        if full:
+            raise CheckpointError(
+                f"the checkpoint has {len(full)} open responses of up to {max(full)} tokens, which rollout.max_response_length = "
+                f"{self.longest} leaves no token; resume with a limit above {max(full)}, or drop them with --restart-data"
+            )
 
     def _find(self, name: str) -> Prompt | None:
         known = {response.prompt.prompt_id: response.prompt for response in self.table}

@@ -302,7 +302,7 @@ class MultiTurn:
         text = reply.observation.text
         if reply.error is not None or text is None:
             return False
-        last = len(episode.turns) == self.settings.max_turns
+        last = len(episode.turns) >= self.settings.max_turns  # above it: a resumed run may have lowered the limit
         if last or episode.tokens_sampled >= longest:
             episode.finish_reason = "turns" if last else "length"
             return False

@@ -40,7 +40,7 @@ def configured(horizon: dict[str, Any], estimator: str = "gae", samples: int = 3
                 "mini_batch_size": 4,
             },
             "data": {"train": [{"kind": "reasoning_gym", "task": "chain_sum", "size": 4}], "max_prompt_length": 16},
-            "rollout": {"max_response_length": LONGEST, "horizon": horizon, **rollout},
+            "rollout": {"max_response_length": LONGEST, "horizon": horizon} | rollout,
             "algorithm": {
                 "advantage": {"estimator": estimator},
                 "policy_loss": {"importance_correction": {"kind": "token_truncate"}},

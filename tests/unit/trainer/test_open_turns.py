@@ -22,6 +22,7 @@ from vapo_mcore.config import Config
 from vapo_mcore.config.schema import EnvironmentConfig
 from vapo_mcore.data.chat_template import ControlTokens
 from vapo_mcore.environments import Observation, Reply, TurnRequest
+from vapo_mcore.errors import CheckpointError
 from vapo_mcore.experience.open_responses import OpenResponses
 from vapo_mcore.rollout.base import Generation, GenerationRequest, SamplingConfig, Trajectory, Turn
 from vapo_mcore.rollout.multi_turn import Dialogue, MultiTurn, ObservationFormat
@@ -211,6 +212,41 @@ def test_checkpoints_without_turns_are_read() -> None:
     other.load_state_dict({**saved, "responses": rows})
     other.load_parts([state.decode_part(files["replica_00000.safetensors"])])
     assert other.table == run.ranks[0].table
+
+
+def test_open_responses_that_the_settings_cannot_continue_are_refused() -> None:
+    def load(run: Run, config: Config) -> OpenResponses:
+        saved, _ = run.saved()
+        other = OpenResponses(config, replica=0, replicas=1)
+        other.prompts = PROBLEMS
+        other.load_state_dict(saved)
+        return other
+
+    played, plain = TurnsRun(with_turns(SMALL), replicas=1).do(3), Run(configured(SMALL), replicas=1).do(3)
+    with pytest.raises(CheckpointError, match=r"\d+ open responses that were sampled with rollout.environment, .* --restart-data"):
+        load(played, plain.config)
+    with pytest.raises(CheckpointError, match=r"\d+ open responses that were sampled without rollout.environment, which a run with it"):
+        load(plain, played.config)
+    with pytest.raises(CheckpointError, match=r"of up to 12 tokens, which rollout.max_response_length = 12 leaves no token; .* above 12"):
+        load(plain, configured(SMALL, max_response_length=12))
+    assert load(plain, configured(SMALL, max_response_length=13)).unfinished == plain.ranks[0].unfinished
+
+
+def test_a_response_with_more_turns_than_a_lowered_limit_has_one_more() -> None:
+    """Of a resumed run whose max_turns is now 2: a response that waits for its fourth turn gets it, and ends."""
+    settings = EnvironmentConfig(**{**ENVIRONMENT, "max_turns": 2})
+    multi_turn = MultiTurn(settings, FORMAT)
+    ids = ids_of("a<eos>[x]b<eos>[y]c<eos>[z]")
+    dialogue = Dialogue((Turn(0, 2), Turn(5, 7), Turn(10, 12)), 9, False, 0, None)
+    episode = multi_turn.resumed(GenerationRequest("p", 0, [2], 7), 8, 20, ids, [0.0] * len(ids), dialogue)
+    multi_turn.advance(
+        [episode],
+        [PROBLEMS["set/1"]],
+        SAMPLING,
+        lambda requests, _: [Generation(request, ids_of("d<eos>"), [-1.0] * 2, "stop") for request in requests],
+        lambda turns: [Reply(Observation("on", 0.5)) for _ in turns],
+    )
+    assert (episode.finish_reason, len(episode.turns), episode.turns[-1].reward) == ("turns", 4, 0.5)
 
 
 def resumed(tokenizer: Any, stop_texts: tuple[str, ...], before: list[int], then: list[int]) -> tuple[Any, list[TurnRequest]]:
