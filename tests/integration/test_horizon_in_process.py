@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -52,9 +52,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         dist.destroy_process_group()
 
 
-def run(folder: Path, name: str, *overrides: str, resume: ResumeOptions | None = None) -> Path:
+def run(folder: Path, name: str, *overrides: str, resume: ResumeOptions | None = None, settings: Sequence[str] = SETTINGS) -> Path:
     critic_free = any("estimator=grpo" in setting for setting in overrides)
-    given = [setting for setting in SETTINGS if not (critic_free and setting.startswith("critic"))]
+    given = [setting for setting in settings if not (critic_free and setting.startswith("critic"))]
     config = training_config(folder, name, *given, *overrides)
     parallel = initialize_parallel(config.parallel)
     try:
@@ -64,7 +64,7 @@ def run(folder: Path, name: str, *overrides: str, resume: ResumeOptions | None =
     return folder / name
 
 
-def run_until_step_2(folder: Path, name: str, *overrides: str) -> None:
+def run_until_step_2(folder: Path, name: str, *overrides: str, settings: Sequence[str] = SETTINGS) -> None:
     """A run that a signal in step 2 stops after that step."""
     original = StepRunner.rl_step
 
@@ -74,7 +74,7 @@ def run_until_step_2(folder: Path, name: str, *overrides: str) -> None:
         return original(self, number)
 
     with mock.patch.object(StepRunner, "rl_step", stopping), pytest.raises(RunStopped):
-        run(folder, name, *overrides)
+        run(folder, name, *overrides, settings=settings)
 
 
 @pytest.fixture(scope="module")

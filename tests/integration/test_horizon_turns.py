@@ -20,7 +20,7 @@ from tests.integration.horizon_checks import (
     assert_turns_are_whole,
     samples,
 )
-from tests.integration.test_horizon_in_process import SETTINGS, run_until_step_2
+from tests.integration.test_horizon_in_process import run_until_step_2
 from tests.integration.test_horizon_in_process import run as run_with_settings
 from tests.integration.test_resume_in_process import rows, weights
 from tests.process_groups import release_groups, share_gloo_device
@@ -31,7 +31,7 @@ from vapo_mcore.commands.replay_checks import ReplayOptions
 from vapo_mcore.megatron.parallel import initialize_parallel
 from vapo_mcore.trainer import step as step_module
 
-MORE = (*HORIZON, TURNS, "run.dump_every_steps=1", "algorithm.advantage.lambda_policy.alpha=0.2")
+SETTINGS = ("parallel.world_size=1", *HORIZON, TURNS, "run.dump_every_steps=1", "algorithm.advantage.lambda_policy.alpha=0.2")
 SEGMENTS = "rollout.horizon={tokens: 7, in_flight: 20, train: segments}"
 COMPLETED = "rollout.horizon={tokens: 7, in_flight: 20, max_staleness: 1}"
 
@@ -45,7 +45,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def run(folder: Path, name: str, *overrides: str, **options: Any) -> Path:
-    return run_with_settings(folder, name, *MORE, *overrides, **options)
+    return run_with_settings(folder, name, *overrides, settings=SETTINGS, **options)
 
 
 def learned(folder: Path, name: str, *overrides: str) -> Path:
@@ -162,7 +162,7 @@ def test_a_stopped_run_goes_on_inside_its_turns(
     name: str,
     horizon: str,
 ) -> None:
-    run_until_step_2(folder, f"{name}_stopped", *MORE, horizon)
+    run_until_step_2(folder, f"{name}_stopped", horizon, settings=SETTINGS)
     found = run(folder, f"{name}_stopped", horizon, resume=ResumeOptions())
     assert rows(found) == rows(folder / name)
     assert weights(found) == weights(folder / name)
@@ -170,7 +170,7 @@ def test_a_stopped_run_goes_on_inside_its_turns(
 
 
 def test_a_dumped_step_is_replayed_exactly(folder: Path, segments: Path) -> None:
-    config = training_config(folder, segments.name, *SETTINGS, *MORE, SEGMENTS)
+    config = training_config(folder, segments.name, *SETTINGS, SEGMENTS)
     parallel = initialize_parallel(config.parallel)
     try:
         found = replay(config, parallel, ReplayOptions(3))
