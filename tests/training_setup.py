@@ -28,10 +28,10 @@ HORIZON = (
 """Settings of runs with ``rollout.horizon``, with responses of very different lengths."""
 
 TURNS = (
-    "rollout.environment={name: 'tests.integration.environments:letters', max_turns: 4, max_observation_length: 9, "
-    "format: '|{observation}|'}"
+    "rollout.environment={name: 'tests.integration.environments:letters', max_turns: 3, max_observation_length: 9, "
+    "format: '|{observation}|', stop_tokens: [A, B, C, D, E, F, G, H, I, J, K, L, M, N, O, P, a, b, c, d, e]}"
 )
-"""Turns that the stop tokens of ``HORIZON`` end, of about ten tokens."""
+"""With the stop tokens of ``HORIZON`` turns of about four tokens."""
 
 
 def write_tokenizer(folder: Path) -> None:

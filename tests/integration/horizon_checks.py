@@ -68,9 +68,10 @@ def assert_turns_are_whole(run: Path) -> int:
         turns = entry.get("turns", [entry["response"]])
         rewards, observations = entry.get("turn_rewards", [0.0]), entry.get("observations", [])
         assert entry["score"] == divisible_by_three(entry["response"], "", {}) and "\n".join(turns) == entry["response"]
-        asked = len(turns) if entry["finish_reason"] != "length" else len(turns) - 1  # a truncated turn has no reply
-        replies = [letters(turns[: number + 1], "", {}) for number in range(asked)]
-        assert rewards == [reply.reward for reply in replies if reply is not None] + [0.0] * (len(turns) - asked)
+        replies = [letters(turns[: number + 1], "", {}) for number in range(len(turns))]
+        expected = [reply.reward for reply in replies if reply is not None]
+        # A turn that the limit truncates has no reply; one that ends at the limit has.
+        assert rewards == expected or (entry["finish_reason"] == "length" and rewards == [*expected[:-1], 0.0])
         said = [f"|{reply.text}|" for reply in replies[: len(turns) - 1] if reply is not None]
         assert observations == said and all(reply is not None and reply.text is not None for reply in replies[:-1])
         assert sum(tokens for tokens, _ in entry.get("segments", [[entry["response_length"], 0]])) == entry["response_length"]

@@ -222,14 +222,16 @@ def test_open_responses_that_the_settings_cannot_continue_are_refused() -> None:
         other.load_state_dict(saved)
         return other
 
-    played, plain = TurnsRun(with_turns(SMALL), replicas=1).do(3), Run(configured(SMALL), replicas=1).do(3)
+    played, plain = TurnsRun(with_turns(SMALL), replicas=1).do(3), Run(configured(SMALL), replicas=1)
+    while (longest := max((response.length for response in plain.ranks[0].table), default=0)) < 24:
+        plain.do(1)
     with pytest.raises(CheckpointError, match=r"\d+ open responses that were sampled with rollout.environment, .* --restart-data"):
         load(played, plain.config)
     with pytest.raises(CheckpointError, match=r"\d+ open responses that were sampled without rollout.environment, which a run with it"):
         load(plain, played.config)
-    with pytest.raises(CheckpointError, match=r"of up to 12 tokens, which rollout.max_response_length = 12 leaves no token; .* above 12"):
-        load(plain, configured(SMALL, max_response_length=12))
-    assert load(plain, configured(SMALL, max_response_length=13)).unfinished == plain.ranks[0].unfinished
+    with pytest.raises(CheckpointError, match=rf"of up to {longest} tokens, which rollout.max_response_length = {longest} leaves no token"):
+        load(plain, configured(SMALL, max_response_length=longest))
+    assert load(plain, configured(SMALL, max_response_length=longest + 1)).unfinished == plain.ranks[0].unfinished
 
 
 def test_a_response_with_more_turns_than_a_lowered_limit_has_one_more() -> None:
