@@ -26,6 +26,7 @@ from tests.integration.test_resume_in_process import rows, weights
 from tests.process_groups import release_groups, share_gloo_device
 from tests.training_setup import HORIZON, TURNS, training_config, write_setup
 from vapo_mcore.checkpoint.resume import ResumeOptions
+from vapo_mcore.checkpoint_files import list_checkpoints
 from vapo_mcore.commands.replay import replay
 from vapo_mcore.commands.replay_checks import ReplayOptions
 from vapo_mcore.megatron.parallel import initialize_parallel
@@ -87,8 +88,8 @@ def test_nothing_is_lost_at_a_cut(segments: Path, completed: Path) -> None:
     for found, mode in ((segments, "segments"), (completed, "completed")):
         assert_nothing_is_lost(found, mode)
         assert assert_turns_are_whole(found) > 5
-        state = json.loads((found / "checkpoints" / "step_000004" / "state.json").read_text())["objects"]["open_responses"]
-        assert {response["dialogue"]["in_turn"] for response in state["responses"]} == {True, False}
+        states = [json.loads((path / "state.json").read_text())["objects"]["open_responses"] for path in list_checkpoints(found)]
+        assert {response["dialogue"]["in_turn"] for state in states for response in state["responses"]} == {True, False}
 
 
 def steps_of(folder: Path, name: str) -> list[dict[str, Any]]:
