@@ -8,6 +8,7 @@ the run stays.
 from __future__ import annotations
 
 import functools
+import json
 import os
 import random
 import shutil
@@ -21,6 +22,7 @@ import pytest
 
 from tests.forks import Forked, servers
 from tests.training_setup import TURNS, read_metrics, read_samples, write_setup
+from vapo_mcore.checkpoint_files import list_checkpoints
 
 KILLS, IN_MAKE_TEST = 25, 3
 KILLS_WITH_HORIZON = 10
@@ -155,7 +157,9 @@ def test_a_killed_run_with_open_responses_continues_them(
     steps = [row for row in read_metrics(reference) if row["stage"] == "rl" and row["step"] > 0]
     assert all(row["horizon/cut"] > 0 for row in steps) and max(row["horizon/segments_max"] for row in steps) == 4
     trained = [entry["prompt_id"] for row in steps for entry in read_samples(reference, f"step_{row['step']:04d}")]
-    assert {name.rpartition("#")[2] for name in trained} == {"0", "1"}  # of both epochs
+    state = json.loads((list_checkpoints(reference)[-1] / "state.json").read_text())["objects"]["open_responses"]
+    names = trained + [response["prompt"] for response in state["responses"]]
+    assert {name.rpartition("#")[2] for name in names} == {"0", "1"}  # of both epochs
     draw = random.Random(f"kill with horizon {number}")
     kill_and_resume(runs, (reference, seconds), f"killed_{mode}_{number}", number, draw, *HORIZONS[mode])
 

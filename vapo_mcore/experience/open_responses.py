@@ -418,8 +418,8 @@ class OpenResponses:
         full = [response.length for response in begun if response.length >= self.longest]
         if full:
             raise CheckpointError(
-                f"the checkpoint has {len(full)} open responses of up to {max(full)} tokens, which rollout.max_response_length = "
-                f"{self.longest} leaves no token; resume with a limit above {max(full)}, or drop them with --restart-data"
+                f"the checkpoint has {len(full)} open responses of up to {max(full)} tokens, to which rollout.max_response_length = "
+                f"{self.longest} leaves none; resume with a limit above {max(full)}, or drop them with --restart-data"
             )
 
     def _find(self, name: str) -> Prompt | None:

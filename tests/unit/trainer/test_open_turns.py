@@ -229,7 +229,7 @@ def test_open_responses_that_the_settings_cannot_continue_are_refused() -> None:
         load(played, plain.config)
     with pytest.raises(CheckpointError, match=r"\d+ open responses that were sampled without rollout.environment, which a run with it"):
         load(plain, played.config)
-    with pytest.raises(CheckpointError, match=rf"of up to {longest} tokens, which rollout.max_response_length = {longest} leaves no token"):
+    with pytest.raises(CheckpointError, match=rf"of up to {longest} tokens, to which rollout.max_response_length = {longest} leaves none"):
         load(plain, configured(SMALL, max_response_length=longest))
     assert load(plain, configured(SMALL, max_response_length=longest + 1)).unfinished == plain.ranks[0].unfinished
 
