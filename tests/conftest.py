@@ -16,6 +16,7 @@ LONGEST_FIRST = (
     "integration/test_train_cli.py",
     "integration/test_resume_in_process.py",
     "integration/test_horizon_in_process.py",
+    "integration/test_horizon_turns.py",
     "fake_cuda/test_fake_cuda.py",
     "slurm/test_slurm.py",
     "chaos/test_kills.py",

@@ -27,6 +27,12 @@ HORIZON = (
 )
 """Settings of runs with ``rollout.horizon``, with responses of very different lengths."""
 
+TURNS = (
+    "rollout.environment={name: 'tests.integration.environments:letters', max_turns: 3, max_observation_length: 9, "
+    "format: '|{observation}|', stop_tokens: [A, B, C, D, E, F, G, H, I, J, K, L, M, N, O, P, a, b, c, d, e]}"
+)
+"""With the stop tokens of ``HORIZON`` turns of about four tokens."""
+
 
 def write_tokenizer(folder: Path) -> None:
     """Write a tokenizer that maps tokens to characters one to one, so that text determines the ids."""

@@ -8,6 +8,7 @@ the run stays.
 from __future__ import annotations
 
 import functools
+import json
 import os
 import random
 import shutil
@@ -20,7 +21,8 @@ from typing import Any
 import pytest
 
 from tests.forks import Forked, servers
-from tests.training_setup import read_metrics, read_samples, write_setup
+from tests.training_setup import TURNS, read_metrics, read_samples, write_setup
+from vapo_mcore.checkpoint_files import list_checkpoints
 
 KILLS, IN_MAKE_TEST = 25, 3
 KILLS_WITH_HORIZON = 10
@@ -46,6 +48,7 @@ HORIZON = [
 HORIZONS = {
     mode: [*HORIZON, f"rollout.horizon={{tokens: 5, in_flight: 24, train: {mode}, max_segments: 4}}"] for mode in ("segments", "completed")
 }
+HORIZONS["turns"] = [*HORIZONS["segments"], TURNS]
 """Runs with responses open over up to four steps; the second epoch begins while some of the first are open."""
 
 
@@ -149,12 +152,14 @@ def test_a_killed_run_continues_as_if_nothing_had_happened(runs: Runs, uninterru
 def test_a_killed_run_with_open_responses_continues_them(
     runs: Runs, uninterrupted_with_horizon: Callable[[str], tuple[Path, float]], number: int
 ) -> None:
-    mode = ("segments", "completed")[number % 2]
+    mode = ("segments", "completed", "turns")[(number + number // 3) % 3]  # one of each is killed in a save
     reference, seconds = uninterrupted_with_horizon(mode)
     steps = [row for row in read_metrics(reference) if row["stage"] == "rl" and row["step"] > 0]
     assert all(row["horizon/cut"] > 0 for row in steps) and max(row["horizon/segments_max"] for row in steps) == 4
     trained = [entry["prompt_id"] for row in steps for entry in read_samples(reference, f"step_{row['step']:04d}")]
-    assert {name.rpartition("#")[2] for name in trained} == {"0", "1"}  # of both epochs
+    state = json.loads((list_checkpoints(reference)[-1] / "state.json").read_text())["objects"]["open_responses"]
+    names = trained + [response["prompt"] for response in state["responses"]]
+    assert {name.rpartition("#")[2] for name in names} == {"0", "1"}  # of both epochs
     draw = random.Random(f"kill with horizon {number}")
     kill_and_resume(runs, (reference, seconds), f"killed_{mode}_{number}", number, draw, *HORIZONS[mode])
 

@@ -38,6 +38,7 @@ def table(numbers: list[int]) -> Rows:
         source=["set"] * n,
         step_rewards=[((i % LENGTHS[i], float(i)),) for i in numbers],
         segments=[((LENGTHS[i] - 1, i % 3),) for i in numbers],
+        observations=[()] * n,
     )
 
 

@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from tests.integration.environments import letters
+from tests.integration.grading import divisible_by_three
 from tests.training_setup import exported_weights, read_metrics, read_samples
 
 STEPS = 4
@@ -50,6 +52,26 @@ def assert_nothing_is_lost(run: Path, mode: str) -> None:
         assert sum(row["horizon/cuts_ended"] for row in rows) > 0
         cuts = [len(response["cut_values"]) for response in state["responses"]]
         assert cuts == [len(response["segments"]) for response in state["responses"]]
+
+
+def assert_turns_are_whole(run: Path) -> int:
+    """The whole text of each response has the score that was recorded, and each turn the reward and the observation of its reply.
+
+    Returns the number of responses with several segments and several turns.
+    """
+    entries = [entry for part in samples(run) for entry in part]
+    for entry in entries:
+        turns = entry.get("turns", [entry["response"]])
+        rewards, observations = entry.get("turn_rewards", [0.0]), entry.get("observations", [])
+        assert entry["score"] == divisible_by_three(entry["response"], "", {}) and "\n".join(turns) == entry["response"]
+        replies = [letters(turns[: number + 1], "", {}) for number in range(len(turns))]
+        expected = [reply.reward for reply in replies if reply is not None]
+        # A turn that the limit truncates has no reply; one that ends at the limit has.
+        assert rewards == expected or (entry["finish_reason"] == "length" and rewards == [*expected[:-1], 0.0])
+        said = [f"|{reply.text}|" for reply in replies[: len(turns) - 1] if reply is not None]
+        assert observations == said and all(reply is not None and reply.text is not None for reply in replies[:-1])
+        assert sum(tokens for tokens, _ in entry.get("segments", [[entry["response_length"], 0]])) == entry["response_length"]
+    return sum(len(entry.get("turns", ())) > 1 and len(entry.get("segments", ())) > 1 for entry in entries)
 
 
 def assert_resumed(stopped: Path, whole: Path) -> None:

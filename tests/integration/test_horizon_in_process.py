@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -51,9 +51,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         dist.destroy_process_group()
 
 
-def run(folder: Path, name: str, *overrides: str, resume: ResumeOptions | None = None) -> Path:
+def run(folder: Path, name: str, *overrides: str, resume: ResumeOptions | None = None, settings: Sequence[str] = SETTINGS) -> Path:
     critic_free = any("estimator=grpo" in setting for setting in overrides)
-    given = [setting for setting in SETTINGS if not (critic_free and setting.startswith("critic"))]
+    given = [setting for setting in settings if not (critic_free and setting.startswith("critic"))]
     config = training_config(folder, name, *given, *overrides)
     parallel = initialize_parallel(config.parallel)
     try:
@@ -63,7 +63,7 @@ def run(folder: Path, name: str, *overrides: str, resume: ResumeOptions | None =
     return folder / name
 
 
-def run_until_step_2(folder: Path, name: str, *overrides: str) -> None:
+def run_until_step_2(folder: Path, name: str, *overrides: str, settings: Sequence[str] = SETTINGS) -> None:
     """A run that a signal in step 2 stops after that step."""
     original = StepRunner.rl_step
 
@@ -73,7 +73,7 @@ def run_until_step_2(folder: Path, name: str, *overrides: str) -> None:
         return original(self, number)
 
     with mock.patch.object(StepRunner, "rl_step", stopping), pytest.raises(RunStopped):
-        run(folder, name, *overrides)
+        run(folder, name, *overrides, settings=settings)
 
 
 @pytest.fixture(scope="module")
@@ -295,7 +295,10 @@ def test_values_at_cuts_are_compared_with_the_returns_that_came(folder: Path, se
 def test_the_critic_may_learn_from_segments(folder: Path, segments: Path) -> None:
     """The first step samples the same; the critic then has as many tokens as the policy."""
     settings = SEGMENTS[0].replace("train: segments", "train: segments, critic: segments")
-    found = [row for row in repeatable_rows(run(folder, "critic_of_segments", settings, "run.steps=2")) if row["stage"] == "rl"]
+    evaluated = ("eval.at_end=true", "eval.samples_per_prompt=1")
+    of_run = repeatable_rows(run(folder, "critic_of_segments", settings, "run.steps=2", *evaluated))
+    assert of_run[-1]["eval/heldout/length_max"] > 7  # evaluations sample whole responses
+    found = [row for row in of_run if row["stage"] == "rl"]
     first, *_ = (row for row in repeatable_rows(segments) if row["stage"] == "rl")
     assert found[0]["policy/surrogate_loss"] == first["policy/surrogate_loss"]  # values from before the critic's update
     assert found[0]["critic/returns_mean"] != first["critic/returns_mean"]

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.forks import run_ranks
-from tests.integration.horizon_checks import assert_nothing_changes, assert_nothing_is_lost, assert_resumed
+from tests.integration.horizon_checks import assert_nothing_changes, assert_nothing_is_lost, assert_resumed, assert_turns_are_whole
 from tests.integration.plain_torch import assert_one_update, assert_self_imitation
 from tests.process_groups import release_groups
 from tests.rollout_models import reward_model_class, write_reward_model
@@ -467,6 +467,14 @@ def test_open_responses_of_two_ranks_are_continued_after_a_stop(folder: Path, mo
     assert_resumed(stopped, folder / f"horizon_{mode}")
     parts = sorted(path.name for path in (stopped / "checkpoints" / "step_000002" / "open_responses").iterdir())
     assert parts == ["replica_00000.safetensors", "replica_00001.safetensors"]
+
+
+def test_turns_of_two_ranks_go_on_after_a_cut_and_after_a_stop(folder: Path) -> None:
+    run = folder / "horizon_turns_segments"
+    assert_nothing_changes(folder / "horizon_turns_long_segments", folder / "horizon_turns_none")
+    assert_nothing_is_lost(run, "segments")
+    assert assert_turns_are_whole(run) > 0
+    assert_resumed(folder / "horizon_turns_segments_stopped", run)
 
 
 def test_open_responses_of_two_ranks_are_continued_by_one(folder: Path) -> None:

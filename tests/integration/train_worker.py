@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from tests.process_groups import release_groups
-from tests.training_setup import HORIZON, training_config
+from tests.training_setup import HORIZON, TURNS, training_config
 from vapo_mcore.checkpoint.resume import ResumeOptions
 from vapo_mcore.errors import EXIT_REQUEUE, RunStopped
 from vapo_mcore.megatron.engine import MegatronModel
@@ -296,24 +296,36 @@ def horizon() -> None:
     horizon_runs("horizon", stopped=True)
 
 
+def horizon_turns() -> None:
+    horizon_runs("horizon_turns", TURNS, modes=("segments",), stopped=True)
+
+
 def horizon_tp2() -> None:
     """One replica of two ranks."""
     horizon_runs("horizon_tp2", TP2)
+
+
+def horizon_turns_tp2() -> None:
+    horizon_runs("horizon_turns_tp2", TURNS, TP2)
 
 
 def horizon_vllm() -> None:
     horizon_runs("horizon_vllm", *VLLM, stopped=True)
 
 
+def horizon_turns_vllm() -> None:
+    horizon_runs("horizon_turns_vllm", *VLLM, TURNS, stopped=True)
+
+
 def horizon_vllm_tp2() -> None:
     horizon_runs("horizon_vllm_tp2", *VLLM, TP2)
 
 
-def horizon_runs(name: str, *settings: str, stopped: bool = False) -> None:
-    """In both modes: no horizon, one as long as the responses, a short one and, with ``stopped``, that one stopped and resumed."""
+def horizon_runs(name: str, *settings: str, modes: Sequence[str] = ("completed", "segments"), stopped: bool = False) -> None:
+    """In each mode: no horizon, one as long as the responses, a short one and, with ``stopped``, that one stopped and resumed."""
     given = (*HORIZON, *settings)
     run(f"{name}_none", *given)
-    for mode in ("completed", "segments"):
+    for mode in modes:
         release_groups()
         run(f"{name}_long_{mode}", *given, f"rollout.horizon={{tokens: 24, train: {mode}}}")
         short = f"rollout.horizon={{tokens: 7, in_flight: 20, train: {mode}}}"
@@ -356,11 +368,14 @@ CASES: list[Callable[[], None]] = [
     process_supervision,
     multi_turn,
     horizon,
+    horizon_turns,
 ]
 BY_NAME: list[Callable[[], None]] = [
     horizon_tp2,
+    horizon_turns_tp2,
     horizon_vllm,
     horizon_vllm_tp2,
+    horizon_turns_vllm,
 ]
 """Cases that only run when named (test_horizon_layouts.py): vLLM keeps the groups of its first engine, so each has a launch."""
 

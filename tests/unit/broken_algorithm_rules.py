@@ -48,11 +48,19 @@ BROKEN: list[Case] = [
         "with rollout.horizon.tokens = 40 the longest response, rollout.max_response_length = 160, has 4 segments",
     ),
     (
-        "horizon_has_single_turns",
-        [*HORIZON, "rollout.environment={name: calculator, max_observation_length: 10}"],
+        "some_tokens_are_too_old",
+        [*HORIZON, "rollout.horizon.max_staleness=3"],
         {},
-        "rollout.horizon",
-        "cannot be combined with rollout.environment: a turn that is cut would have to keep the state of its environment",
+        "rollout.horizon.max_staleness",
+        "a response has at most 4 segments (rollout.horizon.tokens = 40, rollout.max_response_length = 160, rollout.horizon.max_segments = "
+        "null) and trains with the last, so its oldest tokens are 3 steps old; use at most 2, or remove it",
+    ),
+    (
+        "some_tokens_are_too_old",
+        [*HORIZON, "rollout.horizon.max_segments=2", "rollout.horizon.max_staleness=1"],
+        {},
+        "rollout.horizon.max_staleness",
+        "a response has at most 2 segments",
     ),
     (
         "horizon_draws_no_groups_again",

@@ -19,7 +19,7 @@ from vapo_mcore.data.ragged import cumulative, segment_positions, token_index
 FINISH_REASONS = ("stop", "length", "turns", "cut")
 ENGINE_CHOICES = "engine_expert_choices"
 """Name of the tensor of the rollout engine's experts: uint8 or int16 [tokens, layers, topk], 0 at each sequence's last token."""
-_LIST_COLUMNS = ("prompt_id", "ungraded", "finish_reason", "source", "step_rewards", "segments")
+_LIST_COLUMNS = ("prompt_id", "ungraded", "finish_reason", "source", "step_rewards", "segments", "observations")
 _DTYPES = {
     "group": torch.int64,
     "sample_index": torch.int64,
@@ -39,7 +39,10 @@ StepRewards = tuple[tuple[int, float], ...]
 """Rewards inside a response: (position of the token in the whole sequence, reward), in order."""
 
 Segments = tuple[tuple[int, int], ...]
-"""Parts of a response sampled in different steps: (tokens, age), in order; age: RL steps since they were sampled, 0 in this step."""
+"""Parts of a response sampled in different steps: (sampled tokens, age), in order; age: RL steps since then, 0 in this step."""
+
+Observations = tuple[tuple[int, int], ...]
+"""What an environment wrote in a response: (tokens that the model had sampled before, tokens of the environment), in order."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +69,7 @@ class Rows:
         source: name of the data source.
         step_rewards: rewards of steps and turns; ``reward``, which is placed on the last token, is not included.
         segments: with ``rollout.horizon`` the response's segments; empty without, where the present policy sampled all tokens.
+        observations: where the environment's tokens are; empty without, and in dumps of earlier versions.
     """
 
     prompt_id: list[str]
@@ -86,6 +90,7 @@ class Rows:
     source: list[str]
     step_rewards: list[StepRewards]
     segments: list[Segments]
+    observations: list[Observations]
 
     def __post_init__(self) -> None:
         n = len(self.prompt_id)
@@ -106,6 +111,9 @@ class Rows:
         for row, (segments, length) in enumerate(zip(self.segments, self.response_length.tolist(), strict=True)):
             if segments and sum(tokens for tokens, _ in segments) != length:
                 raise ValueError(f"rows: row {row} has {length} response tokens, but its segments are {segments}")
+        for row, (observations, length) in enumerate(zip(self.observations, self.tool_length.tolist(), strict=True)):
+            if observations and sum(tokens for _, tokens in observations) != length:
+                raise ValueError(f"rows: row {row} has {length} tokens of its environment, but its observations are {observations}")
         if n and (int(self.prompt_length.min()) < 1 or int(self.response_length.min()) < 0 or int(self.tool_length.min()) < 0):
             raise ValueError("rows: a prompt has at least 1 token, and a response at least 0")
 
@@ -141,6 +149,19 @@ class Rows:
         """int64 ``[n]``: leading response tokens that were sampled more than ``limit`` steps ago."""
         counts = [sum(tokens for tokens, age in segments if age > limit) for segments in self.segments]
         return torch.tensor(counts, dtype=torch.int64)
+
+    def place(self, row: int, count: int) -> int:
+        """Return the position in the whole sequence of the sampled token that ``count`` others of the response precede."""
+        before = sum(tokens for sampled, tokens in self.observations[row] if sampled <= count)
+        return int(self.prompt_length[row]) + count + before
+
+    def sampled_before(self, row: int, position: int) -> int:
+        """Return the number of sampled tokens of the response before ``position`` of the whole sequence."""
+        inside, written = position - int(self.prompt_length[row]), 0
+        for sampled, tokens in self.observations[row]:
+            if sampled + written < inside:
+                written += min(tokens, inside - sampled - written)
+        return inside - written
 
     def select(self, index: Tensor | Sequence[int]) -> Rows:
         """Return the rows at ``index``, in that order."""

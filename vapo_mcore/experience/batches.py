@@ -19,7 +19,7 @@ from vapo_mcore.config.architecture import ModelArchitecture
 from vapo_mcore.config.schema import Config
 from vapo_mcore.data.microbatch import MicroBatch, make_microbatch
 from vapo_mcore.data.packing import Schedule, ScheduledMiniBatch, attention_cost_ratio, schedule
-from vapo_mcore.data.ragged import segment_positions, token_index
+from vapo_mcore.data.ragged import token_index
 from vapo_mcore.data.rollout_batch import RolloutBatch, Rows, exchange
 from vapo_mcore.data.thd import pad_multiples
 from vapo_mcore.experience.sampling import Round
@@ -81,7 +81,7 @@ class Experience:
         cu_seqlens: cumulative sequence lengths of ``batch``, on the compute device.
         minibatches: in training order.
         bootstrap_values: float32 [rows of batch], the critic's output at each last token; only with ``truncation: bootstrap``.
-        skipped: int64 [n], replicated: leading response tokens of each row that carry no loss: too old (``horizon.max_staleness``), or
+        skipped: int64 [n], replicated: leading sampled tokens of each row that carry no loss: too old (``horizon.max_staleness``), or
             of earlier steps (``horizon.train: segments``; there ``positive_mask`` covers them nevertheless).
     """
 
@@ -105,9 +105,13 @@ class Experience:
 
     def sampled_now(self) -> Tensor:
         """Return ``mask`` without the tokens that an older policy sampled (``rollout.horizon``); bool [total]."""
-        if not any(self.batch.rows.segments):
+        rows = self.batch.rows
+        if not any(rows.segments):
             return self.mask
-        return self.mask & ~leading_tokens(self.batch.rows, self.batch.rows.stale_tokens(0), self.cu_seqlens)
+        older = rows.stale_tokens(0)
+        if self.skipped is not None:
+            older = older - self.skipped[self.batch.row_ids]  # these are not in the mask
+        return self.mask & ~leading_tokens(self.mask, older, self.cu_seqlens)
 
     def microbatches(self) -> list[MicroBatch]:
         """Return this rank's micro-batches of all mini-batches, in order."""
@@ -145,7 +149,8 @@ class Experience:
         table = self.steps(self.trainable)
         if self.skipped is None:
             return table
-        first = self.rows.prompt_length + self.skipped
+        counts = self.skipped.tolist()
+        first = torch.tensor([self.rows.place(row, count) for row, count in enumerate(counts)], dtype=torch.int64)
         kept = table.position >= first[table.row]
         return StepTable(table.row[kept], table.position[kept], table.rewards[kept])
 
@@ -237,7 +242,7 @@ def distribute(
     """Send the tokens to their owners and build the mini-batches. Collective over all ranks.
 
     ``trainable``, ``positive``: bool [n], replicated; rows whose tokens carry a loss, and rows of the positive-example loss.
-    ``skipped``: int64 [n], replicated; leading response tokens that carry none (None: 0), in rows without an environment.
+    ``skipped``: int64 [n], replicated; leading sampled tokens that carry none (None: 0).
     ``whole_positive``: the positive-example loss covers these too.
     """
     device = parallel.device
@@ -246,7 +251,7 @@ def distribute(
     owned["response_mask"] = keep_responses(owned["response_mask"], cu_seqlens, trainable[owned.row_ids].to(device))
     whole = owned["response_mask"]
     if skipped is not None:
-        owned["response_mask"] = whole & ~leading_tokens(owned.rows, skipped[owned.row_ids], cu_seqlens)
+        owned["response_mask"] = whole & ~leading_tokens(whole, skipped[owned.row_ids], cu_seqlens)
     imitated = whole if whole_positive else owned["response_mask"]
     owned["positive_mask"] = broadcast_to_tokens(positive[owned.row_ids].to(device), imitated, cu_seqlens)
     local_row = torch.full((len(rows),), -1, dtype=torch.int64)
@@ -264,11 +269,13 @@ def distribute(
     return Experience(rows, trainable, owned, cu_seqlens, minibatches, skipped=skipped)
 
 
-def leading_tokens(rows: Rows, counts: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Return bool [total], True at the first ``counts`` (int64 [n]) response tokens of each row and at its prompt."""
-    lengths = rows.length
-    inside = segment_positions(lengths) < torch.repeat_interleave(rows.prompt_length + counts, lengths)
-    return inside.to(cu_seqlens.device)
+def leading_tokens(mask: Tensor, counts: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """Return bool [total], True at the first ``counts`` (int64 [n]) unmasked tokens of each row, and at masked ones up to the next."""
+    lengths = cu_seqlens.diff()
+    total = torch.zeros(mask.numel() + 1, dtype=torch.int64, device=mask.device)
+    torch.cumsum(mask, 0, out=total[1:])
+    limits = total[cu_seqlens[:-1]] + counts.to(mask.device)
+    return total[1:] <= torch.repeat_interleave(limits, lengths)
 
 
 def pack_microbatches(

@@ -112,7 +112,10 @@ def collect(
             show=lambda rows: shown_rows(rows, config.run.samples_per_step),
         )
         counts = SamplingCounts(rounds=1, prompts_tried=len(fresh), horizon=found).with_responses([drawn])
-        return drawn, replace(counts, tokens=found.sampled, moved_tokens=moved).with_occupancy(tokens, sampler.engine.max_running)
+        counts = replace(counts, tokens=found.sampled, moved_tokens=moved)
+        if config.rollout.environment is not None:
+            return drawn, counts
+        return drawn, counts.with_occupancy(tokens, sampler.engine.max_running)
 
     def draw(prompts: int) -> Round:
         show = shown_rows(prompts * size, config.run.samples_per_step)

@@ -196,6 +196,7 @@ def _estimator_probe(config: Config) -> dict[str, Any]:
         source=["probe"] * 4,
         step_rewards=[()] * 4,
         segments=[()] * 4,
+        observations=[()] * 4,
     )
     cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.int64), rows.length.cumsum(0)])
     total = int(cu_seqlens[-1])

@@ -10,7 +10,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,7 +19,8 @@ from vapo_mcore.config.schema import GROUP_ESTIMATORS, Config
 from vapo_mcore.data.prompts import Prompt, split_evenly
 from vapo_mcore.errors import CheckpointError
 from vapo_mcore.experience.balance import balanced
-from vapo_mcore.rollout.base import FinishReason, Generation, GenerationRequest, Trajectory, Turn
+from vapo_mcore.rollout.base import Generation, GenerationRequest, Trajectory, TrajectoryEnd, Turn
+from vapo_mcore.rollout.multi_turn import Dialogue, Episode, MultiTurn, sampled_by_model
 from vapo_mcore.rollout.seeds import sampling_seed
 from vapo_mcore.rollout.stopping import StopTexts
 
@@ -27,7 +28,7 @@ Key = tuple[int, int]
 """Of a response: number of its prompt, counted over the run in the order of drawing, and sample index."""
 
 Tokens = tuple["array[int]", "array[float]"]
-"""Token ids (int64) and log-probs (float32) of a response; lists would take about 100 bytes a token."""
+"""Token ids (int64) and log-probs (float32) of a response, those of the environment included; lists would take about 100 bytes a token."""
 
 
 @dataclass(frozen=True)
@@ -38,8 +39,9 @@ class OpenResponse:
         prompt_number: of its prompt, counted over the run in the order of drawing.
         seed: of its first segment; the verifier's source of randomness.
         replica: the engine replica that samples it and holds its tokens.
-        segments: (rollout that sampled it, tokens) of each segment.
+        segments: (rollout that sampled it, sampled tokens) of each segment.
         finish_reason: None while it is open.
+        dialogue: its turns; None without an environment, and before its first segment.
         cut_values: (tokens so far, the critic's value there) of each cut; with ``train: segments``.
     """
 
@@ -49,8 +51,9 @@ class OpenResponse:
     seed: int
     replica: int
     segments: tuple[tuple[int, int], ...] = ()
-    finish_reason: FinishReason | None = None
+    finish_reason: TrajectoryEnd | None = None
     cut_values: tuple[tuple[int, float], ...] = ()
+    dialogue: Dialogue | None = None
 
     @property
     def key(self) -> Key:
@@ -61,18 +64,35 @@ class OpenResponse:
         """Tokens sampled so far."""
         return sum(tokens for _, tokens in self.segments)
 
+    @property
+    def size(self) -> int:
+        """Tokens so far, those of the environment included."""
+        return self.length + (0 if self.dialogue is None else self.dialogue.observed)
+
+    @property
+    def prefilled(self) -> int:
+        """Tokens that the engine has read or sampled so far: all but those of the prompt and of an observation at the end."""
+        return self.size - (0 if self.dialogue is None else self.dialogue.behind_turns)
+
+
+class End(NamedTuple):
+    """How a step left a response: the tokens that it sampled, and why the response has ended (None: it was cut)."""
+
+    sampled: int
+    finish_reason: TrajectoryEnd | None
+    dialogue: Dialogue | None = None
+
 
 @dataclass(frozen=True)
 class Segment:
-    """What a step sampled of a response; ``finish_reason`` is None if it was cut."""
+    """What a step added to a response: sampled tokens and, with log-prob 0, those of the environment."""
 
     token_ids: list[int]
     logprobs: list[float]
-    finish_reason: FinishReason | None
+    end: End
 
 
-Ends = Mapping[Key, tuple[int, FinishReason | None]]
-"""By response: the tokens that a step sampled of it, and how it ended (None: it was cut)."""
+Ends = Mapping[Key, End]
 
 
 @dataclass(frozen=True)
@@ -95,8 +115,9 @@ class HorizonCounts:
 class OpenResponses:
     """The table of responses, and the tokens of those that this rank's replica samples.
 
-    A step calls ``opened``, ``leaving``, ``arrive``, ``requests``, ``segments``, ``settled`` and, when nothing can fail any more,
-    ``commit``. The state before the step can be restored with ``load_state_dict`` until the next ``commit``.
+    A step calls ``opened``, ``leaving``, ``arrive``, ``requests`` and ``segments`` (with an environment ``episodes`` and ``played``),
+    ``settled`` and, when nothing can fail any more, ``commit``. The state before the step can be restored with ``load_state_dict`` until
+    the next ``commit``.
     """
 
     def __init__(self, config: Config, *, replica: int, replicas: int, stop_texts: StopTexts | None = None) -> None:
@@ -107,6 +128,7 @@ class OpenResponses:
         self.in_flight = self.settings.in_flight or config.batch.responses_per_step
         # A custom estimator may read groups.
         self.by_group = config.algorithm.advantage.estimator in (*GROUP_ESTIMATORS, "custom")
+        self.with_turns = config.rollout.environment is not None
         self.run_seed = config.seed
         self.replica, self.replicas = replica, replicas
         self.stop_texts = stop_texts
@@ -159,10 +181,10 @@ class OpenResponses:
     def _work(self, response: OpenResponse) -> int:
         """Return twice the cached tokens that the longest possible next segment reads, on which decoding time depends."""
         tokens = self._most_tokens(response)
-        return tokens * (2 * (len(response.prompt.token_ids) + response.length) + tokens)
+        return tokens * (2 * (len(response.prompt.token_ids) + response.size) + tokens)
 
     def _most_tokens(self, response: OpenResponse) -> int:
-        """Return the limit of the next segment's tokens."""
+        """Return the limit of the next segment's sampled tokens."""
         remaining = self.longest - response.length
         last = self.settings.max_segments is not None and len(response.segments) + 1 >= self.settings.max_segments
         return remaining if last else min(self.settings.tokens, remaining)
@@ -170,7 +192,7 @@ class OpenResponses:
     def moved_tokens(self, table: Sequence[OpenResponse]) -> int:
         """Return the number of tokens that ``table`` places on another replica than the one that holds them; the same on all ranks."""
         before = {response.key: response.replica for response in self.table}
-        return sum(response.length for response in table if before.get(response.key, response.replica) != response.replica)
+        return sum(response.size for response in table if before.get(response.key, response.replica) != response.replica)
 
     def leaving(self, table: Sequence[OpenResponse]) -> dict[Key, Tokens]:
         """Return the tokens that this replica holds and ``table`` places on another one."""
@@ -190,14 +212,33 @@ class OpenResponses:
         return [self._request(response, step) for response in self._mine(table)]
 
     def _request(self, response: OpenResponse, step: int) -> GenerationRequest:
-        number, prompt = len(response.segments), response.prompt
+        prompt = response.prompt
         return GenerationRequest(
             prompt.prompt_id,
             response.sample_index,
-            [*prompt.token_ids, *self._tokens[response.key][0]] if number else prompt.token_ids,
-            sampling_seed(self.run_seed, step, prompt.prompt_id, response.sample_index, number) if number else response.seed,
+            [*prompt.token_ids, *self._tokens[response.key][0]] if response.segments else prompt.token_ids,
+            self._seed(response, step),
             max_tokens=self._most_tokens(response),
         )
+
+    def _seed(self, response: OpenResponse, step: int) -> int:
+        """Return the seed of the next segment."""
+        number = len(response.segments)
+        return sampling_seed(self.run_seed, step, response.prompt.prompt_id, response.sample_index, number) if number else response.seed
+
+    def episodes(self, table: Sequence[OpenResponse], step: int, multi_turn: MultiTurn) -> tuple[list[Episode], list[Prompt]]:
+        """Return this replica's open responses to be played by ``multi_turn`` up to the horizon, by key, and their prompts."""
+        mine = self._mine(table)
+        return [self._episode(response, step, multi_turn) for response in mine], [response.prompt for response in mine]
+
+    def _episode(self, response: OpenResponse, step: int, multi_turn: MultiTurn) -> Episode:
+        prompt = response.prompt
+        request = GenerationRequest(prompt.prompt_id, response.sample_index, prompt.token_ids, response.seed)
+        seed, limit = self._seed(response, step), response.length + self._most_tokens(response)
+        if response.dialogue is None:
+            return Episode(request, seed, limit)
+        ids, logprobs = self._tokens[response.key]
+        return multi_turn.resumed(request, seed, limit, ids.tolist(), logprobs.tolist(), response.dialogue)
 
     def _mine(self, table: Sequence[OpenResponse]) -> list[OpenResponse]:
         return [response for response in table if response.replica == self.replica and response.finish_reason is None]
@@ -210,16 +251,23 @@ class OpenResponses:
 
     def _segment(self, response: OpenResponse, generation: Generation) -> Segment:
         ids, logprobs = generation.token_ids, generation.logprobs
-        finish: FinishReason | None = generation.finish_reason
+        finish: TrajectoryEnd | None = generation.finish_reason
         if response.segments and self.stop_texts is not None:
             # The engine sees only its own tokens; a stop text may have begun before the cut.
-            before = self._tokens[response.key][0]
-            end = self.stop_texts.end([*before, *ids])
-            if end is not None and end <= len(before) + len(ids):
-                ids, logprobs, finish = ids[: end - len(before)], logprobs[: end - len(before)], "stop"
-        if finish == "length" and response.length + len(ids) < self.longest:
+            end = self.stop_texts.end_over_cut(self._tokens[response.key][0], ids)
+            if end is not None:
+                ids, logprobs, finish = ids[:end], logprobs[:end], "stop"
+        if finish == "length" and len(ids) == self._most_tokens(response) < self.longest - response.length:
             finish = None
-        return Segment(list(ids), list(logprobs), finish)
+        return Segment(list(ids), list(logprobs), End(len(ids), finish))
+
+    def played(self, table: Sequence[OpenResponse], episodes: Sequence[Episode]) -> dict[Key, Segment]:
+        """Return what this replica's ``episodes`` added to its responses."""
+        found = {}
+        for response, episode in zip(self._mine(table), episodes, strict=True):
+            end = End(episode.tokens_sampled - response.length, episode.finish_reason, episode.dialogue())
+            found[response.key] = Segment(episode.token_ids[response.size :], episode.logprobs[response.size :], end)
+        return found
 
     def settled(
         self, table: Sequence[OpenResponse], ends: Ends, step: int
@@ -232,8 +280,9 @@ class OpenResponses:
         advanced = []
         for response in table:
             if response.finish_reason is None:
-                tokens, finish = ends[response.key]
-                response = replace(response, segments=(*response.segments, (step, tokens)), finish_reason=finish)
+                end = ends[response.key]
+                segments = (*response.segments, (step, end.sampled))
+                response = replace(response, segments=segments, finish_reason=end.finish_reason, dialogue=end.dialogue)
             advanced.append(response)
         unfinished = {response.prompt_number for response in advanced if response.finish_reason is None}
         trained = [
@@ -251,8 +300,8 @@ class OpenResponses:
             finished=len(sampled) - cut,
             cut=cut,
             waiting=sum(response.finish_reason is not None for response in remaining),
-            sampled=sum(ends[response.key][0] for response in sampled),
-            reprefilled=sum(len(response.prompt.token_ids) + response.length for response in sampled if response.segments),
+            sampled=sum(ends[response.key].sampled for response in sampled),
+            reprefilled=sum(len(response.prompt.token_ids) + response.prefilled for response in sampled if response.segments),
             cut_values=tuple((row, *cut) for row, response in enumerate(trained) for cut in response.cut_values),
         )
         return remaining, trained + (still_open if self.settings.train == "segments" else []), counts
@@ -261,13 +310,16 @@ class OpenResponses:
         """Return a response of this replica with all its tokens; ``segments``: of this step."""
         ids, logprobs = self._joined(response.key, segments)
         request = GenerationRequest(response.prompt.prompt_id, response.sample_index, response.prompt.token_ids, response.seed)
+        dialogue = response.dialogue or Dialogue((Turn(0, len(ids)),), 0, False, 0, None)
         return Trajectory(
             request,
             ids.tolist(),
             logprobs.tolist(),
-            [True] * len(ids),
+            sampled_by_model(dialogue.turns, len(ids)),
             response.finish_reason or "cut",
-            (Turn(0, len(ids)),),
+            dialogue.turns,
+            dialogue.observations_cut,
+            dialogue.error,
             segments=tuple((tokens, step - rollout) for rollout, tokens in response.segments),
         )
 
@@ -299,7 +351,7 @@ class OpenResponses:
         tokens: list[list[int]] = [[] for _ in range(self.replicas)]
         for response in table:
             if response.finish_reason is None:
-                tokens[response.replica].append(ends[response.key][0])
+                tokens[response.replica].append(ends[response.key].sampled)
         return tokens
 
     # ------------------------------------------------------------------------------------------------------------ checkpoints
@@ -308,13 +360,14 @@ class OpenResponses:
         """Return the table as plain values, equal on all ranks; the tokens are in ``part``."""
         rows = []
         for response in self.table:
-            row = asdict(replace(response, prompt=None))  # type: ignore[arg-type]
+            row = asdict(replace(response, prompt=None, dialogue=None))  # type: ignore[arg-type]
             rows.append(
                 row
                 | {
                     "prompt": response.prompt.prompt_id,
                     "segments": [list(segment) for segment in response.segments],
                     "cut_values": [list(cut) for cut in response.cut_values],
+                    "dialogue": None if response.dialogue is None else response.dialogue.to_json(),
                 }
             )
         return {"responses": rows, "drawn": self.drawn, "replicas": self.replicas}
@@ -322,7 +375,8 @@ class OpenResponses:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the table. The tokens must still be here, as before the last step, or follow by ``load_parts``.
 
-        With another number of replicas, open responses are dealt evenly. Raises CheckpointError for prompts that the data lacks.
+        With another number of replicas, open responses are dealt evenly. Raises CheckpointError for prompts that the data lacks, and for
+        responses that these settings cannot continue.
         """
         missing = sorted({row["prompt"] for row in state["responses"] if self._find(row["prompt"]) is None})
         if missing:
@@ -334,9 +388,12 @@ class OpenResponses:
         table = []
         for row in state["responses"]:
             segments = tuple((int(rollout), int(tokens)) for rollout, tokens in row["segments"])
-            # Checkpoints of earlier versions have no values at cuts.
+            # Checkpoints of earlier versions have no values at cuts, and no turns.
             cuts = tuple((int(tokens), float(value)) for tokens, value in row.get("cut_values", ()))
-            table.append(OpenResponse(**{**row, "prompt": self._find(row["prompt"]), "segments": segments, "cut_values": cuts}))
+            dialogue = None if row.get("dialogue") is None else Dialogue.from_json(row["dialogue"])
+            prompt = self._find(row["prompt"])
+            table.append(OpenResponse(**{**row, "prompt": prompt, "segments": segments, "cut_values": cuts, "dialogue": dialogue}))
+        self._require_continuable(table)
         self.drawn = state["drawn"]
         self._saved_at = {response.key: response.replica for response in table}
         if state["replicas"] != self.replicas:
@@ -344,10 +401,26 @@ class OpenResponses:
         self.table = tuple(table)
         kept = self._before | self._tokens
         self._tokens = {
-            response.key: (kept[response.key][0][: response.length], kept[response.key][1][: response.length])
+            response.key: (kept[response.key][0][: response.size], kept[response.key][1][: response.size])
             for response in self.table
             if response.replica == self.replica and response.key in kept
         }
+
+    def _require_continuable(self, table: Sequence[OpenResponse]) -> None:
+        begun = [response for response in table if response.finish_reason is None and response.segments]
+        others = sum((response.dialogue is not None) != self.with_turns for response in begun)
+        if others:
+            had, have = ("without", "with") if self.with_turns else ("with", "without")
+            raise CheckpointError(
+                f"the checkpoint has {others} open responses that were sampled {had} rollout.environment, which a run {have} it cannot "
+                "continue; resume with the run's rollout.environment, or drop them with --restart-data"
+            )
+        full = [response.length for response in begun if response.length >= self.longest]
+        if full:
+            raise CheckpointError(
+                f"the checkpoint has {len(full)} open responses of up to {max(full)} tokens, to which rollout.max_response_length = "
+                f"{self.longest} leaves none; resume with a limit above {max(full)}, or drop them with --restart-data"
+            )
 
     def _find(self, name: str) -> Prompt | None:
         known = {response.prompt.prompt_id: response.prompt for response in self.table}
@@ -383,7 +456,7 @@ class OpenResponses:
                 for (prompt, sample), ids, logprobs in columns
             }
         mine = [response for response in self.table if response.replica == self.replica]
-        wrong = [response for response in mine if response.key not in found or len(found[response.key][0]) != response.length]
+        wrong = [response for response in mine if response.key not in found or len(found[response.key][0]) != response.size]
         if wrong:
             raise CheckpointError(
                 f"the checkpoint is damaged: it has no tokens, or too many or few, of {len(wrong)} open responses, such as sample "

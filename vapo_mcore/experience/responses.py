@@ -133,6 +133,7 @@ def response_rows(groups: Sequence[int], responses: Sequence[Response], verdicts
         source=[response.prompt.source for response in responses],
         step_rewards=steps,
         segments=[trajectory.segments for trajectory in trajectories],
+        observations=[trajectory.observations for trajectory in trajectories],
         missed_end=torch.tensor([response.missed_end for response in responses], dtype=torch.bool),
         **{name: torch.tensor(list(column), dtype=torch.int64) for name, column in integers.items()},
     )

@@ -19,13 +19,13 @@ from vapo_mcore.data.prompts import Prompt, split_evenly
 from vapo_mcore.data.rollout_batch import RolloutBatch, Rows, gather_rows
 from vapo_mcore.environments.types import Reply, TurnRequest
 from vapo_mcore.errors import EngineFailure, RewardError, StepAbandoned, VapoError
-from vapo_mcore.experience.open_responses import HorizonCounts, OpenResponses
+from vapo_mcore.experience.open_responses import HorizonCounts, Key, OpenResponse, OpenResponses, Segment
 from vapo_mcore.experience.responses import ANYWHERE, Response, grade_responses, response_rows, sample_record, step_rewards
 from vapo_mcore.records.timing import PhaseTimer
 from vapo_mcore.rewards.pool import VerifierPool
 from vapo_mcore.rewards.region import AnswerRegion
 from vapo_mcore.rollout.base import Generation, GenerationRequest, RolloutEngine, SamplingConfig, Trajectory
-from vapo_mcore.rollout.multi_turn import MultiTurn
+from vapo_mcore.rollout.multi_turn import Generate, MultiTurn, Respond
 from vapo_mcore.rollout.seeds import sampling_seed
 
 RecoverEngine = Callable[[dict[int, str], PhaseTimer], None]
@@ -155,18 +155,16 @@ class ResponseSampler:
             with timer.phase("generate"):
                 leaving = all_gather_objects(responses.leaving(table) if self.engine.is_replica_leader else {})
             responses.arrive(table, {key: tokens for part in leaving for key, tokens in part.items()})
-        requests = responses.requests(table, seed_step)
         while True:
-            generations, engine_error = self._try_generate(requests, sampling, timer)
-            segments = responses.segments(table, generations) if engine_error is None else {}
+            segments, engine_error, reward_error = self._try_continue(responses, table, sampling, seed_step, timer)
             with timer.phase("reward"):
-                ends = {key: (len(segment.token_ids), segment.finish_reason) for key, segment in segments.items()}
-                gathered = all_gather_objects((engine_error, ends if self.engine.is_replica_leader else {}))
-            failures = {rank: error for rank, (error, _) in enumerate(gathered) if error is not None}
-            if not failures:
-                break
+                failures = self._gather_failures(engine_error, reward_error)
+                if not failures:
+                    ends = {key: segment.end for key, segment in segments.items()}
+                    gathered = all_gather_objects(ends if self.engine.is_replica_leader else {})
+                    break
             self._recover_engine(failures, timer)  # then repeat the same requests with the same seeds on every rank
-        ends = {key: end for _, part in gathered for key, end in part.items()}
+        ends = {key: end for part in gathered for key, end in part.items()}
         remaining, trained, counts = responses.settled(table, ends, seed_step)
         with timer.phase("reward"):
             groups = {number: group for group, number in enumerate(dict.fromkeys(response.prompt_number for response in trained))}
@@ -217,29 +215,41 @@ class ResponseSampler:
         except RewardError as error:
             return [], None, str(error)
 
-    def _try_generate(
-        self, requests: list[GenerationRequest], sampling: SamplingConfig, timer: PhaseTimer
-    ) -> tuple[list[Generation], str | None]:
-        """Generate this replica's segments. Returns (generations, engine error)."""
+    def _try_continue(
+        self, responses: OpenResponses, table: Sequence[OpenResponse], sampling: SamplingConfig, seed_step: int, timer: PhaseTimer
+    ) -> tuple[dict[Key, Segment], str | None, str | None]:
+        """Generate this replica's segments: of one turn or, with an environment, of several. Returns like ``_try_play``."""
         try:
-            with timer.phase("generate"):
-                return (self.engine.generate(requests, sampling) if requests else []), None
+            if self.multi_turn is None:
+                requests = responses.requests(table, seed_step)
+                with timer.phase("generate"):
+                    generations = self.engine.generate(requests, sampling) if requests else []
+                return responses.segments(table, generations), None, None
+            episodes, prompts = responses.episodes(table, seed_step, self.multi_turn)
+            self.multi_turn.advance(episodes, prompts, sampling, *self._callbacks(timer))
+            return responses.played(table, episodes), None, None
         except EngineFailure as error:
-            return [], str(error)
+            return {}, str(error), None
+        except RewardError as error:
+            return {}, None, str(error)
 
     def _play(
         self, requests: list[GenerationRequest], prompts: list[Prompt], sampling: SamplingConfig, timer: PhaseTimer
     ) -> list[Trajectory]:
         """Generate this replica's complete responses: one turn each or, with an environment, several."""
+        if self.multi_turn is not None:
+            return self.multi_turn.play(requests, prompts, sampling, *self._callbacks(timer))
+        with timer.phase("generate"):
+            return [Trajectory.of_one_turn(generation) for generation in self.engine.generate(requests, sampling)]
+
+    def _callbacks(self, timer: PhaseTimer) -> tuple[Generate, Respond]:
+        """Return the functions by which turns are generated and answered. They fail on all ranks of a replica, or on none."""
 
         def generate(wanted: Sequence[GenerationRequest], how: SamplingConfig) -> list[Generation]:
-            with timer.phase("generate"):
-                return self.engine.generate(wanted, how)
-
-        def generate_turn(wanted: Sequence[GenerationRequest], how: SamplingConfig) -> list[Generation]:
             found, failure = [], None
             try:
-                found = generate(wanted, how)
+                with timer.phase("generate"):
+                    found = self.engine.generate(wanted, how)
             except EngineFailure as error:
                 failure = str(error)
             self._raise_together(EngineFailure, failure)  # otherwise the other ranks would wait for this one after the turn
@@ -255,9 +265,7 @@ class ResponseSampler:
                 self._raise_together(RewardError, failure)
                 return self._broadcast_replies(replies)
 
-        if self.multi_turn is None:
-            return [Trajectory.of_one_turn(generation) for generation in generate(requests, sampling)]
-        return self.multi_turn.play(requests, prompts, sampling, generate_turn, respond)
+        return generate, respond
 
     def _call_environment(self, turns: Sequence[TurnRequest]) -> list[Reply]:
         """Return the environment's replies on the replica's leader, an empty list on its other ranks."""

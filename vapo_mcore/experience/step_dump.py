@@ -175,10 +175,12 @@ def json_number(value: Any) -> Any:
 
 def rows_of(records: Sequence[dict[str, Any]]) -> Rows:
     """Convert the records of ``row_records`` back to rows."""
-    # Dumps of versions without rollout.horizon have no segments.
-    columns: dict[str, Any] = {field.name: [({"segments": []} | record)[field.name] for record in records] for field in fields(Rows)}
+    # Dumps of earlier versions have no segments, or no observations.
+    added: dict[str, Any] = {"segments": [], "observations": []}
+    columns: dict[str, Any] = {field.name: [(added | record)[field.name] for record in records] for field in fields(Rows)}
     columns["step_rewards"] = [tuple((position, float(reward)) for position, reward in steps) for steps in columns["step_rewards"]]
-    columns["segments"] = [tuple((tokens, age) for tokens, age in segments) for segments in columns["segments"]]
+    for name in added:
+        columns[name] = [tuple((first, second) for first, second in pairs) for pairs in columns[name]]
     for name in ("score", "reward"):
         columns[name] = torch.tensor([float(value) for value in columns[name]], dtype=torch.float32)
     for name in ("verdict", "graded", "missed_end"):

@@ -156,9 +156,16 @@ def load_environment(name: str) -> Environment:
 
     Raises:
         ConfigError: it cannot be imported.
-        RewardError: it does not accept an environment's arguments.
+        RewardError: it does not accept an environment's arguments, or is an object, which may keep state.
     """
     function = load_function(environment_reference(name))
+    plain = function.func if isinstance(function, partial) else function
+    if inspect.ismethod(plain) or not inspect.isroutine(plain):
+        kind = type(plain.__self__ if inspect.ismethod(plain) else plain).__name__
+        raise RewardError(
+            f"environment {name!r} belongs to an object of class {kind}, which may keep state: each turn may be answered by another "
+            "process and, with rollout.horizon, in a later step or after a resume; name a function that derives its reply from the turns"
+        )
     try:
         inspect.signature(function).bind(("",), "", {})
     except (TypeError, ValueError) as error:

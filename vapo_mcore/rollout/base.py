@@ -108,14 +108,15 @@ class Trajectory:
     """A response: the model's turns, and the environment's observations between them.
 
     Attributes:
-        token_ids: tokens of all turns and observations, in order; the last one was sampled by the model.
+        token_ids: tokens of all turns and observations, in order; the last one was sampled by the model, unless the response was cut
+            between two turns.
         logprobs: log-probs of sampled tokens as in ``Generation``, 0 at the environment's tokens.
         sampled: False at the environment's tokens.
         finish_reason: ``stop``, ``length`` (truncated at the limit on sampled tokens), ``turns`` (turn limit reached) or
             ``cut`` (goes on in the next step: ``rollout.horizon``).
         turns: the model's turns, at least one.
         observations_cut: number of observations truncated to their limit.
-        segments: (tokens, age) of each part sampled in another step (``rollout.horizon``); empty: sampled in one step.
+        segments: (sampled tokens, age) of each part sampled in another step (``rollout.horizon``); empty: sampled in one step.
         error: why the environment gave no reply; the response then has no verdict.
         experts: as of ``Generation``, over prompt and response; those of the turn that fed a token first.
     """
@@ -130,6 +131,17 @@ class Trajectory:
     error: str | None = None
     segments: tuple[tuple[int, int], ...] = ()
     experts: Tensor | None = None
+
+    @property
+    def observations(self) -> tuple[tuple[int, int], ...]:
+        """(tokens that the model had sampled before, tokens) of each observation."""
+        found, sampled = [], 0
+        starts = [turn.start for turn in self.turns[1:]] + [len(self.token_ids)]
+        for turn, start in zip(self.turns, starts, strict=True):
+            sampled += turn.end - turn.start
+            if start > turn.end:
+                found.append((sampled, start - turn.end))
+        return tuple(found)
 
     @classmethod
     def of_one_turn(cls, generation: Generation) -> Trajectory:

@@ -8,8 +8,8 @@ cache).
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -20,8 +20,12 @@ from vapo_mcore.data.chat_template import ControlTokens, end_of_turn, turn_parts
 from vapo_mcore.environments.types import Reply, TurnRequest, with_sample_seed
 from vapo_mcore.errors import ConfigError
 from vapo_mcore.rollout.base import Generation, GenerationRequest, SamplingConfig, Trajectory, TrajectoryEnd, Turn
+from vapo_mcore.rollout.stopping import StopTexts
 
 _PLACE = "{observation}"
+
+Generate = Callable[[Sequence[GenerationRequest], SamplingConfig], list[Generation]]
+"""The engine's method; fails on all ranks of a replica, or on none."""
 
 Respond = Callable[[Sequence[TurnRequest]], list[Reply]]
 """Function that returns the environment's replies to responses; every rank of a replica gets the same replies."""
@@ -109,17 +113,59 @@ def _stop_ids(tokenizer: Any, tokens: Sequence[str]) -> tuple[int, ...]:
     return tuple(known[token] for token in tokens)
 
 
+@dataclass(frozen=True)
+class Dialogue:
+    """The turns of a response that several steps sample (``rollout.horizon``).
+
+    Attributes:
+        turns: the model's turns so far.
+        observed: tokens of the environment so far.
+        in_turn: whether the newest turn was cut and goes on.
+        observations_cut: number of observations truncated to their limit.
+        error: why the environment gave no reply; the response then has ended.
+    """
+
+    turns: tuple[Turn, ...]
+    observed: int
+    in_turn: bool
+    observations_cut: int
+    error: str | None
+
+    @property
+    def behind_turns(self) -> int:
+        """Tokens of an observation that no turn has followed yet."""
+        return self.observed + sum(turn.end - turn.start for turn in self.turns) - self.turns[-1].end
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self) | {"turns": [[turn.start, turn.end, turn.reward] for turn in self.turns]}
+
+    @classmethod
+    def from_json(cls, state: Mapping[str, Any]) -> Dialogue:
+        turns = tuple(Turn(int(start), int(end), float(reward)) for start, end, reward in state["turns"])
+        return cls(**{**state, "turns": turns})
+
+
 @dataclass
-class _Episode:
-    """One unfinished response."""
+class Episode:
+    """One unfinished response.
+
+    Attributes:
+        request: its prompt; the environment's randomness depends on its seed.
+        seed: the turns sampled in this step depend on it.
+        limit: sampled tokens, those of earlier steps included, at which this step cuts the response.
+        finish_reason: None while it goes on.
+        in_turn: whether the newest turn was cut.
+    """
 
     request: GenerationRequest
+    seed: int
+    limit: int
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    sampled: list[bool] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
-    finish_reason: TrajectoryEnd = "stop"
+    finish_reason: TrajectoryEnd | None = None
+    in_turn: bool = False
     observations_cut: int = 0
     error: str | None = None
     experts: list[Tensor] = field(default_factory=list)
@@ -128,49 +174,68 @@ class _Episode:
     def tokens_sampled(self) -> int:
         return sum(turn.end - turn.start for turn in self.turns)
 
-    def next_request(self, budget: int) -> GenerationRequest:
-        """Return the request of the next turn, with everything so far as its prompt and a separate seed."""
-        number = len(self.turns)
+    def next_request(self) -> GenerationRequest:
+        """Return the request of the next turn, or of the rest of one that was cut, with everything so far as its prompt."""
+        number = len(self.turns) - self.in_turn
         return replace(
             self.request,
             prompt_token_ids=[*self.request.prompt_token_ids, *self.token_ids],
-            seed=turn_seed(self.request.seed, number),
-            max_tokens=budget - self.tokens_sampled,
+            seed=turn_seed(self.seed, number),
+            max_tokens=self.limit - self.tokens_sampled,
         )
 
     def turn_request(self, subject: Subject) -> TurnRequest:
         """Return the environment's view of the turns so far, with the response's seed (not the turn's)."""
         return TurnRequest(tuple(self.texts), subject.ground_truth, with_sample_seed(subject.metadata, self.request.seed))
 
-    def take(self, generation: Generation, tokenizer: Any) -> None:
-        start = len(self.token_ids)
+    def take(self, generation: Generation, tokenizer: Any, stop_texts: StopTexts | None, longest: int) -> None:
+        """Append what the engine sampled. ``longest``: limit on the sampled tokens of the whole response."""
+        ids, logprobs, finish = generation.token_ids, generation.logprobs, generation.finish_reason
+        start = self.turns.pop().start if self.in_turn else len(self.token_ids)
+        if self.in_turn:
+            self.texts.pop()
+            end = None if stop_texts is None else stop_texts.end_over_cut(self.token_ids[start:], ids)
+            if end is not None:
+                ids, logprobs, finish = ids[:end], logprobs[:end], "stop"
         if generation.experts is not None:  # of the earlier tokens, those with which they were sampled or first read are kept
             self.experts.append(generation.experts[sum(map(len, self.experts)) :])
-        self.token_ids += generation.token_ids
-        self.logprobs += generation.logprobs
-        self.sampled += [True] * len(generation.token_ids)
+        self.token_ids += ids
+        self.logprobs += logprobs
         self.turns.append(Turn(start, len(self.token_ids)))
-        self.texts.append(tokenizer.decode(generation.token_ids, skip_special_tokens=True))
-        self.finish_reason = generation.finish_reason
+        self.texts.append(tokenizer.decode(self.token_ids[start:], skip_special_tokens=True))
+        self.in_turn = finish == "length" and self.limit <= self.tokens_sampled < longest
+        self.finish_reason = None if self.in_turn else finish
 
     def observe(self, token_ids: list[int], *, cut: bool) -> None:
         self.token_ids += token_ids
         self.logprobs += [0.0] * len(token_ids)
-        self.sampled += [False] * len(token_ids)
         self.observations_cut += cut
+        self.finish_reason = None
+
+    def dialogue(self) -> Dialogue:
+        observed = len(self.token_ids) - self.tokens_sampled
+        return Dialogue(tuple(self.turns), observed, self.in_turn, self.observations_cut, self.error)
 
     def trajectory(self) -> Trajectory:
         return Trajectory(
             self.request,
             self.token_ids,
             self.logprobs,
-            self.sampled,
-            self.finish_reason,
+            sampled_by_model(self.turns, len(self.token_ids)),
+            self.finish_reason or "cut",
             tuple(self.turns),
             self.observations_cut,
             self.error,
             experts=torch.cat(self.experts) if self.experts else None,
         )
+
+
+def sampled_by_model(turns: Sequence[Turn], tokens: int) -> list[bool]:
+    """Return for each of a response's ``tokens`` whether it belongs to a turn of the model."""
+    flags = [False] * tokens
+    for turn in turns:
+        flags[turn.start : turn.end] = [True] * (turn.end - turn.start)
+    return flags
 
 
 def turn_seed(seed: int, turn: int) -> int:
@@ -182,52 +247,73 @@ def turn_seed(seed: int, turn: int) -> int:
 
 
 class MultiTurn:
-    """Generates multi-turn responses with an environment. All ranks of a replica must call ``play`` with the same arguments."""
+    """Generates multi-turn responses with an environment. All ranks of a replica must make the same calls with the same arguments."""
 
-    def __init__(self, settings: EnvironmentConfig, observation_format: ObservationFormat) -> None:
+    def __init__(self, settings: EnvironmentConfig, observation_format: ObservationFormat, stop_texts: StopTexts | None = None) -> None:
+        """``stop_texts``: those of the engine, for turns that are cut inside such a text."""
         self.settings = settings
         self.format = observation_format
+        self.stop_texts = stop_texts
 
     def play(
         self,
         requests: Sequence[GenerationRequest],
         subjects: Sequence[Subject],
         sampling: SamplingConfig,
-        generate: Callable[[Sequence[GenerationRequest], SamplingConfig], list[Generation]],
+        generate: Generate,
         respond: Respond,
     ) -> list[Trajectory]:
-        """Generate complete responses, in order. ``generate`` is the engine's method, ``respond`` queries the environment.
-
-        A response ends when the environment ends it or fails, when its sampled tokens reach ``sampling.max_tokens``, or after
-        ``max_turns`` turns. The environment also rewards the last turn; its observation is then ignored.
-        """
-        sampling = replace(sampling, stop_token_ids=self.format.stop_token_ids)
-        episodes = [_Episode(request) for request in requests]
-        playing = list(range(len(episodes)))
-        for turn in range(self.settings.max_turns):
-            if not playing:
-                break
-            generations = generate([episodes[i].next_request(sampling.max_tokens) for i in playing], sampling)
-            for i, generation in zip(playing, generations, strict=True):
-                episodes[i].take(generation, self.format.control.tokenizer)
-            asked = [i for i in playing if episodes[i].finish_reason == "stop"]
-            replies = respond([episodes[i].turn_request(subjects[i]) for i in asked])
-            last = turn == self.settings.max_turns - 1
-            goes_on = [self._answer(episodes[i], reply, sampling.max_tokens, last=last) for i, reply in zip(asked, replies, strict=True)]
-            playing = [i for i, on in zip(asked, goes_on, strict=True) if on]
+        """Generate complete responses, in order; arguments as of ``advance``."""
+        episodes = [Episode(request, request.seed, sampling.max_tokens) for request in requests]
+        self.advance(episodes, subjects, sampling, generate, respond)
         return [episode.trajectory() for episode in episodes]
 
-    def _answer(self, episode: _Episode, reply: Reply, budget: int, *, last: bool) -> bool:
-        """Process the reply to the newest turn; returns whether another turn follows."""
+    def resumed(
+        self, request: GenerationRequest, seed: int, limit: int, token_ids: list[int], logprobs: list[float], dialogue: Dialogue
+    ) -> Episode:
+        """Return the episode of a response that earlier steps began; arguments as the attributes of ``Episode`` and ``Dialogue``."""
+        decode = self.format.control.tokenizer.decode
+        texts = [decode(token_ids[turn.start : turn.end], skip_special_tokens=True) for turn in dialogue.turns]
+        turns, cut = list(dialogue.turns), dialogue.observations_cut
+        return Episode(request, seed, limit, token_ids, logprobs, turns, texts, in_turn=dialogue.in_turn, observations_cut=cut)
+
+    def advance(
+        self,
+        episodes: Sequence[Episode],
+        subjects: Sequence[Subject],
+        sampling: SamplingConfig,
+        generate: Generate,
+        respond: Respond,
+    ) -> None:
+        """Play all episodes until each has ended or is cut, in place.
+
+        A response ends when the environment ends it or fails, when its sampled tokens reach ``sampling.max_tokens``, or after
+        ``max_turns`` turns. The environment also rewards the last turn; its observation is then ignored. A response is cut at the
+        episode's ``limit``: inside a turn or, where a turn ends there, after the environment's reply to it.
+        """
+        sampling = replace(sampling, stop_token_ids=self.format.stop_token_ids)
+        playing = list(range(len(episodes)))
+        while playing:
+            generations = generate([episodes[i].next_request() for i in playing], sampling)
+            for i, generation in zip(playing, generations, strict=True):
+                episodes[i].take(generation, self.format.control.tokenizer, self.stop_texts, sampling.max_tokens)
+            asked = [i for i in playing if episodes[i].finish_reason == "stop"]
+            replies = respond([episodes[i].turn_request(subjects[i]) for i in asked])
+            goes_on = [self._answer(episodes[i], reply, sampling.max_tokens) for i, reply in zip(asked, replies, strict=True)]
+            playing = [i for i, on in zip(asked, goes_on, strict=True) if on]
+
+    def _answer(self, episode: Episode, reply: Reply, longest: int) -> bool:
+        """Process the reply to the newest turn; returns whether another turn follows in this step."""
         episode.error = reply.error
         episode.turns[-1] = replace(episode.turns[-1], reward=reply.observation.reward)
         text = reply.observation.text
         if reply.error is not None or text is None:
             return False
-        if last or episode.tokens_sampled >= budget:
+        last = len(episode.turns) >= self.settings.max_turns  # above it: a resumed run may have lowered the limit
+        if last or episode.tokens_sampled >= longest:
             episode.finish_reason = "turns" if last else "length"
             return False
         open_turn = episode.token_ids[-1] != self.format.end_of_turn
         token_ids, cut = self.format.encode(text, open_turn=open_turn)
         episode.observe(token_ids, cut=cut)
-        return True
+        return episode.tokens_sampled < episode.limit

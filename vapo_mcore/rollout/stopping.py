@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,6 +79,26 @@ class StopTexts:
         text = self.tokenizer.decode(token_ids, skip_special_tokens=True)
         ends = [text.find(stop) + len(stop) for stop in self.texts if stop in text]
         return completing_tokens(self.tokenizer, token_ids, [min(ends)])[0] + 1 if ends else None
+
+    def end_over_cut(self, before: Sequence[int], token_ids: Sequence[int]) -> int | None:
+        """Number of ``token_ids`` up to the one that completes the first of the texts; None where there is none.
+
+        A text may begin in ``before``, the tokens of earlier steps, which the engine did not look at. A text that ends there is no end
+        of this response: the run then had other stop texts.
+        """
+        whole = [*before, *token_ids]
+        text = self.tokenizer.decode(whole, skip_special_tokens=True)
+        ends = sorted({place + len(stop) for stop in self.texts for place in _places(text, stop)})
+        counts = (completing_tokens(self.tokenizer, whole, [end])[0] + 1 - len(before) for end in ends)
+        return next((count for count in counts if count > 0), None)
+
+
+def _places(text: str, part: str) -> Iterator[int]:
+    """Yield the positions at which ``part`` begins in ``text``, overlapping ones included."""
+    place = text.find(part)
+    while place >= 0:
+        yield place
+        place = text.find(part, place + 1)
 
 
 _END_TEXTS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|end_of_text|>", "<|end|>", "<end_of_turn>", "</s>")

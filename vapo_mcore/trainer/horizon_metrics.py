@@ -88,20 +88,19 @@ def values_at_cuts(experience: Experience, group: dist.ProcessGroup | None) -> d
 def cuts_that_ended(config: Config, rows: Rows, values: Sequence[tuple[int, int, float]]) -> list[Cut]:
     """Compare the critic's values at earlier cuts with the discounted rewards that came after them.
 
-    ``values``: (row, response tokens before the cut, value) of responses that ended in this step; their ``reward`` is shaped. Responses
+    ``values``: (row, sampled tokens before the cut, value) of responses that ended in this step; their ``reward`` is shaped. Responses
     without a verdict are left out and, with ``truncation: bootstrap``, those truncated: their return never came.
     """
     gamma = config.algorithm.advantage.gamma
     left_out = ~rows.graded | (rows.truncated if config.algorithm.advantage.truncation == "bootstrap" else False)
-    skipped, rewards, lengths = left_out.tolist(), rows.reward.tolist(), rows.length.tolist()
-    prompts = rows.prompt_length.tolist()
+    skipped, rewards, lengths = left_out.tolist(), rows.reward.tolist(), rows.response_length.tolist()
     found = []
     for row, tokens, value in values:
         if skipped[row]:
             continue
-        first = prompts[row] + tokens
-        later = [(position, reward) for position, reward in rows.step_rewards[row] if position >= first]
-        outcome = math.fsum(gamma ** (position - first) * reward for position, reward in [*later, (lengths[row] - 1, rewards[row])])
+        first = rows.place(row, tokens)
+        later = [(rows.sampled_before(row, position), reward) for position, reward in rows.step_rewards[row] if position >= first]
+        outcome = math.fsum(gamma ** (number - tokens) * reward for number, reward in [*later, (lengths[row] - 1, rewards[row])])
         found.append(Cut(row, value, outcome))
     return found
 

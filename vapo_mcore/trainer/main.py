@@ -313,7 +313,7 @@ def build_multi_turn(config: Config, tokenizer: Any) -> MultiTurn | None:
             observation_format = ObservationFormat.build(
                 tokenizer, settings, chat_template=bool(data.chat_template), kwargs=data.chat_template_kwargs
             )
-            multi_turn = MultiTurn(settings, observation_format)
+            multi_turn = MultiTurn(settings, observation_format, StopTexts.of(config, tokenizer))
     return multi_turn
 
 

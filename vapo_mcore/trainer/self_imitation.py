@@ -174,6 +174,7 @@ def replay_batch(sample: ReplaySample) -> RolloutBatch:
         source=["replay"] * n,
         step_rewards=[()] * n,
         segments=[()] * n,
+        observations=[()] * n,
     )
     tensors = {"tokens": sample.tokens, "response_mask": sample.response_mask, "returns": sample.returns}
     return RolloutBatch(rows, sample.cu_seqlens, tensors)

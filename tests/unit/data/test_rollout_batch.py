@@ -33,6 +33,7 @@ def rows_of(prompt_lengths: list[int], response_lengths: list[int], **changes: A
         "source": ["p"] * n,
         "step_rewards": [()] * n,
         "segments": [()] * n,
+        "observations": [()] * n,
     }
     return Rows(**{**columns, **changes})
 
@@ -50,6 +51,18 @@ def test_from_responses_lays_prompt_and_response_end_to_end() -> None:
     assert batch["rollout_logprobs"].tolist() == [0, 0, -0.5, 0, 0, 0, 0, -1.5, -2.5]
     assert batch.rows.truncated.tolist() == [False, False, True]
     assert batch.row_ids.tolist() == [0, 1, 2]
+
+
+def test_sampled_tokens_are_found_between_observations() -> None:
+    """A prompt of 2 tokens; 3 sampled ones, 4 of the environment, 2 sampled, 1 of the environment, 2 sampled."""
+    rows = rows_of([2], [7], tool_length=torch.tensor([5]), observations=[((3, 4), (5, 1))])
+    sampled = [2, 3, 4, 9, 10, 12, 13]
+    assert [rows.place(0, count) for count in range(7)] == sampled
+    assert [rows.sampled_before(0, position) for position in range(2, 15)] == [
+        sum(place < position for place in sampled) for position in range(2, 15)
+    ]
+    with pytest.raises(ValueError, match=r"row 0 has 5 tokens of its environment, but its observations are \(\(3, 4\),\)"):
+        rows_of([2], [7], tool_length=torch.tensor([5]), observations=[((3, 4),)])
 
 
 def test_a_rank_that_generated_nothing_has_the_same_tensors() -> None:

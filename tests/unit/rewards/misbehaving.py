@@ -1,6 +1,7 @@
 """Verifiers that do what verifiers must not do; named by import path in the tests of the pool."""
 
 import ctypes
+import functools
 import math
 import os
 import signal
@@ -181,3 +182,26 @@ def answers(turns: Sequence[str], ground_truth: str, metadata: Mapping[str, int]
     if word == "over":
         return Observation(None, 0.5)
     return Observation(f"{len(turns)} turns, {ground_truth}, {metadata['of']}: {word}")
+
+
+def _patient(wait: float, turns: Sequence[str], ground_truth: str, metadata: Mapping[str, int]) -> object:
+    time.sleep(wait)
+    return answers(turns, ground_truth, metadata)
+
+
+patient = functools.partial(_patient, 0.0)
+
+
+class Game:
+    """Counts its moves, which no other process knows of."""
+
+    def __init__(self) -> None:
+        self.moves = 0
+
+    def __call__(self, turns: Sequence[str], ground_truth: str, metadata: Mapping[str, int]) -> Observation:
+        self.moves += 1
+        return Observation(str(self.moves))
+
+
+game = Game()
+answer_of_game = game.__call__

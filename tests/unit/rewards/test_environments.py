@@ -8,6 +8,7 @@ from vapo_mcore.environments import Observation, Reply, TurnRequest
 from vapo_mcore.environments.calculator import calculator
 from vapo_mcore.errors import RewardError
 from vapo_mcore.rewards import GradeItem, VerifierPool
+from vapo_mcore.rewards.registry import load_environment
 
 BAD = "tests.unit.rewards.misbehaving:answers"
 
@@ -54,9 +55,22 @@ def test_replies_come_in_order_and_a_bad_answer_costs_its_own_response() -> None
         assert error is not None and error.startswith(f"environment {BAD!r}") and message in error
 
 
-def test_an_environment_that_cannot_be_imported_is_told_at_the_start() -> None:
-    with (
-        VerifierPool(workers=1, timeout_seconds=1.0) as pool,
-        pytest.raises(RewardError, match="environment 'no_such:thing' cannot be loaded"),
-    ):
-        pool.load([], ["no_such:thing"])
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("no_such:thing", "environment 'no_such:thing' cannot be loaded"),
+        (
+            "tests.unit.rewards.misbehaving:game",
+            "belongs to an object of class Game, which may keep state: .* name a function that",
+        ),
+        ("tests.unit.rewards.misbehaving:answer_of_game", "belongs to an object of class Game, which may keep state"),
+        ("tests.unit.rewards.misbehaving:Game", "belongs to an object of class type, which may keep state"),
+    ],
+)
+def test_an_environment_that_cannot_be_used_is_told_at_the_start(name: str, message: str) -> None:
+    with VerifierPool(workers=1, timeout_seconds=1.0) as pool, pytest.raises(RewardError, match=message):
+        pool.load([], [name])
+
+
+def test_a_function_with_bound_arguments_is_an_environment() -> None:
+    assert load_environment("tests.unit.rewards.misbehaving:patient").answer(("a",), "truth", {"of": 1}).text == "1 turns, truth, 1: a"

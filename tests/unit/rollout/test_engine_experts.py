@@ -20,7 +20,7 @@ from vapo_mcore.experience.collecting import SamplingCounts
 from vapo_mcore.experience.sampling import Round
 from vapo_mcore.experience.step_dump import StepDump, load_step, save_step
 from vapo_mcore.rollout.base import Generation, GenerationRequest, Trajectory
-from vapo_mcore.rollout.multi_turn import _Episode
+from vapo_mcore.rollout.multi_turn import Episode
 from vapo_mcore.rollout.stateful import StatefulEngine
 
 SMALL, LARGE = ExpertChoices(3, 2, 8), ExpertChoices(2, 2, 300)
@@ -78,22 +78,22 @@ def test_choices_go_with_their_tokens_in_the_exchange() -> None:
 def test_turns_keep_the_choices_with_which_a_token_was_read_first() -> None:
     """A later turn prefills everything again: it adds the last token before it, the observation, and its own tokens but the last."""
     request = GenerationRequest("p", 0, [5, 6], 1)
-    episode = _Episode(request)
+    episode = Episode(request, request.seed, 20)
 
     class Texts:
         def decode(self, ids: list[int], **_: Any) -> str:
             return str(ids)
 
     first, second = choices(2 + 3 - 1, seed=1), choices(2 + 3 + 2 + 4 - 1, seed=2)
-    episode.take(Generation(request, [1, 2, 3], [-1.0] * 3, "stop", first), Texts())
+    episode.take(Generation(request, [1, 2, 3], [-1.0] * 3, "stop", first), Texts(), None, 20)
     episode.observe([8, 9], cut=False)
-    episode.take(Generation(request, [1, 2, 3, 4], [-1.0] * 4, "stop", second), Texts())
+    episode.take(Generation(request, [1, 2, 3, 4], [-1.0] * 4, "stop", second), Texts(), None, 20)
     found = episode.trajectory().experts
     assert found is not None
     assert torch.equal(found, torch.cat([first, second[4:]]))
     assert len(found) == 2 + 9 - 1
     assert Trajectory.of_one_turn(Generation(request, [1, 2, 3], [-1.0] * 3, "stop", first)).experts is first
-    assert _Episode(request).trajectory().experts is None
+    assert Episode(request, request.seed, 20).trajectory().experts is None
 
 
 def test_a_dump_has_them_and_a_replay_needs_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

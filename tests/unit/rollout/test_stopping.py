@@ -46,6 +46,23 @@ def test_a_response_ends_with_the_token_that_completes_a_text(texts: tuple[str, 
     assert completed[:1] == ([] if end is None else [end])
 
 
+@pytest.mark.parametrize(
+    ("texts", "before", "ids", "end"),
+    [
+        (("</tool>",), [0, 1, 3], [4, 5, 2], 2),
+        (("</tool>",), [3, 4, 5, 2], [2, 3, 4, 5, 2], 4),  # one that ends before the cut ended nothing: the run had other stop texts
+        (("</tool>",), [3, 4, 5, 2], [2, 2], None),
+        (("</tool>", "\n"), [3, 4], [6, 5, 2], 1),
+        (("\u20ac",), [2, 7], [8, 9, 2], 2),  # the bytes of one character on both sides
+        (("\u20ac",), [2, 7, 8], [9], 1),
+        (("\u20ac",), [2, 7], [8], None),
+        (("</tool>",), [], [3, 4, 5], 3),
+    ],
+)
+def test_a_text_may_begin_before_a_cut(texts: tuple[str, ...], before: list[int], ids: list[int], end: int | None) -> None:
+    assert StopTexts(tokenizer(), texts).end_over_cut(before, ids) == end
+
+
 def test_a_long_response_is_looked_at_by_its_end_alone() -> None:
     stops = StopTexts(tokenizer(), ("</tool>",))
     assert stops.window < 40

@@ -50,6 +50,7 @@ def make_rows(lengths, scores, *, groups=None, graded=None, cut=(), prompt_lengt
         missed_end=torch.zeros(n, dtype=torch.bool),
         source=["set"] * n,
         segments=segments or [()] * n,
+        observations=[()] * n,
         step_rewards=[tuple((prompt_length + t, reward) for t, reward in (steps or {}).get(i, ())) for i in range(n)],
     )
 

@@ -105,6 +105,7 @@ def rows(count: int) -> Rows:
         missed_end=number < 0,
         step_rewards=[()] * count,
         segments=[()] * count,
+        observations=[()] * count,
         source=["s"] * count,
     )
 

@@ -51,6 +51,22 @@ def test_returns_are_the_discounted_rewards_after_the_cut() -> None:
     assert [cut.row for cut in cuts_that_ended(configured("bootstrap"), rows, values)] == [0, 0, 1]
 
 
+def test_observations_take_no_time() -> None:
+    """The returns are those of the same sampled tokens without the environment's: 3 after the second one, where a cut is, and 2 after the
+    fourth."""
+    rows = make_rows([6], [1.0], steps={0: [(1, 9.0), (2, 0.5), (4, 0.25)]})
+    turns = replace(
+        rows,
+        tool_length=torch.tensor([5]),
+        observations=[((2, 3), (4, 2))],
+        step_rewards=[((3, 9.0), (7, 0.5), (11, 0.25))],
+    )
+    values = ((0, 2, 0.6), (0, 3, 0.5), (0, 4, 0.7))
+    expected = cuts_that_ended(configured(), rows, values)
+    assert cuts_that_ended(configured(), turns, values) == expected
+    assert expected[0].outcome == pytest.approx(0.5 + 0.25 * GAMMA**2 + GAMMA**3)
+
+
 def test_bias_its_error_and_the_bins() -> None:
     row = row_of([Cut(0, 0.5, 1.0), Cut(0, 0.9, 1.0), Cut(1, 0.55, 0.0), Cut(2, 1.3, 1.0)])
     errors = [-0.5, -0.1, 0.55, 0.3]

@@ -4,24 +4,32 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
-from tests.unit.trainer.test_open_responses import PROBLEMS, Run, configured, generate
+from tests.unit.rollout.test_multi_turn import Letters
+from tests.unit.trainer import test_open_responses, test_open_turns
+from tests.unit.trainer.test_open_responses import PROBLEMS, Run, configured
+from vapo_mcore.config import Config
 from vapo_mcore.data.prompts import Prompt
+from vapo_mcore.environments import Reply, TurnRequest
+from vapo_mcore.errors import RewardError, StepAbandoned
 from vapo_mcore.experience.collecting import SamplingCounts, collect
 from vapo_mcore.experience.open_responses import OpenResponses
 from vapo_mcore.experience.sampling import ResponseSampler, Round
 from vapo_mcore.records.timing import PhaseTimer
 from vapo_mcore.rewards.pool import Verdict
+from vapo_mcore.rollout.base import Generation, GenerationRequest
 
 STEPS = 12
-CONFIG = configured({"tokens": 4, "in_flight": 24, "train": "segments"})
+SETTINGS = {"tokens": 4, "in_flight": 24, "train": "segments"}
+CONFIGS = {"one turn": configured(SETTINGS), "turns": test_open_turns.with_turns(SETTINGS)}
 Step = tuple[Round, SamplingCounts]
 
 
@@ -29,20 +37,33 @@ Step = tuple[Round, SamplingCounts]
 class Engine:
     replica_index: int
     num_replicas: int
+    write: Callable[[GenerationRequest], Generation]
     is_replica_leader: bool = True
     max_running: int | None = None
 
     def generate(self, requests: Sequence[Any], _: Any) -> list[Any]:
-        return [generate(request) for request in requests]
+        return [self.write(request) for request in requests]
 
 
-def steps(rank: int, ranks: int) -> list[Step]:
-    run, responses = Run(CONFIG, ranks), OpenResponses(CONFIG, replica=rank, replicas=ranks)
+def sampler_of(rank: int, ranks: int, config: Config) -> ResponseSampler:
+    """The real sampler with the engine, and the environment, of the tests of open responses."""
+    verifiers: Any = SimpleNamespace(
+        take_restarts=lambda: 0,
+        grade=lambda items: [Verdict(1.0, True, None, 0.0) for _ in items],
+        respond=lambda _, turns: [test_open_turns.reply(turn) for turn in turns],
+    )
+    if config.rollout.environment is None:
+        tokenizer: Any = SimpleNamespace(decode=lambda ids, **_: " ".join(map(str, ids)))
+        engine: Any = Engine(rank, ranks, test_open_responses.generate)
+        return ResponseSampler(engine, verifiers, tokenizer, config.seed)
+    engine = Engine(rank, ranks, test_open_turns.generate)
+    return ResponseSampler(engine, verifiers, Letters(), config.seed, test_open_turns.TurnsRun.multi_turn)
+
+
+def steps(rank: int, ranks: int, config: Config) -> list[Step]:
+    run, responses = Run(config, ranks), OpenResponses(config, replica=rank, replicas=ranks)
     responses.prompts = PROBLEMS
-    tokenizer = SimpleNamespace(decode=lambda ids, **_: " ".join(map(str, ids)))
-    verifiers: Any = SimpleNamespace(take_restarts=lambda: 0, grade=lambda items: [Verdict(1.0, True, None, 0.0) for _ in items])
-    engine: Any = Engine(rank, ranks)
-    sampler = ResponseSampler(engine, verifiers, tokenizer, CONFIG.seed)
+    sampler = sampler_of(rank, ranks, config)
 
     def draw(count: int) -> list[Prompt]:
         found = list(run.prompts(count))
@@ -50,7 +71,7 @@ def steps(rank: int, ranks: int) -> list[Step]:
         return found
 
     return [
-        collect(CONFIG, sampler, draw, seed_step=number, timer=PhaseTimer(), dynamic=False, open_responses=responses)
+        collect(config, sampler, draw, seed_step=number, timer=PhaseTimer(), dynamic=False, open_responses=responses)
         for number in range(1, STEPS + 1)
     ]
 
@@ -63,7 +84,43 @@ def tokens(found: Step) -> list[tuple[str, int, list[int]]]:
     return [(*name, part.tolist()) for name, part in zip(names, parts, strict=True)]
 
 
-def test_two_replicas_that_swap_responses_sample_what_one_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def world_of_one() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_a_step_whose_environment_is_gone_leaves_the_open_responses_alone(world_of_one: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = CONFIGS["turns"]
+    sampler, responses = sampler_of(0, 1, config), OpenResponses(config, replica=0, replicas=1)
+    responses.prompts = PROBLEMS
+    run, sampling = Run(config, 1), test_open_turns.SAMPLING
+
+    def continued(step: int) -> Round:
+        fresh = list(run.prompts(responses.vacancies))
+        return sampler.continue_open(responses, fresh, sampling, seed_step=step, timer=PhaseTimer(), show=range)[0]
+
+    continued(1)
+    before, part = responses.state_dict(), responses.part()
+    calls = iter(range(100))
+
+    def gone(_: str, turns: Sequence[TurnRequest]) -> list[Reply]:
+        if next(calls) == 1:  # after the first turns of the step
+            raise RewardError("no worker process stays alive")
+        return [test_open_turns.reply(turn) for turn in turns]
+
+    with monkeypatch.context() as patched:
+        patched.setattr(sampler.verifiers, "respond", gone)
+        with pytest.raises(StepAbandoned, match="rank 0: no worker process stays alive"):
+            continued(2)
+    assert responses.state_dict() == before
+    assert all(torch.equal(part[name], found) for name, found in responses.part().items())
+    assert len(continued(2).rows) > 0
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_two_replicas_that_swap_responses_sample_what_one_samples(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     place, barrier = threading.local(), threading.Barrier(2)
     box: list[Any] = [None, None]
 
@@ -78,7 +135,7 @@ def test_two_replicas_that_swap_responses_sample_what_one_samples(monkeypatch: p
     def ranked(rank: int) -> None:
         place.rank = rank
         try:
-            found[rank] = steps(rank, 2)
+            found[rank] = steps(rank, 2, CONFIGS[name])
         except BaseException:
             barrier.abort()  # the other need not wait
             raise
@@ -96,7 +153,7 @@ def test_two_replicas_that_swap_responses_sample_what_one_samples(monkeypatch: p
     assert sorted(found) == [0, 1]
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        alone = steps(0, 1)
+        alone = steps(0, 1, CONFIGS[name])
     finally:
         dist.destroy_process_group()
     for one, first, second in zip(alone, found[0], found[1], strict=True):

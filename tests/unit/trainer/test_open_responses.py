@@ -29,7 +29,7 @@ PROBLEMS = {f"set/{n}": Prompt(f"set/{n}", [40 + n, 50, 60 + n], f"{n}?", str(n)
 Trained = tuple[str, int, tuple[int, ...], tuple[float, ...], str, tuple[tuple[int, int], ...]]
 
 
-def configured(horizon: dict[str, Any], estimator: str = "gae", samples: int = 3) -> Config:
+def configured(horizon: dict[str, Any], estimator: str = "gae", samples: int = 3, **rollout: Any) -> Config:
     return config_of(
         {
             "run": {"dir": "unused", "steps": 1},
@@ -41,7 +41,7 @@ def configured(horizon: dict[str, Any], estimator: str = "gae", samples: int = 3
                 "mini_batch_size": 4,
             },
             "data": {"train": [{"kind": "reasoning_gym", "task": "chain_sum", "size": 4}], "max_prompt_length": 16},
-            "rollout": {"max_response_length": LONGEST, "horizon": horizon},
+            "rollout": {"max_response_length": LONGEST, "horizon": horizon} | rollout,
             "algorithm": {
                 "advantage": {"estimator": estimator},
                 "policy_loss": {"importance_correction": {"kind": "token_truncate"}},
@@ -142,7 +142,7 @@ class Run:
 
 
 def ends_of(segments: Any) -> dict[Any, Any]:
-    return {key: (len(segment.token_ids), segment.finish_reason) for key, segment in segments.items()}
+    return {key: segment.end for key, segment in segments.items()}
 
 
 def as_trained(trajectory: Trajectory) -> Trained:

@@ -15,7 +15,7 @@ from tests.unit.trainer.rollouts import make_batch, make_config, make_rows
 from vapo_mcore.algorithm.weights import Denominators, token_weights
 from vapo_mcore.config import Config
 from vapo_mcore.data.packing import schedule
-from vapo_mcore.experience.batches import Experience, distribute
+from vapo_mcore.experience.batches import Experience, distribute, leading_tokens
 from vapo_mcore.experience.collecting import SamplingCounts
 from vapo_mcore.experience.open_responses import HorizonCounts
 from vapo_mcore.experience.sampling import Round
@@ -134,6 +134,15 @@ def test_stale_tokens_are_counted(stale: str, mean: float, largest: int) -> None
     row = metrics.reduce(None)
     assert (row["horizon/stale_tokens"], row["horizon/stale_responses"]) == (4, 2)
     assert (row["horizon/staleness_mean"], row["horizon/staleness_max"]) == (pytest.approx(mean), largest)
+
+
+def test_the_first_sampled_tokens_are_counted_over_observations() -> None:
+    """Two responses: 2 tokens of the prompt, 2 sampled, 2 of the environment, 2 sampled; 1 and 3."""
+    mask = torch.tensor([0, 0, 1, 1, 0, 0, 1, 1, 0, 1, 1, 1]).bool()
+    bounds = torch.tensor([0, 8, 12])
+    for counts, expected in (((3, 1), [2, 3, 6, 9]), ((2, 0), [2, 3]), ((4, 3), [2, 3, 6, 7, 9, 10, 11]), ((0, 2), [9, 10])):
+        leading = leading_tokens(mask, torch.tensor(counts), bounds)
+        assert (mask & leading).nonzero()[:, 0].tolist() == expected
 
 
 def test_segments_that_do_not_add_up_are_refused() -> None:

@@ -38,13 +38,22 @@ def segment_limit_is_reached(s: Subject) -> str | None:
     )
 
 
-@rule("rollout.horizon", "rollout.environment")
-def horizon_has_single_turns(s: Subject) -> str | None:
-    if s.config.rollout.horizon is None or s.config.rollout.environment is None:
+@rule("rollout.horizon.max_staleness", "rollout.horizon.tokens", "rollout.max_response_length", "algorithm.advantage.estimator")
+def some_tokens_are_too_old(s: Subject) -> str | None:
+    horizon, estimator = s.config.rollout.horizon, s.config.algorithm.advantage.estimator
+    if horizon is None or horizon.max_staleness is None or s.config.rollout.trains_segments:
         return None
+    if estimator in (*GROUP_ESTIMATORS, "custom"):  # a response may wait for its group for any number of steps
+        return None
+    longest = s.config.rollout.max_response_length
+    segments = min(-(-longest // horizon.tokens), horizon.max_segments or longest)
+    if horizon.max_staleness < segments - 1:
+        return None
+    advice = f"use at most {segments - 2}, or remove it" if segments > 1 else "remove it"
     return (
-        "cannot be combined with rollout.environment: a turn that is cut would have to keep the state of its environment over steps and "
-        "checkpoints, which is not supported; remove one of them"
+        f"{horizon.max_staleness} has no effect: a response has at most {segments} segments (rollout.horizon.tokens = {horizon.tokens}, "
+        f"rollout.max_response_length = {longest}, rollout.horizon.max_segments = {horizon.max_segments or 'null'}) and trains with the "
+        f"last, so its oldest tokens are {segments - 1} steps old; {advice}"
     )
 
 

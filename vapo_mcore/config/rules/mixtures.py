@@ -45,7 +45,7 @@ def engine_replay_needs_an_engine_that_returns_experts(s: Subject) -> str | None
 @rule("model.router.replay", "model.path", "critic.path")
 def engine_replay_needs_a_mixture_as_policy(s: Subject) -> str | None:
     assert s.architecture is not None
-    if s.config.model.router.replay != "engine" or s.architecture.is_moe or not _has_mixture(s):
+    if s.config.model.router.replay != "engine" or s.architecture.is_moe or not s.mixtures:
         return None
     return (
         "'engine' repeats the experts that the rollout engine chose with the policy's weights, but model.path is dense and only the "
