@@ -5,7 +5,7 @@
 # make quickstart-critic  the same on a game whose state the critic can read off the text (docs/critic.md)
 # make certify     measure on the quickstart's recipe whether trainer, engine, critic and graders agree (docs/certify.md)
 # make test        all tests but the slow ones; test-fast: unit tests; test-slow: the slow ones; test-mcore-next: a newer Megatron-Core
-# make test-gpu-stack  Transformer Engine's layers without a GPU: builds the environment of setup-gpu (.gpu_stack; an hour or two), then runs
+# make test-gpu-stack  Transformer Engine's layers without a GPU: builds the environment of setup-gpu (.venv_gpu_stack; an hour or two), then runs
 #                  tests/te_reference in it
 # make test-docs   the shorter commands of the pages, with small sizes, in a copy of the tree; test-docs-slow: all of them, as written
 # make test-chaos  35 runs killed at random times and resumed (three of them are in make test)
@@ -97,7 +97,7 @@ test-slow: $(INSTALLED)
 	$(BIN)/python -m pytest tests --ignore tests/docs --ignore tests/te_reference -m slow
 
 # The environment is kept; SETUP_OPTIONS="--jobs N" says how many compilers run at a time.
-GPU_STACK := .gpu_stack
+GPU_STACK := .venv_gpu_stack
 $(GPU_STACK)/.installed: tools/setup_gpu.py | python
 	@$(PYTHON) tools/setup_gpu.py --venv $(GPU_STACK) $(SETUP_OPTIONS)
 	@$(GPU_STACK)/bin/python -m pip --disable-pip-version-check -qq install pytest hypothesis

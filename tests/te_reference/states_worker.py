@@ -2,7 +2,7 @@
 
     states_worker.py fake FILE
 
-``offload``: steps of policy and critic in turns with offload, beside those of models of Megatron's own layers (tests/fake_cuda/step_worker.py).
+``offload``: steps of policy and critic in turns with offload (``tests/fake_cuda/step_worker.py``), beside those of Megatron's own layers.
 ``checkpoint``: what one kind of layers writes and the other reads, weights and both formats of optimizer state.
 """
 
@@ -19,7 +19,6 @@ te_reference.install()
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-
 from transformer_engine.pytorch.cpp_extensions.gemm import get_cublas_workspace_size_bytes  # noqa: E402
 
 from tests import fake_cuda  # noqa: E402

@@ -1,4 +1,4 @@
-"""The references themselves, against torch's operators and autograd in float64. They need neither Transformer Engine nor the fake device."""
+"""The references against torch's operators and autograd in float64; without Transformer Engine and the fake device."""
 
 from __future__ import annotations
 

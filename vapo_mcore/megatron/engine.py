@@ -28,7 +28,16 @@ from vapo_mcore.config.architecture import ModelArchitecture, padded_vocab_size
 from vapo_mcore.data.microbatch import MicroBatch
 from vapo_mcore.megatron.host import HAS_CUDA, megatron_scope
 from vapo_mcore.megatron.logprob import vocab_parallel_logprobs
-from vapo_mcore.megatron.model import MlpValueHead, Role, ValueHead, WeightLoader, build_chunks, choose_attention, layer_kind, trunk_parameters
+from vapo_mcore.megatron.model import (
+    MlpValueHead,
+    Role,
+    ValueHead,
+    WeightLoader,
+    build_chunks,
+    choose_attention,
+    layer_kind,
+    trunk_parameters,
+)
 from vapo_mcore.megatron.optimizer import Optimizer, Skipped
 from vapo_mcore.megatron.parallel import ParallelContext
 from vapo_mcore.megatron.routing import RouterCoefs, Routing

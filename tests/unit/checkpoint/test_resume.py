@@ -53,5 +53,7 @@ def test_what_can_be_loaded(form: str, saved: str, updates: int, tmp_path: Path)
 
 def test_shards_of_another_layout_are_refused(tmp_path: Path) -> None:
     other: Any = SimpleNamespace(**{**PARALLEL.__dict__, "tensor_model_parallel_size": 2})
-    with pytest.raises(CheckpointError, match=r"at another layout \(tensor_model_parallel_size 1 -> 2\); .* or resume at the old layout, with"):
+    with pytest.raises(
+        CheckpointError, match=r"at another layout \(tensor_model_parallel_size 1 -> 2\); .* or resume at the old layout, with"
+    ):
         _require_loadable(checkpoint(tmp_path, "dp_reshardable", "local"), other, "local")
