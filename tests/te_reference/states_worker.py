@@ -1,6 +1,6 @@
 """Worker of one process: state of models of Transformer Engine's layers. Writes one JSON object to FILE.
 
-    states_worker.py fake FILE
+    states_worker.py fake FILE [PART OF A NAME]
 
 ``offload``: steps of policy and critic in turns with offload (``tests/fake_cuda/step_worker.py``), beside those of Megatron's own layers.
 ``checkpoint``: what one kind of layers writes and the other reads, weights and both formats of optimizer state.
@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +65,7 @@ def checkpoints(role: str, dtype: str, folder: Path) -> dict[str, Any]:
         for form in ("fully_reshardable", "dp_reshardable"):
             written(model, folder / f"{role}_{dtype}_{writer}_{form}", form, saver)
         before = exported(model, parallel)
+        saver.pool.clear()
         follow = update(model, parallel, 2)
         for reader in ("te", "sdpa"):
             for form in ("fully_reshardable", "dp_reshardable"):
@@ -79,23 +82,28 @@ def checkpoints(role: str, dtype: str, folder: Path) -> dict[str, Any]:
                     "extra_states": len(extra),
                     "keys": len(before),
                 }
-    release_groups()
+    return found
+
+
+def cases(folder: Path) -> dict[str, Callable[[], Any]]:
+    found: dict[str, Callable[[], Any]] = {}
+    for dtype in ("float32", "bfloat16"):
+        for attention in ("te", "sdpa"):
+            found[f"offload {dtype} {attention}"] = partial(step_worker.run_case, {"dtype": dtype, "attention": attention}, 1)
+        for role in ("policy", "critic"):
+            found[f"checkpoint {role} {dtype}"] = partial(checkpoints, role, dtype, folder)
     return found
 
 
 def main() -> None:
     torch.set_num_threads(1)
-    file = Path(sys.argv[2])
+    file, only = Path(sys.argv[2]), sys.argv[3] if len(sys.argv) > 3 else ""
     results: dict[str, Any] = {"workspace": get_cublas_workspace_size_bytes()}
-    for dtype in ("float32", "bfloat16"):
-        for attention in ("te", "sdpa"):
-            results[f"offload {dtype} {attention}"] = step_worker.run_case({"dtype": dtype, "attention": attention}, 1)
+    for name, run in cases(file.parent).items():
+        if only in name.replace(" ", "_"):
+            results[name] = run()
             release_groups()
-    for role in ("policy", "critic"):
-        for dtype in ("float32", "bfloat16"):
-            results[f"checkpoint {role} {dtype}"] = checkpoints(role, dtype, file.parent)
-    results |= {"faults": fake_cuda.FAULTS, "calls": dict(te_reference.CALLS)}
-    file.write_text(json.dumps(results))
+            file.write_text(json.dumps(results | {"faults": fake_cuda.FAULTS, "calls": dict(te_reference.CALLS)}))
     dist.destroy_process_group()
 
 
