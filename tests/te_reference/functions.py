@@ -124,7 +124,8 @@ def _rotary(
     cu_seqlens: Tensor | None,
     cp_size: int,
     cp_rank: int,
-    sign: float,
+    *,
+    transposed: bool,
 ) -> Tensor:
     refuse(start_positions=start_positions, interleaved=interleaved or None)
     assert layout.name == "NVTE_THD" and cu_seqlens is not None, f"{layout} has no reference: packed sequences only"
@@ -132,20 +133,19 @@ def _rotary(
     angles = _angles(freqs, cu_seqlens, cp_size, cp_rank)
     assert angles.shape[0] == x.shape[0], f"offsets of {angles.shape[0]} tokens for {x.shape[0]}"
     turned, kept = x[..., : angles.shape[-1]].float(), x[..., angles.shape[-1] :]
-    first, second = turned.chunk(2, -1)
-    around = torch.cat((-second, first), -1) * sign
-    return torch.cat(((turned * angles.cos() + around * angles.sin()).to(x.dtype), kept), -1)
+    first, second = (turned * angles.sin() if transposed else turned).chunk(2, -1)
+    around = torch.cat((second, -first), -1) if transposed else torch.cat((-second, first), -1) * angles.sin()
+    return torch.cat(((turned * angles.cos() + around).to(x.dtype), kept), -1)
 
 
 def fused_rope_forward(x: Tensor, freqs: Tensor, *rest: Any) -> Tensor:
     """Rotate [tokens, heads, head_dim] by angles [positions, 1, 1, rotated dimensions]; further dimensions stay."""
-    return _rotary(x, freqs, *rest, sign=1.0)
+    return _rotary(x, freqs, *rest, transposed=False)
 
 
 def fused_rope_backward(gradient: Tensor, freqs: Tensor, *rest: Any) -> Tensor:
-    """Rotate back: both halves of a head have the same angles."""
-    assert torch.equal(*freqs.chunk(2, -1))
-    return _rotary(gradient, freqs, *rest, sign=-1.0)
+    """Apply the transposed rotation to the gradient."""
+    return _rotary(gradient, freqs, *rest, transposed=True)
 
 
 def multi_tensor_scale(chunk: int, overflow: Tensor, lists: list[list[Tensor]], scale: float) -> None:

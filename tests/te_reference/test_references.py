@@ -88,7 +88,7 @@ def test_tf32_keeps_ten_bits() -> None:
 def test_rotary_embedding(cp: int) -> None:
     """Every context-parallel rank's chunks, with dimensions that are not rotated; the backward pass is the transpose."""
     lengths = [4 * cp, 2 * cp, 6 * cp]
-    freqs = random(64, 1, 1, 4).repeat(1, 1, 1, 2)
+    freqs = random(64, 1, 1, 8)
     whole = torch.cat([freqs[:length, 0] for length in lengths])
     x = random(sum(lengths), 3, 12)
     half_turned = torch.cat((-x[..., 4:8], x[..., :4]), -1)
