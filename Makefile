@@ -5,6 +5,8 @@
 # make quickstart-critic  the same on a game whose state the critic can read off the text (docs/critic.md)
 # make certify     measure on the quickstart's recipe whether trainer, engine, critic and graders agree (docs/certify.md)
 # make test        all tests but the slow ones; test-fast: unit tests; test-slow: the slow ones; test-mcore-next: a newer Megatron-Core
+# make test-gpu-stack  Transformer Engine's layers without a GPU: builds the environment of setup-gpu (.venv_gpu_stack; an hour or two), then runs
+#                  tests/te_reference in it
 # make test-docs   the shorter commands of the pages, with small sizes, in a copy of the tree; test-docs-slow: all of them, as written
 # make test-chaos  35 runs killed at random times and resumed (three of them are in make test)
 # make test-slurm  jobs on a real Slurm of fake nodes (needs root; installs Debian's slurm-wlm and munge if they are missing)
@@ -26,7 +28,7 @@ TINY := models/tiny/.made
 GAME := models/tiny_game/.made
 BENCHMARKS := $(filter-out benchmarks/gpu_%,$(wildcard benchmarks/*.py))
 
-.PHONY: setup setup-gpu python quickstart quickstart-critic certify test test-fast test-slow test-docs test-docs-slow test-chaos test-slurm test-mcore-next lint format bench clean
+.PHONY: setup setup-gpu test-gpu-stack python quickstart quickstart-critic certify test test-fast test-slow test-docs test-docs-slow test-chaos test-slurm test-mcore-next lint format bench clean
 
 setup: $(INSTALLED)
 
@@ -92,7 +94,17 @@ test-chaos: $(INSTALLED)
 	$(BIN)/python -m pytest tests/chaos
 
 test-slow: $(INSTALLED)
-	$(BIN)/python -m pytest tests --ignore tests/docs -m slow
+	$(BIN)/python -m pytest tests --ignore tests/docs --ignore tests/te_reference -m slow
+
+# The environment is kept; SETUP_OPTIONS="--jobs N" says how many compilers run at a time.
+GPU_STACK := .venv_gpu_stack
+$(GPU_STACK)/.installed: tools/setup_gpu.py | python
+	@$(PYTHON) tools/setup_gpu.py --venv $(GPU_STACK) $(SETUP_OPTIONS)
+	@$(GPU_STACK)/bin/python -m pip --disable-pip-version-check -qq install pytest hypothesis
+	@touch $@
+
+test-gpu-stack: $(GPU_STACK)/.installed
+	OMP_NUM_THREADS=1 $(GPU_STACK)/bin/python -m pytest tests/te_reference -rP --durations 10
 
 test-slurm: $(INSTALLED)
 	$(BIN)/python -m pytest tests/slurm

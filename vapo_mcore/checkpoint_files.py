@@ -51,6 +51,7 @@ class Manifest:
         files: relative path -> (bytes, SHA-256).
         aside_updates: unscheduled optimizer updates (self-imitation) of the same models. Absent, meaning 0, in checkpoints written
             before they were counted.
+        layers: ``te`` or ``local`` (``megatron.model.layer_kind``); empty in checkpoints written before it was recorded.
     """
 
     stage: Stage
@@ -63,6 +64,7 @@ class Manifest:
     files: dict[str, tuple[int, str]] = field(default_factory=dict)
     format_version: int = FORMAT_VERSION
     aside_updates: dict[str, int] = field(default_factory=dict)
+    layers: str = ""
 
     def has_optimizer(self, role: str) -> bool:
         """Return whether the model's optimizer is saved, that is, whether it has made any update."""

@@ -37,7 +37,13 @@ COMMANDS = [
     Command("make test-docs", add="--dry-run", why="it is what runs these commands", says=("-m pytest tests/docs",)),
     Command("make test-docs-slow", add="--dry-run", why="it is what runs these commands", says=("-m pytest tests/docs",)),
     Command("make test-chaos", add="--dry-run", why="three of its runs are in make test", says=("-m pytest tests/chaos",)),
-    Command("make test-slow", add="--dry-run", why="they take hours", says=("-m pytest tests --ignore tests/docs -m slow",)),
+    Command(
+        "make test-slow",
+        add="--dry-run",
+        why="they take hours",
+        says=("-m pytest tests --ignore tests/docs --ignore tests/te_reference -m slow",),
+    ),
+    Command("make test-gpu-stack", add="--dry-run", why="it compiles for an hour or more", says=("-m pytest tests/te_reference",)),
     Command(". .venv/bin/activate"),
     # README: the quickstart, then everything that is said about the run that it leaves.
     Command(

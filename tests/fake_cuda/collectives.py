@@ -87,12 +87,12 @@ def enter(name: str, args: tuple, tensors: list[Tensor]) -> None:
             )
     stream, current = _streams.get(group) or _new_stream(group), order.current_stream()
     stream.wait_stream(current)
-    mark = stream.enqueue()
+    mark, writes = stream.enqueue(), not name.startswith("c10d.send")
     for tensor in data:
         facts = memory_of(tensor)
         assert facts is not None
-        facts.accesses.check(stream.clock, writes=True, what=f"{name}: a tensor {tuple(tensor.shape)}")
-        facts.accesses.add(mark, writes=True)
+        facts.accesses.check(stream.clock, writes=writes, what=f"{name}: a tensor {tuple(tensor.shape)}")
+        facts.accesses.add(mark, writes=writes)
     ticket = _tickets[-1] if _tickets else None
     if ticket is None:
         current.wait_stream(stream)

@@ -68,11 +68,12 @@ def build(
     parallel: ParallelContext,
     *,
     dtype: Any = "float32",
+    attention: Any = "sdpa",
     recompute: Any = "none",
     cpu_offload: bool = False,
     head_only: bool = False,
 ) -> MegatronModel:
-    settings = ModelConfig(path="unused: weights are random", dtype=dtype, attention="sdpa", recompute=recompute)
+    settings = ModelConfig(path="unused: weights are random", dtype=dtype, attention=attention, recompute=recompute)
     optimizer = OptimizerConfig(lr=1e-3, warmup_rollouts=0, cpu_offload=cpu_offload)
     return MegatronModel(role, SHAPE, settings, parallel, load_weights=random_weights, optimizer=optimizer, head_only=head_only)
 

@@ -89,6 +89,8 @@ class Functions(TorchFunctionMode):
         kwargs = kwargs or {}
         if getattr(func, "__name__", "") in ("__get__", "__set__"):
             return func(*args, **kwargs)
+        if func is torch.device and args and isinstance(args[0], int):
+            return torch.device("cuda", args[0])
         if func is torch.tensor:
             return _tensor(args, kwargs)
         if func is torch.as_tensor:

@@ -206,17 +206,18 @@ class _Engine:
         return getattr(self._real, name)
 
 
-def install() -> None:
+def install(*, transformer_engine: bool = False) -> None:
     """Make this process one of a machine with fake CUDA devices: ``LOCAL_WORLD_SIZE`` of them, or ``FAKE_CUDA_DEVICES``.
 
     Cannot be undone; a second call does nothing. Raises RuntimeError if something that asks for CUDA at import is imported already.
+    ``transformer_engine``: leave it importable, for ``tests/te_reference``, which replaces its kernels.
     """
     if torch.Generator is generators.Generator:
         return
     early = sorted(name for name in sys.modules if name in ("megatron.core", "vapo_mcore.megatron.host", "transformer_engine", "vllm"))
     if early:
         raise RuntimeError(f"install the fake CUDA device before {', '.join(early)} is imported")
-    for library in ("transformer_engine", "flashinfer", "vllm"):  # they would call kernels
+    for library in (*(() if transformer_engine else ("transformer_engine",)), "flashinfer", "vllm"):  # they would call kernels
         sys.modules[library] = None  # type: ignore[assignment]
     for module in (
         "torch._dynamo",

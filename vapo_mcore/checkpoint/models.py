@@ -147,7 +147,10 @@ def fill_chunks(chunks: Sequence[Any], folder: str | Path) -> None:
     with megatron_scope():
         loaded = _load(weights_state(chunks), folder)
         for number, chunk in enumerate(chunks):
-            chunk.load_state_dict(loaded[f"chunk{number}"], strict=True)
+            # Transformer Engine's norms have an extra state that Megatron does not save; without fp8 it is empty.
+            kept = chunk.load_state_dict(loaded[f"chunk{number}"], strict=False)
+            wrong = [key for key in (*kept.missing_keys, *kept.unexpected_keys) if not key.endswith(EXTRA_STATE)]
+            assert not wrong, wrong  # _load has compared the keys with the folder's
 
 
 @torch.no_grad()

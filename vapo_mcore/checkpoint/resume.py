@@ -102,7 +102,7 @@ def load_models(config: Config, models: Models, parallel: ParallelContext, check
             f"{checkpoint.path} holds {' and '.join(manifest.updates)}, the configuration trains {' and '.join(present)}; resume with the "
             "estimator of the run"
         )
-    _require_loadable(checkpoint, parallel)
+    _require_loadable(checkpoint, parallel, models.policy.layers)
     form: OptimizerFormat = manifest.optimizer_format  # type: ignore[assignment]
     for role, model in present.items():
         models.residency.enter("policy_update" if role == "policy" else "critic_update")
@@ -114,7 +114,11 @@ def load_models(config: Config, models: Models, parallel: ParallelContext, check
     models.residency.enter("generate")
 
 
-def _require_loadable(checkpoint: Checkpoint, parallel: ParallelContext) -> None:
+def _require_loadable(checkpoint: Checkpoint, parallel: ParallelContext, layers: str) -> None:
+    """Raise CheckpointError for optimizer shards of another layout or of layers with another order of parameters.
+
+    ``dp_reshardable`` stores buffers as they are in memory: Megatron would load them into the wrong parameters, without an error.
+    """
     manifest = checkpoint.manifest
     if manifest.optimizer_format == "fully_reshardable" or not any(map(manifest.has_optimizer, manifest.updates)):
         return
@@ -123,13 +127,17 @@ def _require_loadable(checkpoint: Checkpoint, parallel: ParallelContext) -> None
         for name in _SAME_FOR_SHARDS
         if name in manifest.layout and manifest.layout[name] != (getattr(parallel, name) or 1)  # older ones have no experts
     ]
+    what, old = "at another layout", "at the old layout"
+    if not different and manifest.layers and manifest.layers != layers:
+        kinds = {"te": "model.attention = te", "local": "model.attention = sdpa or varlen"}
+        different, what, old = [f"{kinds[manifest.layers]} -> {kinds[layers]}"], "with other layers", f"with {kinds[manifest.layers]}"
     if not different:
         return
     other = [path.name for path in files.list_checkpoints(checkpoint.path.parent.parent) if _format(path) == "fully_reshardable"]
     way = f"resume from {other[-1]} with --resume-from {other[-1]}" if other else "nor can any other checkpoint of the run"
     raise CheckpointError(
-        f"{checkpoint.path} holds optimizer state that cannot be loaded at another layout ({', '.join(different)}); {way}, or resume at "
-        "the old layout with checkpoint.reshardable_every=1 and let it save once"
+        f"{checkpoint.path} holds optimizer state that cannot be loaded {what} ({', '.join(different)}); {way}, or resume {old}, "
+        "with checkpoint.reshardable_every=1, and let it save once"
     )
 
 

@@ -130,6 +130,7 @@ class Checkpointer:
             layout={name: getattr(self.parallel, name) or 1 for name in LAYOUT},
             metrics={},
             package_version=__version__,
+            layers=self._models()["policy"].layers,
         )
         temporary = files.incomplete(self.config.run.dir, manifest.name)
         try:

@@ -28,7 +28,16 @@ from vapo_mcore.config.architecture import ModelArchitecture, padded_vocab_size
 from vapo_mcore.data.microbatch import MicroBatch
 from vapo_mcore.megatron.host import HAS_CUDA, megatron_scope
 from vapo_mcore.megatron.logprob import vocab_parallel_logprobs
-from vapo_mcore.megatron.model import MlpValueHead, Role, ValueHead, WeightLoader, build_chunks, trunk_parameters
+from vapo_mcore.megatron.model import (
+    MlpValueHead,
+    Role,
+    ValueHead,
+    WeightLoader,
+    build_chunks,
+    choose_attention,
+    layer_kind,
+    trunk_parameters,
+)
 from vapo_mcore.megatron.optimizer import Optimizer, Skipped
 from vapo_mcore.megatron.parallel import ParallelContext
 from vapo_mcore.megatron.routing import RouterCoefs, Routing
@@ -145,6 +154,7 @@ class MegatronModel:
         self.role = role
         self.architecture = architecture
         self.parallel = parallel
+        self.layers = layer_kind(choose_attention(model.attention, parallel.context_parallel_size, model.dtype))
         self.softmax_size, self.excluded_columns = _softmax_columns(architecture.vocab_size, unknown_token_ids, parallel)
         self.chunks = build_chunks(role, architecture, model, parallel, head_dropout=head_dropout)
         load_weights(self.chunks)

@@ -41,6 +41,11 @@ def choose_attention(requested: str, context_parallel_size: int, dtype: str) -> 
         if has_te:
             return "te"
         return "varlen" if HAS_CUDA and context_parallel_size == 1 else "sdpa"
+    if requested == "te" and dtype == "float32" and context_parallel_size > 1:
+        raise ConfigError(
+            "model.attention = te with model.dtype = float32 does not support context parallelism: Transformer Engine's attention "
+            "over several ranks takes 16-bit types only; use auto or sdpa, or model.dtype = bfloat16"
+        )
     if requested == "te" and not has_te:
         raise ConfigError("model.attention = te requires CUDA and the transformer-engine package; use auto, varlen or sdpa")
     if requested == "varlen" and not HAS_CUDA:
@@ -48,6 +53,14 @@ def choose_attention(requested: str, context_parallel_size: int, dtype: str) -> 
     if requested == "varlen" and context_parallel_size > 1:
         raise ConfigError("model.attention = varlen does not support context parallelism; use te or sdpa")
     return requested  # type: ignore[return-value]
+
+
+def layer_kind(attention: Attention) -> Literal["te", "local"]:
+    """Return whose layers this attention is built into: Transformer Engine's or Megatron-Core's own.
+
+    Both have the same parameters in different orders: Transformer Engine's norms are part of the projections that follow them.
+    """
+    return "te" if attention == "te" else "local"
 
 
 def recompute_settings(recompute: str, attention: Attention, *, experts: bool = False) -> dict[str, Any]:

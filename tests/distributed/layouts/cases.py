@@ -27,6 +27,7 @@ class Case:
     ep: int = 1
     etp: int | None = None
     replay: bool = False  # routers repeat the choices of a pass with other weights and other micro-batches (``replay.py``)
+    attention: str = "auto"
     parts_of_dp: int = 1  # one process takes the micro-batches of so many data-parallel ranks
 
     @property
@@ -40,6 +41,7 @@ class Case:
         parts += ["no_sp"] if self.sequence_parallel is False else []
         parts += [self.recompute] if self.recompute != "none" else []
         parts += [self.dtype] if self.dtype != "float32" else []
+        parts += [self.attention] if self.attention != "auto" else []
         parts += ["replay"] if self.replay else []
         return "-".join([self.model, *parts, f"mb{self.microbatches}", self.aggregation])
 

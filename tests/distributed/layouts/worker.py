@@ -142,9 +142,11 @@ def microbatches(case: Case, parallel: ParallelContext, tensors: dict[str, list[
             context_parallel_size=parallel.context_parallel_size,
             context_parallel_rank=parallel.context_parallel_rank,
             tensor_parallel_size=parallel.tensor_model_parallel_size,
+            device=parallel.device,
         )
         packed = {name: torch.cat([parts_[row] for row in rows]) if rows else parts_[0][:0] for name, parts_ in tensors.items()}
-        result.append(MicroBatch(layout, torch.tensor(rows, dtype=torch.int64), packed))
+        on_device = {name: tensor.to(parallel.device) for name, tensor in packed.items()}
+        result.append(MicroBatch(layout, torch.tensor(rows, dtype=torch.int64), on_device))
     return parts, result
 
 
@@ -167,7 +169,7 @@ def build(role: str, case: Case, folder: Path, parallel: ParallelContext) -> Meg
                     chunks[-1].output_layer.dense.weight.copy_(weight)
                     chunks[-1].output_layer.dense.bias.copy_(bias)
 
-    model = SimpleNamespace(dtype=case.dtype, attention="auto", recompute=case.recompute)
+    model = SimpleNamespace(dtype=case.dtype, attention=case.attention, recompute=case.recompute)
     unknown = problem.unknown_ids(case.model)
     built = MegatronModel(role, architecture, model, parallel, load_weights=load, optimizer=OPTIMIZER, unknown_token_ids=unknown)  # type: ignore[arg-type]
     BUILT.extend(weakref.ref(chunk) for chunk in built.wrapped)
@@ -191,7 +193,7 @@ def gradients(model: MegatronModel) -> dict[str, Tensor]:
                 shard = bucket.grad_data.chunk(group.size())[group.rank()].clone()
                 dist.all_gather_into_tensor(bucket.grad_data, shard, group=group)
     exporter = GradientExporter(model.chunks, model.architecture, model.parallel, role=model.role)  # type: ignore[arg-type]
-    return {name: tensor.clone() for bucket in exporter.buckets() for name, tensor in bucket}
+    return {name: tensor.to("cpu", copy=True) for bucket in exporter.buckets() for name, tensor in bucket}
 
 
 def two_updates(
@@ -219,11 +221,11 @@ def two_updates(
 
 
 def weights(exporter: Exporter) -> dict[str, Tensor]:
-    return {name: tensor.clone() for bucket in exporter.buckets() for name, tensor in bucket}
+    return {name: tensor.to("cpu", copy=True) for bucket in exporter.buckets() for name, tensor in bucket}
 
 
 def worst(got: list[Tensor], expected: list[Tensor], rows: list[int]) -> float:
-    return max((float((one.double() - expected[row].double()).abs().max()) for one, row in zip(got, rows, strict=True)), default=0.0)
+    return max((float((one.cpu().double() - expected[row].double()).abs().max()) for one, row in zip(got, rows, strict=True)), default=0.0)
 
 
 def gradient_error(got: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
@@ -297,7 +299,7 @@ def check(case: Case, reference: Reference, workdir: Path) -> dict[str, float]:
         else:
             errors = compare(case, parallel, reference, workdir)
     assert (len(exchanges) > 0) == (case.pp > 1 and case.vpp is None and not case.equal), (case.name, len(exchanges))
-    table = torch.tensor(list(errors.values()), dtype=torch.float64)
+    table = torch.tensor(list(errors.values()), dtype=torch.float64, device=parallel.device)
     dist.all_reduce(table, op=dist.ReduceOp.MAX)
     return dict(zip(errors, table.tolist(), strict=True))
 
@@ -330,7 +332,7 @@ def compare(case: Case, parallel: ParallelContext, reference: Reference, workdir
             outputs = model.forward(batches, outputs=("logprobs", "entropy"))
         else:
             outputs = model.forward(batches, outputs=("values", "bootstrap_values"))
-            last = torch.cat(outputs.pop("bootstrap_values"))
+            last = torch.cat(outputs.pop("bootstrap_values")).cpu()
             errors["bootstrap"] = float((last.double() - reference.data["last"][rows]).abs().max()) if rows else 0.0
         for name, tensors in outputs.items():
             sizes = [[reference.sizes[row] for row in part] for part in parts]
@@ -346,10 +348,10 @@ def compare(case: Case, parallel: ParallelContext, reference: Reference, workdir
             loss = SequenceTestLoss(group) if kind == "gspo" else PolicyTestLoss()
         unknown = list(problem.unknown_ids(case.model))
         if unknown and role == "policy":
-            assert compare_norms(output_row_norms(model), reference.folder)
+            assert compare_norms(output_row_norms(model).cpu(), reference.folder)
         result, (stats, found) = two_updates(model, batches, loss, lambda stats, model=model: (stats, gradients(model)))
         expected = reference.data[f"{role}.{kind}.loss"].item()
-        errors[f"{role}_loss"] = abs(stats["loss"] - expected)
+        errors[f"{role}_loss"] = abs(float(stats["loss"]) - expected)
         expected_grads = reference.group(f"{role}.{kind}.grad.")
         errors[f"{role}_gradient"] = gradient_error(found, expected_grads)
         if unknown and role == "policy":

@@ -13,6 +13,7 @@ import torch
 from tests.unit.checkpoint.conftest import build, contents, update
 from vapo_mcore.checkpoint.models import ModelSaver, OptimizerFormat, check_steps, load_optimizer, load_weights, set_updates
 from vapo_mcore.errors import CheckpointError
+from vapo_mcore.megatron.attention import RMSNorm
 from vapo_mcore.megatron.engine import MegatronModel
 from vapo_mcore.megatron.parallel import ParallelContext
 from vapo_mcore.weights.distcp import METADATA_NAME
@@ -64,6 +65,23 @@ def test_weights_alone_give_the_optimizer_its_start(tmp_path: Path, folder: Path
     part.write()
     part.finish()
     other = build("policy", folder, parallel, seed=5, dtype="bfloat16")
+    load_weights(other, tmp_path / "weights")
+    assert_equal(contents(model), contents(other))
+
+
+def test_norms_with_an_extra_state_read_weights_without(
+    tmp_path: Path, folder: Path, parallel: ParallelContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Transformer Engine's norms have one (empty without fp8): weights saved by other layers, or converted, are read all the same."""
+    model = build("policy", folder, parallel, seed=1)
+    (tmp_path / "weights").mkdir()
+    part = ModelSaver(parallel).weights(model, tmp_path / "weights")
+    part.write()
+    part.finish()
+    monkeypatch.setattr(RMSNorm, "get_extra_state", lambda norm: torch.empty(0, dtype=torch.uint8), raising=False)
+    monkeypatch.setattr(RMSNorm, "set_extra_state", lambda norm, state: None, raising=False)
+    other = build("policy", folder, parallel, seed=5)
+    assert any(name.endswith("layernorm._extra_state") for name in other.chunks[0].state_dict())
     load_weights(other, tmp_path / "weights")
     assert_equal(contents(model), contents(other))
 

@@ -12,8 +12,9 @@ import pytest
 from tests.rollout_models import write_model
 from vapo_mcore.certify.checks import trainer
 from vapo_mcore.config.schema import ModelConfig
+from vapo_mcore.errors import ConfigError
 from vapo_mcore.megatron import model as module
-from vapo_mcore.megatron.model import choose_attention, recompute_settings
+from vapo_mcore.megatron.model import choose_attention, layer_kind, recompute_settings
 from vapo_mcore.trainer import models
 from vapo_mcore.weights import verify
 from vapo_mcore.weights.views import open_view
@@ -68,6 +69,17 @@ def test_a_run_is_told_of_tf32(dtype: Any, attention: Any, warned: bool, monkeyp
 def test_te_is_taken_for_float32_where_it_is_asked_for(gpu: Callable[[bool], None]) -> None:
     gpu(True)
     assert choose_attention("te", 1, "float32") == "te"
+
+
+def test_te_in_float32_is_refused_with_context_parallelism(gpu: Callable[[bool], None]) -> None:
+    """Transformer Engine has no attention for it; it would raise in the first forward pass."""
+    gpu(True)
+    with pytest.raises(ConfigError, match=r"float32 does not support context parallelism: .*; use auto or sdpa, or model.dtype = bfloat16"):
+        choose_attention("te", 2, "float32")
+
+
+def test_layers_of_an_attention() -> None:
+    assert {attention: layer_kind(attention) for attention in ("te", "varlen", "sdpa")} == {"te": "te", "varlen": "local", "sdpa": "local"}  # type: ignore[arg-type]
 
 
 def test_selective_recomputes_attention_only_where_it_keeps_scores() -> None:

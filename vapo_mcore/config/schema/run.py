@@ -58,8 +58,8 @@ class RouterConfig(Section):
 class ModelConfig(Section):
     path: Path  # Hugging Face folder with config.json, safetensors and tokenizer
     dtype: Literal["float32", "bfloat16"] = "bfloat16"  # dtype of weights and activations
-    # te: Transformer Engine; varlen: torch's kernel, CUDA without CP, bfloat16; sdpa: any device; auto: the first of these that can run,
-    # for float32 sdpa (te computes float32 in TF32).
+    # te: Transformer Engine, CUDA, float32 without CP; varlen: torch's kernel, CUDA without CP, bfloat16; sdpa: any device; auto: the first
+    # of these that can run, for float32 sdpa (te computes float32 in TF32).
     attention: Literal["auto", "te", "varlen", "sdpa"] = "auto"
     # Activations computed again in the backward pass; selective: the MLP, and attention with sdpa; full: all but each layer's input.
     recompute: Literal["none", "selective", "full"] = "none"
