@@ -141,6 +141,7 @@ def test_a_bad_batch_comes_back_as_the_loss_read_it(tmp_path: Path) -> None:
         "missed_end": False,
         "step_rewards": [],
         "segments": [],
+        "observations": [],
         "source": "s",
     }
     assert [batch.rows.tolist() for batch in found] == [[0, 2], []]  # numbers of the whole rollout

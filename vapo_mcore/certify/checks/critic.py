@@ -40,9 +40,9 @@ def run(bench: Bench) -> list[Measurement]:
         raise NotApplicable(f"the estimator {bench.config.algorithm.advantage.estimator} has no critic")
     found = [_head(bench)]
     copy = _copy(bench)
-    before = _values(bench, copy, bench.microbatches(bench.sequences))
+    before = _values(copy, bench.microbatches(bench.sequences))
     found.append(_train_head(bench, copy))
-    values = _values(bench, copy, bench.microbatches(bench.sequences))
+    values = _values(copy, bench.microbatches(bench.sequences))
     found.append(_towards_returns(copy, before, values))
     found += _export(bench, copy, values)
     found += _packing(bench, copy, values)
@@ -154,7 +154,7 @@ def _towards_returns(critic: MegatronModel, before: dict[int, Tensor], after: di
     return fails(what, shown, tolerance, remedy, moved)
 
 
-def _values(bench: Bench, critic: MegatronModel, microbatches: Sequence[MicroBatch]) -> dict[int, Tensor]:
+def _values(critic: MegatronModel, microbatches: Sequence[MicroBatch]) -> dict[int, Tensor]:
     """Sequence number -> float32 [tokens] raw outputs at its tokens but the last, then at the last."""
     found = critic.forward(microbatches, outputs=("values", "bootstrap_values"))
     values: dict[int, Tensor] = {}
