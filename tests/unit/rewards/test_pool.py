@@ -132,11 +132,11 @@ def test_scenario_23_waiting_is_not_grading():
 
 
 def test_importing_a_verifier_is_not_grading_time():
-    with VerifierPool(1, 0.4) as pool:
+    with VerifierPool(1, 0.75) as pool:
         start = time.monotonic()
-        verdict = pool.grade([GradeItem("math", r"\boxed{\frac{1}{2}}", "0.5")])[0]
-        assert time.monotonic() - start > 0.4, "importing sympy was so fast that this test shows nothing"
-    assert verdict.correct and verdict.seconds < 0.4
+        verdict = pool.grade([GradeItem("tests.unit.rewards.slow_import:equal", "7", "7")])[0]
+        assert time.monotonic() - start > 1.5, "the module was imported before"
+    assert verdict.correct and verdict.seconds < 0.75
 
 
 def test_equal_answers_are_graded_once(pool):
