@@ -11,7 +11,7 @@ import pytest
 from tests.torchrun import run_torchrun
 
 WORKER = Path(__file__).parent / "planning" / "worker.py"
-QUICK = ("tiny", "tiny_tied_interleaved_full", "tiny_data_parallel", "tiny_mixture")
+QUICK = ("tiny", "tiny_tied_interleaved_full", "tiny_data_parallel")
 SLOW = ("tiny_bfloat16_selective", "tiny_full", "tiny_interleaved", "smollm2")
 WIDE = ("smollm2_1.7b_two_layers",)  # alone, since it takes 16 GB
 SIX_RANKS = ("smollm2_tp3_pp2",)
@@ -48,8 +48,6 @@ def test_host_bytes_are_exact(cases: dict[str, dict[str, Any]]) -> None:
 
 # Stage 0, measured since `plan` counts rotary tables: 1.060 (policy) and 1.053 (critic). The cause is not found.
 MOST = {"tiny_tied_interleaved_full": 1.07}
-# With random routers a rank gets more tokens than the even share that `plan` assumes. Measured: updates 0.913 to 0.923, forward passes 0.735 to 0.798.
-LEAST = {"tiny_mixture": 0.7}
 
 
 @pytest.mark.parametrize("role", ROLES)
@@ -60,7 +58,7 @@ def test_device_bytes_of_an_update(cases: dict[str, dict[str, Any]], role: str) 
             state = sum(rank[role].values())
             ratio = (state + _predicted(case, rank)[f"{role}_train"]) / (state + rank[f"{role}_train"])
             print(f"{name}, stage {rank['stage']}, {role} update: predicted / measured = {ratio:.3f}")
-            assert LEAST.get(name, 0.95) <= ratio <= MOST.get(name, 1.05), (name, rank["stage"], ratio)
+            assert 0.95 <= ratio <= MOST.get(name, 1.05), (name, rank["stage"], ratio)
 
 
 @pytest.mark.parametrize("role", ROLES)
@@ -70,7 +68,7 @@ def test_device_bytes_of_forward_passes(cases: dict[str, dict[str, Any]], role: 
             state = rank[role]["params"]
             ratio = (state + _predicted(case, rank)[f"{role}_forward"]) / (state + rank[f"{role}_forward"])
             print(f"{name}, stage {rank['stage']}, {role} forward: predicted / measured = {ratio:.3f}")
-            assert LEAST.get(name, 0.95) <= ratio <= 1.05, (name, rank["stage"], ratio)
+            assert 0.95 <= ratio <= 1.05, (name, rank["stage"], ratio)
 
 
 def test_short_ways_are_the_same(cases: dict[str, dict[str, Any]]) -> None:

@@ -65,12 +65,6 @@ CASES: dict[str, tuple[ModelArchitecture, str, str, dict[str, Any], int]] = {
     "smollm2_tp3_pp2": (SMOLLM2, "bfloat16", "none", {"tensor_model_parallel_size": 3, "pipeline_model_parallel_size": 2}, 144),
     "smollm2_1.7b_two_layers": (SMOLLM2_WIDE, "bfloat16", "none", LAYOUT, 128),
 }
-TINY_MIXTURE = replace(find_architecture("qwen3-30b-a3b"), num_layers=4, hidden_size=128, num_attention_heads=4, num_key_value_heads=2)
-TINY_MIXTURE = replace(TINY_MIXTURE, head_dim=32, vocab_size=1003, num_experts=8, num_experts_per_token=2, moe_ffn_hidden_size=64)
-EP2_TP2 = {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2}
-CASES |= {
-    "tiny_mixture": (TINY_MIXTURE, "float32", "none", EP2_TP2, 512),
-}
 MICROBATCHES, SEQUENCES = 4, 4
 
 
