@@ -22,7 +22,6 @@ from vapo_mcore.config.schema import Config
 from vapo_mcore.data.microbatch import MicroBatch
 from vapo_mcore.data.thd import ThdLayout
 from vapo_mcore.megatron.engine import MegatronModel
-from vapo_mcore.megatron.host import import_megatron
 from vapo_mcore.megatron.losses import CriticLoss, PolicyLoss
 from vapo_mcore.megatron.offload import Residency, release_gather_buffers
 from vapo_mcore.megatron.parallel import ParallelContext, initialize_distributed, initialize_parallel
@@ -101,8 +100,7 @@ def microbatches(config: Config, parallel: ParallelContext, names: tuple[str, ..
 
 def let_go_before_returning() -> None:
     """Collectives return when gloo's thread no longer holds their tensors: a block that it frees is not among the events of this thread."""
-    import_megatron()  # before anything is replaced
-    from megatron.core.models.gpt import gpt_model  # noqa: F401
+    from megatron.core.models.gpt import gpt_model  # noqa: F401  # before anything is replaced
     from megatron.core.tensor_parallel import layers, mappings
 
     class Settled:
