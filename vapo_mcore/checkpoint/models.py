@@ -150,7 +150,8 @@ def fill_chunks(chunks: Sequence[Any], folder: str | Path) -> None:
             # Transformer Engine's norms have an extra state that Megatron does not save; without fp8 it is empty.
             kept = chunk.load_state_dict(loaded[f"chunk{number}"], strict=False)
             wrong = [key for key in (*kept.missing_keys, *kept.unexpected_keys) if not key.endswith(EXTRA_STATE)]
-            assert not wrong, wrong  # _load has compared the keys with the folder's
+            if wrong:
+                raise CheckpointError(f"{folder}: {len(wrong)} tensors do not belong to the model, or are missing: {', '.join(wrong[:5])}")
 
 
 @torch.no_grad()

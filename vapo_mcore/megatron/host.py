@@ -179,17 +179,26 @@ def megatron_scope(device: torch.device | None = None) -> Iterator[None]:
         yield
         return
     platform = HostPlatform(device or CPU)
-    replaced = [(owner, name, getattr(owner, name)) for owner, name, _ in platform.replacements()]
     _depth += 1
     try:
-        for owner, name, value in platform.replacements():
-            setattr(owner, name, value)
-        with _CudaMeansHost(platform.device):
+        with replaced(platform.replacements()), _CudaMeansHost(platform.device):
             yield
     finally:
-        for owner, name, value in replaced:
-            setattr(owner, name, value)
         _depth -= 1
+
+
+@contextlib.contextmanager
+def replaced(replacements: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
+    """Set each (owner, attribute, value) and restore the attributes on exit."""
+    before = []
+    try:
+        for owner, name, value in replacements:
+            before.append((owner, name, getattr(owner, name)))
+            setattr(owner, name, value)
+        yield
+    finally:
+        for owner, name, value in reversed(before):
+            setattr(owner, name, value)
 
 
 @contextlib.contextmanager

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
+
+from vapo_mcore.megatron.host import replaced
 
 
 @contextmanager
@@ -17,7 +18,7 @@ def even_experts() -> Iterator[None]:
     from megatron.core.transformer.moe import token_dispatcher
 
     dispatcher = token_dispatcher.MoEAlltoAllTokenDispatcher
-    with mock.patch.object(dispatcher, "preprocess", _preprocess), mock.patch.object(token_dispatcher, "permute", _permute):
+    with replaced([(dispatcher, "preprocess", _preprocess), (token_dispatcher, "permute", _permute)]):
         yield
 
 

@@ -94,7 +94,11 @@ def build_rollout_engine(
             expert_choices=expert_choices,
         )
     )
-    engine.expert_choices = expert_choices
+    if chosen.traits.returns_experts and engine.expert_choices != expert_choices:
+        raise ConfigError(
+            f"rollout.engine = {config.engine!r}: the trait returns_experts promises the experts of {expert_choices}, but the engine was "
+            f"built for {engine.expert_choices}; its build must pass build.expert_choices to StatefulEngine"
+        )
     return engine
 
 

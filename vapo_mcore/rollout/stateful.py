@@ -43,12 +43,10 @@ class StatefulEngine(ABC):
         vocab_size: rows of the embedding; prompt tokens must be below it.
         unknown_token_ids: ids below ``vocab_size`` that the tokenizer does not define; never sampled and excluded from the softmax.
         max_model_len: maximum tokens of prompt and response together.
-
-    ``expert_choices``: see RolloutEngine; the factory sets it on an engine with the trait ``returns_experts``.
+        expert_choices: ``EngineBuild.expert_choices``, from an engine with the trait ``returns_experts``.
     """
 
     traits: ClassVar[EngineTraits] = EngineTraits()
-    expert_choices: ExpertChoices | None = None
 
     def __init__(
         self,
@@ -58,12 +56,14 @@ class StatefulEngine(ABC):
         vocab_size: int,
         max_model_len: int,
         unknown_token_ids: Sequence[int] = (),
+        expert_choices: ExpertChoices | None = None,
     ) -> None:
         self.replica = replica
         self.parameter_shapes = dict(parameter_shapes)
         self.vocab_size = vocab_size
         self.unknown_token_ids = tuple(unknown_token_ids)
         self.max_model_len = max_model_len
+        self.expert_choices = expert_choices
         self._state = EngineState.ASLEEP
         self._last_sync: SyncReport | None = None
 

@@ -106,9 +106,13 @@ class VllmEngine(StatefulEngine):
         shapes = parameter_shapes(folder)
         _prepare_environment(rank)
         super().__init__(
-            replica, shapes, vocab_size=architecture.vocab_size, max_model_len=max_model_len, unknown_token_ids=unknown_token_ids
+            replica,
+            shapes,
+            vocab_size=architecture.vocab_size,
+            max_model_len=max_model_len,
+            unknown_token_ids=unknown_token_ids,
+            expert_choices=expert_choices,
         )
-        self.expert_choices = expert_choices
         self._arguments = _engine_arguments(folder, dtype, config, replica, max_model_len=max_model_len, seed=seed)
         self._arguments |= RETURN_EXPERTS if expert_choices is not None and _HAS_CUDA else {}
         self._llm: Any = None

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from tests.rollout_models import load_model, named_weights
+from vapo_mcore.config.architecture import ExpertChoices
 from vapo_mcore.config.engines import BUILT_IN_ENGINES
 from vapo_mcore.config.schema import RolloutConfig
 from vapo_mcore.errors import CheckpointError, ConfigError
@@ -99,6 +100,27 @@ def test_a_replica_that_would_span_nodes_is_refused(folder: GetFolder, monkeypat
         build_rollout_engine(
             config, folder("qwen2"), torch.float32, tensor_parallel_size=4, max_model_len=64, rank=0, world_size=12, seed=1
         )
+
+
+def test_an_engine_must_take_the_shape_of_experts(folder: GetFolder, tmp_path: Path) -> None:
+    """An engine that promises experts and does not pass the build's shape on would return none."""
+    source = "from vapo_mcore.config.engines import EngineTraits\nfrom tests.integration.uniform_engine import UniformEngine\n\n\n"
+    ignores = "class Ignores(UniformEngine):\n    traits = EngineTraits(returns_experts=True)\n\n\n"
+    takes = (
+        "class Takes(Ignores):\n    @classmethod\n    def build(cls, build):\n        engine = super().build(build)\n"
+        "        engine.expert_choices = build.expert_choices\n        return engine\n"
+    )
+    (tmp_path / "engines.py").write_text(source + ignores + takes)
+
+    def build(name: str, shape: ExpertChoices | None) -> Any:
+        config = RolloutConfig(engine=f"{tmp_path}/engines.py:{name}", max_response_length=8)
+        sizes: dict[str, Any] = {"tensor_parallel_size": 1, "max_model_len": 64, "rank": 0, "world_size": 1}
+        return build_rollout_engine(config, folder("qwen2"), torch.float32, **sizes, seed=1, expert_choices=shape)
+
+    with pytest.raises(ConfigError, match=r"returns_experts promises .*its build must pass build\.expert_choices"):
+        build("Ignores", ExpertChoices(3, 2, 8))
+    assert build("Takes", ExpertChoices(3, 2, 8)).expert_choices == ExpertChoices(3, 2, 8)
+    assert build("Ignores", None).expert_choices is None
 
 
 def test_importing_the_package_imports_no_engine() -> None:
