@@ -4,7 +4,7 @@
     python tools/make_game_model.py --game maze --output models/tiny_maze
 
 A Qwen2-architecture model of 20,000 parameters with a character tokenizer is trained, supervised, on the games of a bad player. In
-doors_and_dice he answers a door correctly with probability 0.30 and with one fixed wrong answer with probability 0.40; in maze he
+doors_and_dice it answers a door correctly with probability 0.30 and with one fixed wrong answer with probability 0.40; in maze it
 walks at random, and into a wall rarely (rules: examples/extensions/GAME.py). The folder contains the model, the tokenizer, and disjoint
 ``train.jsonl`` and ``heldout.jsonl``; it is written atomically. Prints the cross-entropy of the model's answers and that of the player.
 """

@@ -1,4 +1,4 @@
-"""Environment and verifier of ``examples/configs/maze_vapo.yaml``: a search with dead ends, in which every move may be the one that mattered.
+"""Environment and verifier of ``examples/configs/maze_vapo.yaml``: a search with dead ends.
 
 A maze of 36 rooms without loops, the same in all games. The prompt states the room in which a game starts and how many moves it has;
 each turn the model moves ``^``, ``>``, ``v`` or ``<``. The environment writes whether there was a door (``+`` or ``-``), the room, and the
@@ -53,7 +53,7 @@ DOORS = _doors()
 
 
 def after(room: str, move: str) -> str:
-    """Return the room after a move. A wall, or a token that is no move, leaves the player where he is."""
+    """Return the room after a move. A wall, or a token that is no move, leaves the player in place."""
     number = ROOMS.index(room) + MOVES.get(move, 0)
     return ROOMS[number] if 0 <= number < len(ROOMS) and (room, ROOMS[number]) in DOORS else room
 

@@ -125,7 +125,7 @@ def values(probabilities: Callable[[str], list[float]]) -> list[dict[str, float]
 
 
 def test_what_a_critic_can_explain() -> None:
-    """The numbers of docs/critic.md: the start model's player wins 0.25 of the games; a critic explains at most 0.42 with the text, 0.09 without."""
+    """The numbers of docs/critic.md: the random player wins 0.25; a critic explains at most 0.42 with the text, 0.09 without."""
     exact, rng = values(PLAYER.probabilities), random.Random(0)
     starts = [(room, budget) for room in MAZE.ROOMS[:-1] for budget in MAZE.BUDGETS]
     mean = sum(exact[budget][room] for room, budget in starts) / len(starts)
