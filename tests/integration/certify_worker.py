@@ -19,6 +19,7 @@ from torch import Tensor
 from tests.certify_setup import END_OF_TURN, certify_config
 from vapo_mcore.algorithm import importance
 from vapo_mcore.certify import bench as bench_module
+from vapo_mcore.certify.checks import rates as rates_check
 from vapo_mcore.certify.checks import resume as resume_check
 from vapo_mcore.certify.runner import CertifyOptions, certify
 from vapo_mcore.checkpoint import resume as resume_module
@@ -284,6 +285,11 @@ def moments_not_loaded() -> Iterator[None]:
         yield
 
 
+def slow_gpu() -> AbstractContextManager[Any]:
+    """A fake CUDA device, as slow as this machine's CPU, has the name of a GPU that plan knows."""
+    return mock.patch.object(rates_check, "device_name", return_value="h100")
+
+
 def without_engine() -> AbstractContextManager[Any]:
     return mock.patch.object(bench_module, "build_engine", side_effect=RolloutError("rollout.engine: no such engine here"))
 
@@ -334,6 +340,7 @@ CASES: Mapping[str, Case] = {
     "ascent": Case(("critic",), defect=lambda _: ascent()),
     "misfit": Case(("machine",), ("rollout.engine=vllm", "rollout.vllm.kv_cache_gib=100000")),
     "grader": Case(("graders",), ("data.train.0.verifier=tests.integration.certify_checks:everything_right",)),
+    "slow_gpu": Case(("rates",), ("parallel.world_size=1",), lambda _: slow_gpu()),
     "no_engine": Case(("folder", "engine", "rates"), defect=lambda _: without_engine()),
     "no_data": Case(("folder", "engine", "resume", "graders"), ("data.train.0.path={folder}/empty.jsonl",)),
     "no_critic": Case(("critic", f"{OWN_CHECKS}:raising", f"{OWN_CHECKS}:empty"), ("algorithm.advantage.estimator=dr_grpo",)),

@@ -145,9 +145,9 @@ def _run(bench: Bench, name: str, function: Check) -> CheckRecord:
             raise
         mine = [fails(name, f"the check raised {describe(error)}", remedy="fix the check")]
     release_free_memory()
-    told = all_gather_objects(mine)
+    by_rank = all_gather_objects(mine)
     details = broadcast_object(bench.details)
-    return CheckRecord(name, _merged(told), details, time.perf_counter() - begin)
+    return CheckRecord(name, _merged(by_rank), details, time.perf_counter() - begin)
 
 
 def _measurements(result: Any) -> list[Measurement]:
@@ -161,10 +161,10 @@ def _measurements(result: Any) -> list[Measurement]:
     return list(found)
 
 
-def _merged(told: Sequence[Sequence[Measurement]]) -> list[Measurement]:
+def _merged(by_rank: Sequence[Sequence[Measurement]]) -> list[Measurement]:
     """Merge the ranks' measurements: for each name, rank 0's or a more severe one, which names its rank."""
-    merged = {entry.what: entry for entry in told[0]}
-    for rank, measurements in enumerate(told[1:], 1):
+    merged = {entry.what: entry for entry in by_rank[0]}
+    for rank, measurements in enumerate(by_rank[1:], 1):
         for entry in measurements:
             known = merged.get(entry.what)
             if known is None or VERDICTS.index(entry.verdict) > VERDICTS.index(known.verdict):

@@ -91,9 +91,9 @@ def together(run: Callable[[], _T]) -> _T:
         result.append(run())
     except EngineFailure as error:
         failure = str(error)
-    told = [text for text in all_gather_objects(failure) if text is not None]
-    if told:
-        raise EngineFailure(f"the engine failed: {told[0]}")
+    failures = [text for text in all_gather_objects(failure) if text is not None]
+    if failures:
+        raise EngineFailure(f"the engine failed: {failures[0]}")
     return result[0]
 
 

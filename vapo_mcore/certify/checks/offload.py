@@ -138,7 +138,7 @@ def _flat(on_device: list[tuple[int, ...]], host: list[int], allocated: list[int
         faults.append(f"allocated by CUDA {allocated}")
     if any(row[-1] for row in on_device):
         faults.append(f"{on_device[0][-1]} bytes stay on the device while the engine generates")
-    told = [text for part in all_gather_objects(faults) for text in part]
-    if told:
-        return fails(what, "; ".join(told[:3]), tolerance, remedy)
+    merged = [text for part in all_gather_objects(faults) for text in part]
+    if merged:
+        return fails(what, "; ".join(merged[:3]), tolerance, remedy)
     return holds(what, f"at most {max(on_device[0]):,} on the device, {host[-1]:,} on the host of rank 0", tolerance, float(host[-1]))
