@@ -120,7 +120,7 @@ DEFECTS = {
     "slow_gpu": (
         "rates",
         "training, forward and backward",
-        r"plan assumes [\d,]+ tokens/s, measured is 0\.0|plan assumes [\d,]+ tokens/s, measured is \de-",
+        r"plan assumes [\d,]+ tokens/s, measured is \S+e-0\d times as fast",
         "clocks and power limits",
     ),
 }
@@ -250,8 +250,9 @@ def test_critics_with_a_categorical_and_a_two_layer_head_hold(folder: Path, case
     verdicts = {entry["what"]: entry["verdict"] for entry in found["measurements"]}
     theirs = {verdict for what, verdict in verdicts.items() if "transformers" in what}
     assert theirs == {transformers}
+    assert verdicts.pop("values after head-only training") == "not applicable"  # known for a linear head of one output alone
     assert {verdict for what, verdict in verdicts.items() if "transformers" not in what} == {"holds"}
-    assert len(verdicts) == 6
+    assert len(verdicts) == 5
 
 
 @slow
