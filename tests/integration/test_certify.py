@@ -55,6 +55,12 @@ DEFECTS = {
         r"\d",
         "are those of temperature 1, not of 0.8",
     ),
+    "slight_temperature": (
+        "engine",
+        "mean |dlogp|, sampled tokens at T = 0.95, the recipe's weights",
+        r"^0\.0\d+ over \d+ tokens, \S+ to the trainer's of T = 1$",
+        "are those of temperature 1, not of 0.95",
+    ),
     "tied_head": (
         "engine",
         "KL of full distributions, perturbed weights",

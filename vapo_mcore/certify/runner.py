@@ -20,6 +20,7 @@ from vapo_mcore.certify.bench import Bench
 from vapo_mcore.certify.memory import release_free_memory
 from vapo_mcore.certify.names import BUILT_IN
 from vapo_mcore.certify.page import FILE_NAME as PAGE_NAME
+from vapo_mcore.certify.page import PREVIOUS_NAME as PREVIOUS_PAGE_NAME
 from vapo_mcore.certify.page import build_page
 from vapo_mcore.certify.record import VERDICTS, CheckRecord, Measurement, NotApplicable, exit_code, fails, not_applicable
 from vapo_mcore.certify.table import lines_of, summary
@@ -115,15 +116,16 @@ def load(name: str) -> Check:
 
 
 def prepare(output: Path) -> None:
-    """Make the folder, with an empty one for files of the checks, and move an older certificate out of the way: until this command has
-    reached its end there is none. Raises ConfigError where it cannot be written."""
+    """Make the folder, with an empty one for files of the checks, and move an older certificate and its page out of the way: until this
+    command has reached its end there is none. Raises ConfigError where it cannot be written."""
     try:
         output.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(output / ".scratch", ignore_errors=True)
         (output / ".scratch").mkdir()
         (output / certificates.PARTIAL_NAME).unlink(missing_ok=True)
-        if (output / certificates.FILE_NAME).is_file():
-            (output / certificates.FILE_NAME).replace(output / certificates.PREVIOUS_NAME)
+        for name, previous in ((certificates.FILE_NAME, certificates.PREVIOUS_NAME), (PAGE_NAME, PREVIOUS_PAGE_NAME)):
+            if (output / name).is_file():
+                (output / name).replace(output / previous)
     except OSError as error:
         raise ConfigError(f"--output {str(output)!r} cannot be written: {error.strerror}") from error
 

@@ -50,8 +50,9 @@ TABLE = (
     Tolerance(
         "engine/mean",
         5e-4,
-        0.05,
-        "mean |dlogp| of sampled tokens between engine and trainer: two implementations, each as far from the exact value as above",
+        0.10,
+        "mean |dlogp| of sampled tokens between engine and trainer: two implementations, each as far from the exact value as above; a "
+        "temperature that is ignored is found below it, too (log-probs of temperature 1 are less than half as far)",
     ),
     Tolerance("engine/max", 1e-2, 1.5, "largest |dlogp| of sampled tokens: unlikely tokens, for which a rounded logit counts fully"),
     Tolerance("engine/kl", 1e-5, 0.02, "mean KL divergence of full distributions on fixed texts at temperature 1"),
@@ -66,8 +67,8 @@ TABLE = (
         "critic/export",
         2e-5,
         0.05,
-        "largest difference of values to transformers' token classifier with the exported weights, relative to the root mean square of "
-        "the values",
+        "largest difference of values to transformers' token classifier with the exported weights in float32, relative to the root mean "
+        "square of the values; or 3 times transformers' own rounding in bfloat16 where that is more",
     ),
     Tolerance(
         "critic/packing",

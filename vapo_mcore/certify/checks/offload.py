@@ -18,6 +18,8 @@ from vapo_mcore.megatron.offload import PARTS, RESIDENCY, Stage
 from vapo_mcore.megatron.roles import Models
 
 CYCLES = 10
+MOST_TRAINED = 32
+"""Tokens of each of the two texts that create the moments, at most."""
 UPDATED: Mapping[Stage, Role] = {"critic_update": "critic", "policy_update": "policy"}
 """The model that a stage updates."""
 
@@ -52,7 +54,7 @@ def _after_updates(bench: Bench) -> dict[str, str]:
 
     The update is on the two texts of drawn token ids, in one pack: what the moments hold does not matter.
     """
-    microbatches = bench.microbatches(bench.sequences[-2:], [[0, 1]])
+    microbatches = bench.microbatches([ids[-MOST_TRAINED:] for ids in bench.sequences[-2:]], [[0, 1]])
     with bench.on_device("policy_update") as models:
         batches = critic_batches(models.policy, microbatches)
         batches = [batch.with_tensors(loss_weights=batch.tensors["value_weights"]) for batch in batches]

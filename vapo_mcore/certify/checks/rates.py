@@ -27,6 +27,8 @@ from vapo_mcore.planning.workload import packed_lengths, workload
 from vapo_mcore.rollout.base import GenerationRequest, SamplingConfig
 
 ROUNDS = 2
+LONG_CALL = 2.0
+"""Seconds of a first call from which on one more call is timed: warming up is a small part of such a call, and so are fluctuations."""
 LONGEST_SECONDS = 2.0
 """Of one pass by plan's assumption; a pass that takes longer is measured with fewer tokens."""
 MOST_RESPONSES, MOST_SAMPLED = 32, 64
@@ -75,16 +77,17 @@ def run(bench: Bench) -> list[Measurement]:
 
 def slowest(run: Callable[[], object]) -> float:
     """Seconds of the fastest of some calls after a first one, each timed on the slowest rank. A collective."""
-    run()
-    times = []
-    for _ in range(ROUNDS):
+
+    def timed() -> float:
         all_gather_objects(None)  # the ranks begin together
         _synchronize()
         begin = time.perf_counter()
         run()
         _synchronize()
-        times.append(time.perf_counter() - begin)
-    return min(max(row) for row in zip(*all_gather_objects(times), strict=True))
+        return max(all_gather_objects(time.perf_counter() - begin))
+
+    rounds = 1 if timed() > LONG_CALL else ROUNDS
+    return min(timed() for _ in range(rounds))
 
 
 def _synchronize() -> None:
@@ -139,7 +142,11 @@ def _offload(rates: _Rates) -> list[Measurement]:
     if "sync" in bench.__dict__:
         bench.sync.put_to_sleep()
 
+    cycles = 0
+
     def cycle() -> None:
+        nonlocal cycles
+        cycles += 1
         residency.enter("policy_update")
         residency.mark_changed("policy")
         residency.enter("generate")
@@ -147,9 +154,9 @@ def _offload(rates: _Rates) -> list[Measurement]:
     with offloading(bench.models):
         residency.enter("generate")
         cycle()
-        before = residency.traffic.to_device + residency.traffic.to_host
+        before, earlier = residency.traffic.to_device + residency.traffic.to_host, cycles
         seconds = slowest(cycle)
-        moved = (residency.traffic.to_device + residency.traffic.to_host - before) / (ROUNDS + 1)
+        moved = (residency.traffic.to_device + residency.traffic.to_host - before) / (cycles - earlier)
         ways = _each_way(bench)
     rate = min(all_gather_objects(moved)) / seconds
     what = "offloading"
@@ -297,7 +304,9 @@ def _decode(rates: _Rates) -> Measurement:
         lengths = [number for part in all_gather_objects(own) for number in part]
         times.append(seconds)
         works.append(GenerationWork(len(lengths), sum(lengths), max(lengths), length))
-    best = max(range(1, ROUNDS + 1), key=lambda attempt: works[attempt].tokens / times[attempt])
+        if attempt == 1 and times[0] > LONG_CALL:
+            break
+    best = max(range(1, len(times)), key=lambda attempt: works[attempt].tokens / times[attempt])
     work, seconds = works[best], times[best]
     if rates.known:
         rates.found |= rates.measured().decode_rates(work, seconds)
