@@ -308,6 +308,9 @@ CORRECTION = "algorithm.policy_loss.importance_correction.kind"
 OWN_CHECKS = "tests.integration.certify_checks"
 CASES: Mapping[str, Case] = {
     "clean": Case(("folder", "trainer", "engine", "invariance", "offload", "resume", "critic", "graders", f"{OWN_CHECKS}:holding")),
+    "pipelined": Case(
+        ("folder", "trainer", "engine", "invariance", "offload", "critic", "resume"), ("parallel.pipeline_model_parallel_size=2",)
+    ),
     "fast": Case((f"{OWN_CHECKS}:alone", "folder", "trainer", "critic", "graders")),
     "rates": Case(("rates",)),
     "one_rank": Case(("invariance", "rates"), ("parallel.world_size=1",)),

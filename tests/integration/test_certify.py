@@ -232,6 +232,16 @@ def test_a_sound_setup_holds(folder: Path) -> None:
 
 
 @slow
+def test_a_sound_setup_holds_in_pipeline_stages(folder: Path) -> None:
+    """Each sample counts once, although both stages have it, and replicas that sample the same tokens count as one."""
+    found = checks(folder, "pipelined")
+    assert {name: check["measurements"] for name, check in found.items() if check["verdict"] != "holds"} == {}
+    sampled = "mean |dlogp|, sampled tokens at T = 1, the recipe's weights"
+    counts = [measurement(checks(folder, case), "engine", sampled)["measured"].split()[-2] for case in ("clean", "pipelined")]
+    assert counts[0] == counts[1] and int(counts[0]) <= 16 * 40
+
+
+@slow
 @pytest.mark.parametrize("case", DEFECTS)
 def test_a_planted_defect_is_found_and_named(folder: Path, case: str) -> None:
     found_and_named(folder, case)
@@ -258,7 +268,7 @@ def test_critics_with_a_categorical_and_a_two_layer_head_hold(folder: Path, case
     assert theirs == {transformers}
     assert verdicts.pop("values after head-only training") == "not applicable"  # known for a linear head of one output alone
     assert {verdict for what, verdict in verdicts.items() if "transformers" not in what} == {"holds"}
-    assert len(verdicts) == 5
+    assert len(verdicts) == 6
 
 
 @slow

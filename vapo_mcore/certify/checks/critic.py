@@ -191,7 +191,7 @@ def _export(bench: Bench, critic: MegatronModel, values: dict[int, Tensor]) -> l
     shown = f"{different} of {sum(map(len, values.values()))} values differ"
     found = [fails(what, shown, tolerance, remedy, different) if different else holds(what, shown, tolerance, 0.0)]
     if critic.architecture.mlp_value_head:
-        return [*found, not_applicable("values of transformers", "transformers has no token classifier with a head of two layers")]
+        return [*found, not_applicable("values against transformers", "transformers has no token classifier with a head of two layers")]
     theirs, rounding = _against_transformers(bench, folder, critic.architecture.value_bins, values)
     remedy = "the critic computes other values than transformers: is its output the value head's (one number a token)?"
     suffix = f" of their rms (transformers' own rounding in {bench.dtype}: {rounding:.3g})" if rounding else " of their rms"
