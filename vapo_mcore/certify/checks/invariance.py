@@ -26,8 +26,9 @@ from vapo_mcore.trainer.models import build_critic_alone, fill_policy
 
 LOG_RATIO = 0.1
 """By which the old log-probs are moved: a ratio of 1.105, inside the usual clips."""
-MOST_TRAINED = 40
-"""Tokens of each fixed text that are trained on, at most: a step is made in up to seven ways."""
+TEXTS = 4
+"""Fixed texts of a step, more where there are more data-parallel ranks: a step is made in up to seven ways, and on CPUs it takes as long as
+reading weights and gradients once for each text."""
 _NEAR = BY_NAME["invariance/known_change"].float32
 FROZEN = "the loss does not see the change of the policy: old log-probs are overwritten, or the ratio or weight is frozen"
 
@@ -51,8 +52,9 @@ def run(bench: Bench) -> list[Measurement]:
 
 
 def _texts(bench: Bench) -> list[list[int]]:
-    """Return the last tokens of the fixed texts."""
-    return [ids[-MOST_TRAINED:] for ids in bench.sequences]
+    """Return some of the fixed texts: prompts and drawn ones, one for each data-parallel rank if there are enough."""
+    count = min(len(bench.sequences), max(TEXTS, bench.parallel.data_parallel_size))
+    return [*bench.sequences[: count - 2], *bench.sequences[-2:]]
 
 
 def _ratio(step: StepResult) -> Measurement:
