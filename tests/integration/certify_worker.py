@@ -19,6 +19,7 @@ from torch import Tensor
 from tests.certify_setup import END_OF_TURN, certify_config
 from vapo_mcore.algorithm import importance
 from vapo_mcore.certify import bench as bench_module
+from vapo_mcore.certify.checks import rates as rates_check
 from vapo_mcore.certify.checks import resume as resume_check
 from vapo_mcore.certify.runner import CertifyOptions, certify
 from vapo_mcore.checkpoint import resume as resume_module
@@ -284,6 +285,11 @@ def moments_not_loaded() -> Iterator[None]:
         yield
 
 
+def slow_gpu() -> AbstractContextManager[Any]:
+    """A fake CUDA device, as slow as this machine's CPU, has the name of a GPU that plan knows."""
+    return mock.patch.object(rates_check, "device_name", return_value="h100")
+
+
 def without_engine() -> AbstractContextManager[Any]:
     return mock.patch.object(bench_module, "build_engine", side_effect=RolloutError("rollout.engine: no such engine here"))
 
@@ -302,11 +308,14 @@ CORRECTION = "algorithm.policy_loss.importance_correction.kind"
 OWN_CHECKS = "tests.integration.certify_checks"
 CASES: Mapping[str, Case] = {
     "clean": Case(("folder", "trainer", "engine", "invariance", "offload", "resume", "critic", "graders", f"{OWN_CHECKS}:holding")),
+    "pipelined": Case(
+        ("folder", "trainer", "engine", "invariance", "offload", "critic", "resume"), ("parallel.pipeline_model_parallel_size=2",)
+    ),
     "fast": Case((f"{OWN_CHECKS}:alone", "folder", "trainer", "critic", "graders")),
     "rates": Case(("rates",)),
     "one_rank": Case(("invariance", "rates"), ("parallel.world_size=1",)),
     "swapped_rows": Case(("trainer",), defect=lambda _: loaded(swapped_rows), against="clean"),
-    "gate": Case(("trainer",), defect=lambda _: loaded(swapped_gate)),
+    "gate": Case(("trainer",), ("model.dtype=bfloat16",), defect=lambda _: loaded(swapped_gate)),
     "positions": Case(("trainer",), ("parallel.context_parallel_size=2",), lambda _: shifted_positions()),
     "rope": Case(("trainer",), defect=lambda _: loaded(interleaved_rope)),
     "stale_layer": Case(("engine",), defect=lambda _: stale_layer(readable=True)),
@@ -315,6 +324,7 @@ CASES: Mapping[str, Case] = {
     "scaled_unreadable": Case(("engine",), defect=lambda _: scaled_norm(readable=False)),
     "tied_head": Case(("engine",), ("model.path={folder}/tied/model",), lambda _: stale_head()),
     "temperature": Case(("engine",), ("rollout.temperature=0.8",), lambda _: without_temperature()),
+    "slight_temperature": Case(("engine",), ("model.dtype=bfloat16", "rollout.temperature=0.95"), lambda _: without_temperature()),
     "frozen_ratio": Case(("invariance",), defect=lambda _: frozen_ratio()),
     "flipped_advantages": Case(("invariance",), defect=lambda _: flipped_advantages()),
     "frozen_weight": Case(("invariance",), (f"{CORRECTION}=token_truncate",), lambda _: frozen_weights()),
@@ -334,6 +344,7 @@ CASES: Mapping[str, Case] = {
     "ascent": Case(("critic",), defect=lambda _: ascent()),
     "misfit": Case(("machine",), ("rollout.engine=vllm", "rollout.vllm.kv_cache_gib=100000")),
     "grader": Case(("graders",), ("data.train.0.verifier=tests.integration.certify_checks:everything_right",)),
+    "slow_gpu": Case(("rates",), ("parallel.world_size=1",), lambda _: slow_gpu()),
     "no_engine": Case(("folder", "engine", "rates"), defect=lambda _: without_engine()),
     "no_data": Case(("folder", "engine", "resume", "graders"), ("data.train.0.path={folder}/empty.jsonl",)),
     "no_critic": Case(("critic", f"{OWN_CHECKS}:raising", f"{OWN_CHECKS}:empty"), ("algorithm.advantage.estimator=dr_grpo",)),

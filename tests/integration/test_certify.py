@@ -55,6 +55,12 @@ DEFECTS = {
         r"\d",
         "are those of temperature 1, not of 0.8",
     ),
+    "slight_temperature": (
+        "engine",
+        "mean |dlogp|, sampled tokens at T = 0.95, the recipe's weights",
+        r"^0\.0\d+ over \d+ tokens, \S+ to the trainer's of T = 1$",
+        "are those of temperature 1, not of 0.95",
+    ),
     "tied_head": (
         "engine",
         "KL of full distributions, perturbed weights",
@@ -117,35 +123,49 @@ DEFECTS = {
         r"24 of 24 .* the grader calls everything right",
         "fix the verifier",
     ),
+    "slow_gpu": (
+        "rates",
+        "training, forward and backward",
+        r"plan assumes [\d,]+ tokens/s, measured is \S+e-0\d times as fast",
+        "clocks and power limits",
+    ),
 }
 
 
-LAUNCHES = (
-    ("clean",),
-    *((case,) for case in DEFECTS),
-    ("categorical_critic", "mlp_critic", "corrected"),
-    ("no_critic", "no_engine", "no_data"),
-    ("rates",),
-    ("one_rank",),
-)
+TOGETHER = (("categorical_critic", "mlp_critic", "corrected"), ("no_critic", "no_engine", "no_data"))
+"""Cases that share a launch."""
+BEFORE = {"swapped_rows": "clean"}
+"""Cases whose certificate is compared with another's."""
+ONE_PROCESS = {"one_rank", "slow_gpu"}
 
 
-def launch(folder: Path, *cases: str) -> str:
-    done = run_ranks("tests/integration/certify_worker.py", 1 if cases == ("one_rank",) else 2, str(folder), *cases, timeout=240)
+def launch(folder: Path, *cases: str) -> None:
+    """Run the cases, each of which leaves ``folder``/CASE, and write what they print to output.txt in each."""
+    ranks, fake_cuda = 1 if ONE_PROCESS.intersection(cases) else 2, "slow_gpu" in cases
+    done = run_ranks("tests/integration/certify_worker.py", ranks, str(folder), *cases, timeout=240, fake_cuda=fake_cuda)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    return done.stdout
+    for case in cases:
+        (folder / case / "output.txt").write_text(done.stdout)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = write_certify_setup(tmp_path_factory.mktemp("certify"))
     write_certify_setup(folder / "tied", model="qwen2_tied")
-    (folder / "output.txt").write_text("".join(launch(folder, *cases) for cases in LAUNCHES))
     return folder
 
 
 def checks(folder: Path, case: str) -> dict[str, Any]:
-    return json.loads((folder / case / "certificate.json").read_text())["checks"]
+    """The checks of a case's certificate; the first test that asks for a case launches it."""
+    if not (folder / case / "output.txt").exists():
+        if case in BEFORE:
+            checks(folder, BEFORE[case])
+        launch(folder, *next((cases for cases in TOGETHER if case in cases), (case,)))
+    return measured(folder / case)
+
+
+def measured(output: Path) -> dict[str, Any]:
+    return json.loads((output / "certificate.json").read_text())["checks"]
 
 
 def test_cheap_checks_hold_and_find_a_defect(tmp_path: Path) -> None:
@@ -212,6 +232,16 @@ def test_a_sound_setup_holds(folder: Path) -> None:
 
 
 @slow
+def test_a_sound_setup_holds_in_pipeline_stages(folder: Path) -> None:
+    """Each sample counts once, although both stages have it, and replicas that sample the same tokens count as one."""
+    found = checks(folder, "pipelined")
+    assert {name: check["measurements"] for name, check in found.items() if check["verdict"] != "holds"} == {}
+    sampled = "mean |dlogp|, sampled tokens at T = 1, the recipe's weights"
+    counts = [measurement(checks(folder, case), "engine", sampled)["measured"].split()[-2] for case in ("clean", "pipelined")]
+    assert counts[0] == counts[1] and int(counts[0]) <= 16 * 40
+
+
+@slow
 @pytest.mark.parametrize("case", DEFECTS)
 def test_a_planted_defect_is_found_and_named(folder: Path, case: str) -> None:
     found_and_named(folder, case)
@@ -220,9 +250,10 @@ def test_a_planted_defect_is_found_and_named(folder: Path, case: str) -> None:
 def found_and_named(folder: Path, case: str) -> None:
     check, what, says, remedy = DEFECTS[case]
     found = checks(folder, case)[check]
-    assert found["verdict"] == "fails"
+    verdict = "warning" if check == "rates" else "fails"  # a slow device computes the right numbers
+    assert found["verdict"] == verdict
     entry = next(entry for entry in found["measurements"] if entry["what"] == what)
-    assert entry["verdict"] == "fails"
+    assert entry["verdict"] == verdict
     assert re.search(says, entry["measured"]), entry["measured"]
     assert remedy in entry["remedy"]
 
@@ -235,6 +266,7 @@ def test_critics_with_a_categorical_and_a_two_layer_head_hold(folder: Path, case
     verdicts = {entry["what"]: entry["verdict"] for entry in found["measurements"]}
     theirs = {verdict for what, verdict in verdicts.items() if "transformers" in what}
     assert theirs == {transformers}
+    assert verdicts.pop("values after head-only training") == "not applicable"  # known for a linear head of one output alone
     assert {verdict for what, verdict in verdicts.items() if "transformers" not in what} == {"holds"}
     assert len(verdicts) == 6
 
@@ -249,7 +281,8 @@ def test_a_sound_importance_correction_holds(folder: Path) -> None:
 @slow
 def test_against_names_what_differs_first(folder: Path) -> None:
     """Weights spoiled in the trainer: the layer, then the positions; the sound certificate knows where they were."""
-    output = (folder / "output.txt").read_text()
+    checks(folder, "swapped_rows")
+    output = (folder / "swapped_rows" / "output.txt").read_text()
     compared = output.split("compared with ")[1]
     assert compared.splitlines()[1].startswith("  first: layers (float32): layer 1 is the first whose hidden states are further")
     assert "positions: log-prob of the trainer at text 0, token" in compared
@@ -320,7 +353,7 @@ def test_it_runs_to_its_end_on_fake_cuda_devices(tmp_path: Path) -> None:
     settings = ("parallel.world_size=1", "model.offload=true", f"run.dir={folder / 'fake'}")
     done = run_command("certify", str(folder / "base.yaml"), *settings, timeout=600, fake_cuda=True)
     assert done.returncode in (0, 1), done.stdout[-4000:] + done.stderr[-6000:]
-    found = checks(folder, "fake_certificate")
+    found = measured(folder / "fake_certificate")
     assert list(found) == list(BUILT_IN)
     verdicts = {name: check["verdict"] for name, check in found.items()}
     assert verdicts.pop("machine") in ("holds", "warning")  # packages of a machine without CUDA
@@ -338,7 +371,7 @@ def test_vllm_holds_what_the_trainer_has(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "vapo_mcore.cli", "certify", str(folder / "base.yaml"), *settings, "--checks", "folder,engine,rates"]
     done = run_bounded(command, timeout=500)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-6000:]
-    found = checks(folder, "vllm_certificate")
+    found = measured(folder / "vllm_certificate")
     assert {name: check["verdict"] for name, check in found.items()} == {"folder": "holds", "engine": "holds", "rates": "information"}
     for which in ("the recipe's weights", "perturbed weights"):
         assert (

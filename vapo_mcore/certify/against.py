@@ -10,7 +10,7 @@ from vapo_mcore.certify.record import CheckRecord
 from vapo_mcore.certify.tolerances import BY_NAME
 from vapo_mcore.config.schema import Config
 
-GROWTH = 2.0
+GROWTH = BY_NAME["against/growth"].float32
 """Factor by which a layer's difference to transformers may grow without being named: rounding differs between kernels."""
 
 

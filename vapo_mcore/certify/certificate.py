@@ -15,7 +15,7 @@ import yaml
 
 from vapo_mcore import __version__
 from vapo_mcore.certify.names import BUILT_IN
-from vapo_mcore.certify.record import VERDICTS, CheckRecord
+from vapo_mcore.certify.record import VERDICTS, CheckRecord, worst
 from vapo_mcore.checkpoint.changes import Change, changes
 from vapo_mcore.config.loading import dump_yaml
 from vapo_mcore.config.schema import Config
@@ -92,10 +92,7 @@ def read(path: str | Path) -> Certificate:
         raise ConfigError(f"certificate {str(path)!r} has format {content['format']}, this version reads {FORMAT}; make a new one")
     try:
         certificate = Certificate(**content)
-        well_formed = all(
-            isinstance(check["measurements"], list) and check["verdict"] in VERDICTS and isinstance(check["details"], dict)
-            for check in certificate.checks.values()
-        )
+        well_formed = all(_well_formed(check) for check in certificate.checks.values())
         well_formed &= isinstance(certificate.versions, dict) and all(isinstance(text, str) for text in certificate.versions.values())
         well_formed &= isinstance(certificate.machine, dict) and isinstance(yaml.safe_load(certificate.config), dict)
     except (TypeError, KeyError, AttributeError, yaml.YAMLError) as error:
@@ -103,6 +100,14 @@ def read(path: str | Path) -> Certificate:
     if not well_formed:
         raise ConfigError(f"certificate {str(path)!r} is damaged: its checks are not those of this format")
     return certificate
+
+
+def _well_formed(check: dict[str, Any]) -> bool:
+    """Return whether a check's verdict is that of its measurements. Raises TypeError or KeyError for other contents."""
+    measurements = check["measurements"]
+    known = isinstance(check["details"], dict) and all(entry["verdict"] in VERDICTS for entry in measurements)
+    texts = (entry[name] for entry in measurements for name in ("what", "measured"))
+    return known and all(isinstance(text, str) for text in texts) and check["verdict"] == worst(entry["verdict"] for entry in measurements)
 
 
 def config_changes(certificate: Certificate, config: Config) -> list[Change]:

@@ -16,7 +16,7 @@ BUILT_IN = {
     "offload": "offload: ten cycles keep every bit and leave no bytes behind",
     "critic": "critic: head round trip, values of transformers, head-only training, packing",
     "graders": "graders: labelled answers, the recipe's own truths",
-    "rates": "rates: tokens/s, weight sync, offloading and all-reduce beside what plan assumes, as --rate options for it",
+    "rates": "rates: tokens/s, weight sync, offloading and all-reduce, compared with what plan assumes, as --rate options for it",
     "resume": "resume: a step after a checkpoint is loaded has the bits of the step without one",
 }
 """In the order in which they run: ``resume`` trains the models, so it is the last one that uses them."""

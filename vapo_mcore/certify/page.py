@@ -13,7 +13,7 @@ from vapo_mcore.certify.names import BUILT_IN
 from vapo_mcore.certify.record import CheckRecord, Verdict, worst
 from vapo_mcore.report.page import asset
 
-FILE_NAME = "certificate.html"
+FILE_NAME, PREVIOUS_NAME = "certificate.html", "certificate.previous.html"
 _CLASSES: dict[Verdict, str] = {"holds": "good", "information": "soft", "not applicable": "soft", "warning": "warn", "fails": "bad"}
 
 

@@ -114,8 +114,10 @@ def solve(function: Callable[[float], float], value: float) -> float | None:
     return math.exp((low + high) / 2)
 
 
-def beside(what: str, value: float, unit: str, assumed: float | None, *, gpu: bool, seconds: bool = False, also: str = "") -> Measurement:
-    """A rate (or ``seconds``, of which less is better) beside plan's assumption: a warning for a GPU that is far slower, else information.
+def compare_with_plan(
+    what: str, value: float, unit: str, assumed: float | None, *, gpu: bool, seconds: bool = False, also: str = ""
+) -> Measurement:
+    """Compare a rate (or ``seconds``, of which less is better) with plan's: a warning for a GPU that is far slower, else information.
 
     ``assumed`` None: plan does not know the device.
     """

@@ -20,6 +20,7 @@ from vapo_mcore.certify.bench import Bench
 from vapo_mcore.certify.memory import release_free_memory
 from vapo_mcore.certify.names import BUILT_IN
 from vapo_mcore.certify.page import FILE_NAME as PAGE_NAME
+from vapo_mcore.certify.page import PREVIOUS_NAME as PREVIOUS_PAGE_NAME
 from vapo_mcore.certify.page import build_page
 from vapo_mcore.certify.record import VERDICTS, CheckRecord, Measurement, NotApplicable, exit_code, fails, not_applicable
 from vapo_mcore.certify.table import lines_of, summary
@@ -115,15 +116,16 @@ def load(name: str) -> Check:
 
 
 def prepare(output: Path) -> None:
-    """Make the folder, with an empty one for files of the checks, and move an older certificate out of the way: until this command has
-    reached its end there is none. Raises ConfigError where it cannot be written."""
+    """Make the folder, with an empty one for files of the checks, and move an older certificate and its page out of the way: until this
+    command has reached its end there is none. Raises ConfigError where it cannot be written."""
     try:
         output.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(output / ".scratch", ignore_errors=True)
         (output / ".scratch").mkdir()
         (output / certificates.PARTIAL_NAME).unlink(missing_ok=True)
-        if (output / certificates.FILE_NAME).is_file():
-            (output / certificates.FILE_NAME).replace(output / certificates.PREVIOUS_NAME)
+        for name, previous in ((certificates.FILE_NAME, certificates.PREVIOUS_NAME), (PAGE_NAME, PREVIOUS_PAGE_NAME)):
+            if (output / name).is_file():
+                (output / name).replace(output / previous)
     except OSError as error:
         raise ConfigError(f"--output {str(output)!r} cannot be written: {error.strerror}") from error
 
@@ -145,9 +147,9 @@ def _run(bench: Bench, name: str, function: Check) -> CheckRecord:
             raise
         mine = [fails(name, f"the check raised {describe(error)}", remedy="fix the check")]
     release_free_memory()
-    told = all_gather_objects(mine)
+    by_rank = all_gather_objects(mine)
     details = broadcast_object(bench.details)
-    return CheckRecord(name, _merged(told), details, time.perf_counter() - begin)
+    return CheckRecord(name, _merged(by_rank), details, time.perf_counter() - begin)
 
 
 def _measurements(result: Any) -> list[Measurement]:
@@ -161,10 +163,10 @@ def _measurements(result: Any) -> list[Measurement]:
     return list(found)
 
 
-def _merged(told: Sequence[Sequence[Measurement]]) -> list[Measurement]:
+def _merged(by_rank: Sequence[Sequence[Measurement]]) -> list[Measurement]:
     """Merge the ranks' measurements: for each name, rank 0's or a more severe one, which names its rank."""
-    merged = {entry.what: entry for entry in told[0]}
-    for rank, measurements in enumerate(told[1:], 1):
+    merged = {entry.what: entry for entry in by_rank[0]}
+    for rank, measurements in enumerate(by_rank[1:], 1):
         for entry in measurements:
             known = merged.get(entry.what)
             if known is None or VERDICTS.index(entry.verdict) > VERDICTS.index(known.verdict):

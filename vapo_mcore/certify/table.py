@@ -25,4 +25,4 @@ def summary(records: Sequence[CheckRecord]) -> str:
     shown = ", ".join(f"{counts[verdict]} {verdict}" for verdict in reversed(VERDICTS) if counts[verdict])
     code = exit_code(records)
     meaning = {0: "everything measured that has a tolerance holds", 1: "look at what does not hold or was not measured"}
-    return f"{len(records)} checks: {shown}; exit code {code}: {meaning.get(code, 'do not train on this')}"
+    return f"{len(records)} check{'' if len(records) == 1 else 's'}: {shown}; exit code {code}: {meaning.get(code, 'do not train on this')}"

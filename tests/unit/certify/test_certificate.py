@@ -172,6 +172,11 @@ def test_a_folder_and_a_certificate_of_another_program_are_errors(tmp_path: Path
         path.write_text(json.dumps({**content, name: value}))
         with pytest.raises(ConfigError, match="is damaged"):
             certificates.read(path)
+    engine = content["checks"]["engine"]
+    for change in ({"measurements": []}, {"verdict": "fails"}, {"measurements": [{**engine["measurements"][0], "verdict": "fails"}]}):
+        path.write_text(json.dumps({**content, "checks": {"engine": {**engine, **change}}}))
+        with pytest.raises(ConfigError, match="is damaged"):
+            certificates.read(path)
     del content["machine"]
     path.write_text(json.dumps(content))
     with pytest.raises(ConfigError, match=r"is damaged: TypeError: .* 'machine'"):
@@ -228,10 +233,12 @@ def test_the_command_refuses_before_it_starts_processes(
 
 
 def test_an_older_certificate_is_moved_away_until_the_command_is_done(tmp_path: Path) -> None:
-    (tmp_path / certificates.FILE_NAME).write_text("old")
+    for name in ("certificate.json", "certificate.html"):
+        (tmp_path / name).write_text(f"old {name}")
     runner.prepare(tmp_path)
-    assert not (tmp_path / certificates.FILE_NAME).exists()
-    assert (tmp_path / certificates.PREVIOUS_NAME).read_text() == "old"
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".scratch", "certificate.previous.html", "certificate.previous.json"]
+    assert (tmp_path / "certificate.previous.json").read_text() == "old certificate.json"
+    assert (tmp_path / "certificate.previous.html").read_text() == "old certificate.html"
 
 
 @pytest.mark.parametrize(("launched", "code"), [(0, 0), (1, 1), (2, 2), (75, 2), (76, 2), (137, 2), (130, 130), (143, 143)])

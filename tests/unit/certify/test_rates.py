@@ -9,7 +9,7 @@ import pytest
 
 from tests.unit.config_helpers import QWEN2, write_base
 from vapo_mcore.certify.checks import rates as check
-from vapo_mcore.certify.rates import Assumed, GenerationWork, PassWork, beside, options, solve
+from vapo_mcore.certify.rates import Assumed, GenerationWork, PassWork, compare_with_plan, options, solve
 from vapo_mcore.config import load_config
 from vapo_mcore.config.architecture import architecture_from_config
 from vapo_mcore.planning.devices import DEVICES, Device, choose_device
@@ -107,14 +107,14 @@ def test_solve_finds_a_factor_or_none() -> None:
     ],
 )
 def test_only_a_gpu_that_is_far_slower_is_a_warning(value: float, seconds: bool, gpu: bool, verdict: str, says: str) -> None:
-    found = beside("x", value, "GB/s", 100.0, gpu=gpu, seconds=seconds)
+    found = compare_with_plan("x", value, "GB/s", 100.0, gpu=gpu, seconds=seconds)
     assert (found.verdict, found.value) == (verdict, value)
     assert says in found.measured
     assert bool(found.remedy) == (verdict == "warning")
 
 
 def test_a_device_that_plan_does_not_know_is_compared_with_nothing() -> None:
-    found = beside("x", 1234.5, "tokens/s", None, gpu=True)
+    found = compare_with_plan("x", 1234.5, "tokens/s", None, gpu=True)
     assert (found.verdict, found.measured) == ("information", "1,234 tokens/s; plan does not know this device")
 
 

@@ -191,22 +191,39 @@ def _export(bench: Bench, critic: MegatronModel, values: dict[int, Tensor]) -> l
     shown = f"{different} of {sum(map(len, values.values()))} values differ"
     found = [fails(what, shown, tolerance, remedy, different) if different else holds(what, shown, tolerance, 0.0)]
     if critic.architecture.mlp_value_head:
-        return [*found, not_applicable("values of transformers", "transformers has no token classifier with a head of two layers")]
-    theirs = _transformers_values(bench, folder, critic.architecture.value_bins) if bench.parallel.rank == 0 else None
-    gap = broadcast_object(_gap(values, theirs) if theirs is not None else None)
-    assert gap is not None
+        return [*found, not_applicable("values against transformers", "transformers has no token classifier with a head of two layers")]
+    theirs, rounding = _against_transformers(bench, folder, critic.architecture.value_bins, values)
     remedy = "the critic computes other values than transformers: is its output the value head's (one number a token)?"
-    return [*found, judge("values against transformers", gap, "critic/export", bench.dtype, remedy=remedy, suffix=" of their rms")]
+    suffix = f" of their rms (transformers' own rounding in {bench.dtype}: {rounding:.3g})" if rounding else " of their rms"
+    factor = 3 * rounding / BY_NAME["critic/export"].limit(bench.dtype)
+    judged = judge("values against transformers", theirs, "critic/export", bench.dtype, remedy=remedy, factor=factor, suffix=suffix)
+    return [*found, judged]
 
 
 @torch.no_grad()
-def _transformers_values(bench: Bench, folder: Path, bins: ValueBins | None) -> dict[int, Tensor]:
-    from transformers import AutoModelForTokenClassification
+def _against_transformers(bench: Bench, folder: Path, bins: ValueBins | None, values: dict[int, Tensor]) -> tuple[float, float]:
+    """Return how far ``values`` are from transformers in float32, and how far its own run in ``model.dtype`` is. A collective."""
+    gaps = None
+    if bench.parallel.rank == 0:
+        from transformers import AutoModelForTokenClassification
 
-    model = AutoModelForTokenClassification.from_pretrained(folder, dtype=torch.float32, local_files_only=True, attn_implementation="sdpa")
-    model.eval()
-    logits = {number: model(torch.tensor([ids])).logits[0] for number, ids in enumerate(bench.sequences)}
-    return {number: found[:, 0] if bins is None else expected_values(found, bins) for number, found in logits.items()}
+        model = AutoModelForTokenClassification.from_pretrained(
+            folder, dtype=torch.float32, local_files_only=True, attn_implementation="sdpa"
+        ).eval()
+
+        def computed() -> dict[int, Tensor]:
+            logits = {number: model(torch.tensor([ids])).logits[0].float() for number, ids in enumerate(bench.sequences)}
+            return {number: found[:, 0] if bins is None else expected_values(found, bins) for number, found in logits.items()}
+
+        exact = computed()
+        rounding = 0.0
+        if bench.dtype != "float32":
+            model = model.to(bench.torch_dtype)
+            rounding = _gap(exact, computed())
+        gaps = _gap(exact, values), rounding
+    gaps = broadcast_object(gaps)
+    assert gaps is not None, "rank 0 has compared"
+    return gaps
 
 
 def _packing(bench: Bench, critic: MegatronModel, alone: dict[int, Tensor]) -> list[Measurement]:

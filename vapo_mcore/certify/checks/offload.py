@@ -18,6 +18,8 @@ from vapo_mcore.megatron.offload import PARTS, RESIDENCY, Stage
 from vapo_mcore.megatron.roles import Models
 
 CYCLES = 10
+MOST_TRAINED = 32
+"""Tokens of each of the two texts that create the moments, at most."""
 UPDATED: Mapping[Stage, Role] = {"critic_update": "critic", "policy_update": "policy"}
 """The model that a stage updates."""
 
@@ -52,7 +54,7 @@ def _after_updates(bench: Bench) -> dict[str, str]:
 
     The update is on the two texts of drawn token ids, in one pack: what the moments hold does not matter.
     """
-    microbatches = bench.microbatches(bench.sequences[-2:], [[0, 1]])
+    microbatches = bench.microbatches([ids[-MOST_TRAINED:] for ids in bench.sequences[-2:]], [[0, 1]])
     with bench.on_device("policy_update") as models:
         batches = critic_batches(models.policy, microbatches)
         batches = [batch.with_tensors(loss_weights=batch.tensors["value_weights"]) for batch in batches]
@@ -138,7 +140,7 @@ def _flat(on_device: list[tuple[int, ...]], host: list[int], allocated: list[int
         faults.append(f"allocated by CUDA {allocated}")
     if any(row[-1] for row in on_device):
         faults.append(f"{on_device[0][-1]} bytes stay on the device while the engine generates")
-    told = [text for part in all_gather_objects(faults) for text in part]
-    if told:
-        return fails(what, "; ".join(told[:3]), tolerance, remedy)
+    merged = [text for part in all_gather_objects(faults) for text in part]
+    if merged:
+        return fails(what, "; ".join(merged[:3]), tolerance, remedy)
     return holds(what, f"at most {max(on_device[0]):,} on the device, {host[-1]:,} on the host of rank 0", tolerance, float(host[-1]))

@@ -1,4 +1,4 @@
-"""Rates of this recipe on this machine: passes of the policy, generation, weight sync, offloading, all-reduce; beside what plan assumes."""
+"""Rates of this recipe on this machine, compared with plan's: passes of the policy, generation, weight sync, offloading, all-reduce."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from vapo_mcore.certify.bench import Bench
 from vapo_mcore.certify.checks.engine import together
 from vapo_mcore.certify.checks.machine import device_name
 from vapo_mcore.certify.checks.offload import offloading
-from vapo_mcore.certify.rates import Assumed, GenerationWork, PassWork, beside, number, options
+from vapo_mcore.certify.rates import Assumed, GenerationWork, PassWork, compare_with_plan, number, options
 from vapo_mcore.certify.record import Measurement, NotApplicable, fails, informs, not_applicable
 from vapo_mcore.collectives import all_gather_objects
 from vapo_mcore.doctor.network import bus_bandwidth, timed_sum
@@ -27,6 +27,8 @@ from vapo_mcore.planning.workload import packed_lengths, workload
 from vapo_mcore.rollout.base import GenerationRequest, SamplingConfig
 
 ROUNDS = 2
+LONG_CALL = 2.0
+"""Seconds of a first call from which on one more call is timed: warming up is a small part of such a call, and so are fluctuations."""
 LONGEST_SECONDS = 2.0
 """Of one pass by plan's assumption; a pass that takes longer is measured with fewer tokens."""
 MOST_RESPONSES, MOST_SAMPLED = 32, 64
@@ -45,9 +47,9 @@ class _Rates:
         self.assumed = Assumed(bench.config, bench.architecture, DEVICES[name or "h100"])
         self.found: dict[str, float] = {}
 
-    def beside(self, what: str, value: float, unit: str, assumed: float, *, seconds: bool = False, also: str = "") -> Measurement:
+    def compared(self, what: str, value: float, unit: str, assumed: float, *, seconds: bool = False, also: str = "") -> Measurement:
         self.bench.details[what] = value
-        return beside(what, value, unit, assumed if self.known else None, gpu=self.gpu, seconds=seconds, also=also)
+        return compare_with_plan(what, value, unit, assumed if self.known else None, gpu=self.gpu, seconds=seconds, also=also)
 
     def measured(self) -> Assumed:
         """Plan's assumptions with what is measured so far in their place."""
@@ -75,16 +77,17 @@ def run(bench: Bench) -> list[Measurement]:
 
 def slowest(run: Callable[[], object]) -> float:
     """Seconds of the fastest of some calls after a first one, each timed on the slowest rank. A collective."""
-    run()
-    times = []
-    for _ in range(ROUNDS):
+
+    def timed() -> float:
         all_gather_objects(None)  # the ranks begin together
         _synchronize()
         begin = time.perf_counter()
         run()
         _synchronize()
-        times.append(time.perf_counter() - begin)
-    return min(max(row) for row in zip(*all_gather_objects(times), strict=True))
+        return max(all_gather_objects(time.perf_counter() - begin))
+
+    rounds = 1 if timed() > LONG_CALL else ROUNDS
+    return min(timed() for _ in range(rounds))
 
 
 def _synchronize() -> None:
@@ -127,7 +130,7 @@ def _all_reduce(rates: _Rates) -> list[Measurement]:
     where = {"node_rate": "in a node", "network_rate": "between nodes"}
     device = rates.assumed.device
     return [
-        rates.beside(f"all-reduce ({backend}), {where[name]}", rate / GIGA, "GB/s bus bandwidth", getattr(device, name) / GIGA)
+        rates.compared(f"all-reduce ({backend}), {where[name]}", rate / GIGA, "GB/s bus bandwidth", getattr(device, name) / GIGA)
         for name, rate in found.items()
     ]
 
@@ -139,7 +142,11 @@ def _offload(rates: _Rates) -> list[Measurement]:
     if "sync" in bench.__dict__:
         bench.sync.put_to_sleep()
 
+    cycles = 0
+
     def cycle() -> None:
+        nonlocal cycles
+        cycles += 1
         residency.enter("policy_update")
         residency.mark_changed("policy")
         residency.enter("generate")
@@ -147,9 +154,9 @@ def _offload(rates: _Rates) -> list[Measurement]:
     with offloading(bench.models):
         residency.enter("generate")
         cycle()
-        before = residency.traffic.to_device + residency.traffic.to_host
+        before, earlier = residency.traffic.to_device + residency.traffic.to_host, cycles
         seconds = slowest(cycle)
-        moved = (residency.traffic.to_device + residency.traffic.to_host - before) / (ROUNDS + 1)
+        moved = (residency.traffic.to_device + residency.traffic.to_host - before) / (cycles - earlier)
         ways = _each_way(bench)
     rate = min(all_gather_objects(moved)) / seconds
     what = "offloading"
@@ -157,7 +164,7 @@ def _offload(rates: _Rates) -> list[Measurement]:
         return [not_applicable(what, "the optimizer of the policy is on the CPU and nothing moves")]
     rates.found["host_rate"] = rate
     found = [
-        rates.beside(what, rate / GIGA, "GB/s a process", rates.assumed.device.host_rate / GIGA, also=f" ({moved:,.0f} bytes a cycle)")
+        rates.compared(what, rate / GIGA, "GB/s a process", rates.assumed.device.host_rate / GIGA, also=f" ({moved:,.0f} bytes a cycle)")
     ]
     return [*found, *(informs(f"{what}, {way}", f"{number(value)} GB/s a process", value) for way, value in ways.items())]
 
@@ -230,7 +237,7 @@ def _pass(rates: _Rates, work: PassWork, what: str, seconds: float, *, training:
         rates.found["train_efficiency" if training else "forward_efficiency"] = efficiency
     also = f" ({len(work.lengths)} sequences of at most {max(work.lengths)} tokens a micro-batch)"
     assumed = sum(rates.assumed.pass_seconds(work, training=training, reduced_bytes=reduced))
-    found = [rates.beside(what, tokens / seconds, "tokens/s", tokens / assumed, also=also)]
+    found = [rates.compared(what, tokens / seconds, "tokens/s", tokens / assumed, also=also)]
     if rates.gpu:
         share = rates.assumed.utilisation(work, seconds, training=training)
         of = rates.assumed.device.name if rates.known else f"{rates.assumed.device.name}, since plan does not know this device"
@@ -257,24 +264,24 @@ def _sync(rates: _Rates) -> Measurement:
             sync.put_to_sleep()
             residency.enter("sync")
             all_gather_objects(None)
-            aside = [0.0]
+            offloading_seconds = [0.0]
 
-            def after_loading(aside: list[float] = aside) -> None:
+            def after_loading(spent: list[float] = offloading_seconds) -> None:
                 begin = time.perf_counter()
                 residency.enter("generate")
-                aside[0] = time.perf_counter() - begin
+                spent[0] = time.perf_counter() - begin
 
             begin = time.perf_counter()
             report = sync.make_ready(after_loading)
             _synchronize()
-            times.append(time.perf_counter() - begin - aside[0])
+            times.append(time.perf_counter() - begin - offloading_seconds[0])
     finally:
         sync.verify = usual
     seconds = min(max(row) for row in zip(*all_gather_objects(times), strict=True))
     own = sum(parameter.numel() * parameter.element_size() for chunk in bench.models.policy.chunks for parameter in chunk.parameters())
     assumed = rates.assumed.sync_seconds(max(all_gather_objects(own)))
     also = f" for {report.names} tensors of {report.bytes:,} bytes"
-    return rates.beside("weight sync", seconds, "s", assumed, seconds=True, also=also)
+    return rates.compared("weight sync", seconds, "s", assumed, seconds=True, also=also)
 
 
 def _decode(rates: _Rates) -> Measurement:
@@ -286,7 +293,7 @@ def _decode(rates: _Rates) -> Measurement:
     length = max(1, config.data.max_prompt_length // 2)
     prompts = bench.drawn([length] * count)
     how = SamplingConfig(config.rollout.temperature, 1.0, -1, min(MOST_SAMPLED, config.rollout.max_response_length))
-    times, told = [], []
+    times, works = [], []
     for attempt in range(ROUNDS + 1):
         requests = [GenerationRequest(f"rates {number}", 0, ids, 1000 * attempt + number) for number, ids in enumerate(prompts)]
         all_gather_objects(None)
@@ -296,11 +303,13 @@ def _decode(rates: _Rates) -> Measurement:
         own = [len(generation.token_ids) for generation in generations] if engine.is_replica_leader else []
         lengths = [number for part in all_gather_objects(own) for number in part]
         times.append(seconds)
-        told.append(GenerationWork(len(lengths), sum(lengths), max(lengths), length))
-    best = max(range(1, ROUNDS + 1), key=lambda attempt: told[attempt].tokens / times[attempt])
-    work, seconds = told[best], times[best]
+        works.append(GenerationWork(len(lengths), sum(lengths), max(lengths), length))
+        if attempt == 1 and times[0] > LONG_CALL:
+            break
+    best = max(range(1, len(times)), key=lambda attempt: works[attempt].tokens / times[attempt])
+    work, seconds = works[best], times[best]
     if rates.known:
         rates.found |= rates.measured().decode_rates(work, seconds)
     assumed = work.tokens / rates.assumed.generation_seconds(work)
     also = f" ({work.responses} responses of at most {work.longest} tokens, {count} at once in each replica)"
-    return rates.beside("generation", work.tokens / seconds, "tokens/s", assumed, also=also)
+    return rates.compared("generation", work.tokens / seconds, "tokens/s", assumed, also=also)
