@@ -89,9 +89,9 @@ class PolicyLoss:
             "surrogate": surrogate.detach(),
             "nll": nll.detach(),
             "tokens": mask.sum(),
-            "clip_high": indicators["clip_frac_high"].sum(),
-            "clip_low": indicators["clip_frac_low"].sum(),
-            "clip_dual": indicators["clip_frac_dual"].sum(),
+            "clipped_high": indicators["clip_frac_high"].sum(),
+            "clipped_low": indicators["clip_frac_low"].sum(),
+            "clipped_dual": indicators["clip_frac_dual"].sum(),
             "approx_kl": indicators["approx_kl"].sum(),
             "ratio": indicators["ratio"].sum(),
         }
@@ -154,7 +154,7 @@ class CriticLoss:
         mask = batch["mask"]
         weights = batch["value_weights"]
         terms, indicators = value_loss_terms(outputs["values"], batch.get("values"), batch["returns"], mask, clip=self.clip)
-        stats = {"tokens": mask.sum(), "clip": indicators["clip_frac"].sum()}
+        stats = {"tokens": mask.sum(), "clipped": indicators["clip_frac"].sum()}
         if self.bins is not None:
             stats["squared"] = (terms.detach() * weights).sum()
             terms = histogram_value_terms(outputs["value_logits"], batch["returns"], mask, self.bins)

@@ -130,7 +130,7 @@ _POLICY = (
         "policy/loss",
         MEAN,
         "updates",
-        "The mini-batch's whole policy loss (surrogate + coef x NLL + coef x KL - coef x entropy + coef x each term of the user's).",
+        "The mini-batch's whole policy loss (surrogate + coef x NLL + coef x KL - coef x entropy + coef x each user-defined term).",
     ),
     Metric("policy/surrogate_loss", MEAN, "updates", "Clipped surrogate part of the loss, importance weights included."),
     Metric(
@@ -381,7 +381,7 @@ _SYSTEM = (
     Metric("memory/device_peak_gib", MAX, "ranks", "Peak of PyTorch's allocator on the device during the step (GPU only)."),
 )
 
-_TERM = Metric("policy/term/<name>", MEAN, "updates", "Loss term of the user's, weighed and summed, before its coefficient.")
+_TERM = Metric("policy/term/<name>", MEAN, "updates", "User-defined loss term, weighted and summed, before its coefficient.")
 
 
 _FOUND = Metric("diagnosis/<rule>", SAME, "steps", "Steps so far in which the rule has held; absent as long as it never has.")
@@ -396,7 +396,7 @@ _BY_SOURCE = (
 
 
 def metrics_of(loss_terms: Iterable[str], sources: Collection[str] = ()) -> tuple[Metric, ...]:
-    """The table of a run: ``METRICS``, one for each loss term of the user's, and, of several training sources, those of each."""
+    """Return the table of a run: ``METRICS``, one for each user-defined loss term and, with several training sources, those of each."""
     named = [(_TERM, name) for name in loss_terms]
     named += [(metric, name) for name in sources for metric in _BY_SOURCE] if len(sources) > 1 else []
     return (*METRICS, *(replace(metric, name=metric.name.replace("<name>", name)) for metric, name in named))
