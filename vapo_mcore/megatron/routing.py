@@ -1,4 +1,4 @@
-"""Routing of a mixture of experts: record the experts of every token, replay them in another pass, and measure the load.
+"""Route a mixture of experts: record the experts of every token, replay them in another pass, and measure the load.
 
 Choices are token-aligned tensors ``[tokens, layers of this pipeline rank, topk]``: they belong to the input of a position, so unlike labels
 they are not shifted. They are packed like all other tensors of a micro-batch, so another plan of micro-batches packs them again.
