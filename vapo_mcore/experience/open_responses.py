@@ -120,7 +120,16 @@ class OpenResponses:
     the next ``commit``.
     """
 
-    def __init__(self, config: Config, *, replica: int, replicas: int, stop_texts: StopTexts | None = None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        *,
+        replica: int,
+        replicas: int,
+        stop_texts: StopTexts | None = None,
+        prompts: Mapping[str, Prompt] | None = None,
+    ) -> None:
+        """``prompts``: those of the data by name without epoch, among which a resumed run finds its open prompts."""
         assert config.rollout.horizon is not None
         self.settings = config.rollout.horizon
         self.longest = config.rollout.max_response_length
@@ -132,7 +141,7 @@ class OpenResponses:
         self.run_seed = config.seed
         self.replica, self.replicas = replica, replicas
         self.stop_texts = stop_texts
-        self.prompts: Mapping[str, Prompt] = {}  # by name without epoch; a resumed run finds its open prompts here
+        self.prompts = {} if prompts is None else prompts
         self.table: tuple[OpenResponse, ...] = ()  # by key
         self.drawn = 0  # prompts, over the run
         self._tokens: dict[Key, Tokens] = {}  # of this replica's responses

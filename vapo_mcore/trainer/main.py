@@ -324,11 +324,13 @@ def build_multi_turn(config: Config, tokenizer: Any) -> MultiTurn | None:
 
 def build_open_responses(config: Config, engine: RolloutEngine, tokenizer: Any, prompts: PromptDataset) -> OpenResponses:
     """Build the table of open responses of a run with ``rollout.horizon``."""
-    responses = OpenResponses(
-        config, replica=engine.replica_index, replicas=engine.num_replicas, stop_texts=StopTexts.of(config, tokenizer)
+    return OpenResponses(
+        config,
+        replica=engine.replica_index,
+        replicas=engine.num_replicas,
+        stop_texts=StopTexts.of(config, tokenizer),
+        prompts={prompt.prompt_id: prompt for prompt in prompts.items},
     )
-    responses.prompts = {prompt.prompt_id: prompt for prompt in prompts.items}
-    return responses
 
 
 def _load_state(trainer: StepRunner, past: _Past, prompts: PromptDataset, *, restart: bool, console: Console) -> None:
