@@ -146,7 +146,7 @@ class Rows:
         return torch.tensor([reason == "cut" for reason in self.finish_reason], dtype=torch.bool)
 
     def stale_tokens(self, limit: int) -> Tensor:
-        """int64 ``[n]``: leading response tokens that were sampled more than ``limit`` steps ago."""
+        """Count the leading response tokens that were sampled more than ``limit`` steps ago; int64 ``[n]``."""
         counts = [sum(tokens for tokens, age in segments if age > limit) for segments in self.segments]
         return torch.tensor(counts, dtype=torch.int64)
 

@@ -114,7 +114,7 @@ class Routing:
 
     @contextmanager
     def chunk_pass(self, chunk: int, microbatch: MicroBatch, number: int) -> Iterator[None]:
-        """The forward pass of one chunk over one micro-batch: give its routers their tasks, and keep what they chose."""
+        """Give the routers of one chunk their tasks for the forward pass of one micro-batch, and keep their choices."""
         from vapo_mcore.megatron.router import RouterTask
 
         routers = self.chunks[chunk]

@@ -24,7 +24,7 @@ HORIZON = (
         "horizon/bootstrapped_frac",
         SAME,
         "response tokens",
-        "With `train: segments`: share of the policy's tokens whose response was cut, so that the critic's value stands for the rest.",
+        "With `train: segments`: share of the policy's tokens whose response was cut, so that the critic's value replaces the rest.",
     ),
     Metric(
         "horizon/cut_weight",

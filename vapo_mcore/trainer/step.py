@@ -202,7 +202,7 @@ class StepRunner:
             self._stop_updates(step, experience, "critic", stopped)
 
     def _stop_updates(self, step: StepState, experience: Experience, role: str, stopped: StoppedUpdate | None) -> None:
-        """If too many consecutive updates were skipped: save the batch, make no further update, and stop after this step."""
+        """Save the batch, make no further update and stop after this step if too many consecutive updates were skipped."""
         if stopped is None:
             return
         step.updates_stopped = True

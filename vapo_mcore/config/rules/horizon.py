@@ -99,7 +99,7 @@ def segments_have_a_critic(s: Subject) -> str | None:
     elif estimator == "custom":
         reason = "does not receive where a response was cut, nor the critic's value there"
     else:
-        reason = "has no critic, whose value stands for the rest of a response that was cut"
+        reason = "has no critic, whose value replaces the rest of a response that was cut"
     return f"'segments' cannot be used with algorithm.advantage.estimator = {estimator!r}, which {reason}; use 'completed', or 'gae'"
 
 
