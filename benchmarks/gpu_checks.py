@@ -1,4 +1,4 @@
-"""Checks of ``vapo-mcore certify`` that only a GPU gives a meaning to: ``--checks benchmarks/gpu_checks.py:memory`` and so on.
+"""Run checks of ``vapo-mcore certify`` that are meaningful only on a GPU: ``--checks benchmarks/gpu_checks.py:memory`` and so on.
 
 ``memory``: peaks of torch's allocator in every stage of a step, and what the engine takes, beside what ``plan`` predicts.
 ``sleep``: seconds in which the engine sleeps and wakes up, and what it leaves on the device. ``logprob_memory``: what the log-prob function
@@ -28,12 +28,12 @@ from vapo_mcore.planning.devices import DEVICES
 from vapo_mcore.rollout.factory import engine_traits
 
 STAND_IN = "h100"
-"""The device that plan assumes where it does not know this one."""
+"""Device that plan assumes if it does not know this one."""
 LOWEST, HIGHEST = 0.95, 1.25
-"""Predicted over measured bytes: plan may promise more than is needed, for fragments; less would end a run."""
+"""Bounds of predicted over measured bytes: plan may predict more than is needed, for fragmentation; too little would end a run."""
 ROUNDS = 3
 LEFT_BYTES = 64 * 2**20
-"""What may be on the device after another round of sleep that was not after the first."""
+"""Device memory that may be in use after a later round of sleep in addition to that after the first."""
 ENGINE_PARTS = ("vLLM weights", "CUDA graphs", "KV cache", "vLLM workspace")
 NOT_OF_A_STAGE = (*ENGINE_PARTS, "CUDA, NCCL", "rotary tables")
 """Parts of plan's that are on the device in other stages, too, or that torch's allocator does not see."""
@@ -72,7 +72,7 @@ def _of_the_stage(parts: Mapping[str, float]) -> float:
 
 
 def _passes(bench: Bench) -> dict[Any, Callable[[], object]]:
-    """Stage -> what a step runs in it, on two micro-batches as plan packs them."""
+    """Return for each stage the function that a step runs in it, on two micro-batches packed like plan's."""
     assumed = Assumed(bench.config, bench.architecture, DEVICES[device_name() or STAND_IN])
     lengths = list(pass_work(assumed).lengths)
     packs = [list(range(len(lengths))), list(range(len(lengths), 2 * len(lengths)))]
@@ -94,7 +94,7 @@ def _passes(bench: Bench) -> dict[Any, Callable[[], object]]:
 
 
 def _peak(bench: Bench, stage: Any, run: Callable[[], object]) -> int:
-    """Bytes of a second run in a stage: moments exist then, and kernels are compiled."""
+    """Return the peak bytes of a second run of a stage, when moments exist and kernels are compiled."""
     residency, peaks = bench.models.residency, []
     for _ in range(2):
         residency.enter("generate")
@@ -131,7 +131,7 @@ def _used() -> int:
 
 
 def _engine(bench: Bench, predicted: Mapping[str, float]) -> Measurement:
-    """What the device has less of while the engine is ready than while it sleeps."""
+    """Measure the device memory that the engine takes when it is ready, compared with when it sleeps."""
     bench.sync.put_to_sleep()
     bench.models.residency.enter("generate")
     asleep = _used()
@@ -150,7 +150,7 @@ def _engine(bench: Bench, predicted: Mapping[str, float]) -> Measurement:
 
 
 def sleep(bench: Bench) -> list[Measurement]:
-    """Let the engine sleep and wake up some times, with a weight sync in between."""
+    """Let the engine sleep and wake up several times, with a weight sync in between."""
     engine, sync, residency = bench.ready_to_use(bench.engine), bench.sync, bench.models.residency
     seconds: dict[str, list[float]] = {"sleep": [], "wake up for weights": [], "wake up for the KV cache": []}
     left = []
@@ -189,7 +189,7 @@ def _timed(run: Callable[[], object]) -> float:
 
 
 def logprob_memory(bench: Bench) -> Measurement:
-    """Peak of log-probs and entropies with gradients over the logits' own bytes, for half a micro-batch and an eighth of the vocabulary."""
+    """Measure the peak bytes of log-probs and entropies with gradients over the logits', for half a micro-batch and an eighth of the vocabulary."""
     _require_cuda()
     tokens = bench.config.batch.max_tokens_per_microbatch // 2
     vocab = max(64, bench.architecture.vocab_size // 8)

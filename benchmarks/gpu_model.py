@@ -1,4 +1,4 @@
-"""A model folder with random weights, a tokenizer, prompts and a recipe, for machines that have no files yet (``gpu_step.py``)."""
+"""Write a model folder with random weights, a tokenizer, prompts and a recipe, for machines without files (``gpu_step.py``)."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def write_model(folder: Path, size: Size) -> None:
 
 
 def _write_tokenizer(folder: Path, vocab: int) -> None:
-    """Bytes, the special tokens, and names for the other ids, which no text contains."""
+    """Write a tokenizer of bytes, the special tokens, and names for the other ids, which no text contains."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

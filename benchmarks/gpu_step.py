@@ -1,7 +1,7 @@
-"""The first hour with a GPU, in one command: is what it computes right, how fast is it, and how much memory does it take?
+"""Measure on a GPU, in one command: correctness, speed and memory.
 
     python benchmarks/gpu_step.py                    on a machine with a CUDA device: a random model of 1.5 billion parameters
-    python benchmarks/gpu_step.py --model FOLDER     the same with a model of yours
+    python benchmarks/gpu_step.py --model FOLDER     the same with a given model
     python benchmarks/gpu_step.py --small            a tiny model on any device
     python benchmarks/gpu_step.py --skip machine,memory
 
@@ -163,7 +163,7 @@ class Run:
         self.ended = ""
 
     def records(self) -> dict[str, Any]:
-        """Part -> record of its check, of those that are complete."""
+        """Return the records of the complete checks, by part."""
         try:
             path = self.folder / FILE_NAME
             path = path if path.is_file() else self.folder / PARTIAL_NAME  # of a process that crashed
@@ -191,7 +191,7 @@ class Run:
         finally:
             self.code = self.process.poll()
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.process.pid, signal.SIGKILL)  # with what it has started
+                os.killpg(self.process.pid, signal.SIGKILL)  # with the processes that it has started
             self.process.wait()
         if self.code is None:
             self.ended = f"not done after {self.seconds / 60:g} minutes (--minutes)"
@@ -200,12 +200,12 @@ class Run:
         missing = [name for name in self.names if name not in told]
         if missing:
             yield missing[0], {**self.failure(), "seconds": round(time.monotonic() - since, 1), "measurements": []}
-        elif self.code not in (0, 1, 2):  # all was measured, and then it did not end well
+        elif self.code not in (0, 1, 2):  # everything was measured, but the process failed at its end
             last = self.names[-1]
             yield last, {**self.records()[last], **self.failure()}
 
     def failure(self) -> dict[str, Any]:
-        """Say how the process ended, with the last line that names an error, else its last line."""
+        """Describe how the process ended, with the last line that names an error, else its last line."""
         lines = [line.strip() for line in self.log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
         errors = [line for line in lines if re.search(r"error|fault", line, re.IGNORECASE)]
         last = (errors or lines or ["no output"])[-1][:400]
@@ -216,7 +216,7 @@ class Run:
 
 
 def table(part: Mapping[str, Any]) -> list[str]:
-    """A part's measurements, one a line, with the remedy of what does not hold."""
+    """Format a part's measurements, one per line, with the remedies of those that fail."""
     lines = [f"  {'fails':<14} {part['message']} (log: {part['log']})"] if "message" in part else []
     for entry in part["measurements"]:
         tolerance = f" [{entry['tolerance']}]" if entry["tolerance"] else ""
@@ -227,7 +227,7 @@ def table(part: Mapping[str, Any]) -> list[str]:
 
 
 def summary(parts: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """One line a part."""
+    """Format one line per part."""
     return ["", *(f"{name:<15} {part['verdict']:<15} {part.get('seconds', 0):>7.1f} s" for name, part in parts.items())]
 
 

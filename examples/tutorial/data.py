@@ -1,4 +1,4 @@
-"""Write the tutorial's own data set: tutorial/train.jsonl and tutorial/heldout.jsonl (docs/tutorial.md).
+"""Write the tutorial's data set: tutorial/train.jsonl and tutorial/heldout.jsonl (docs/tutorial.md).
 
     python examples/tutorial/data.py
 
@@ -17,7 +17,7 @@ SIZES = {"train": 600, "heldout": 100}
 
 
 def problems() -> list[dict[str, str]]:
-    """Distinct problems in a fixed random order."""
+    """Return distinct problems in a fixed random order."""
     rows = {}
     generator = random.Random(7)
     while len(rows) < sum(SIZES.values()):

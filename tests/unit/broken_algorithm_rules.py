@@ -67,7 +67,7 @@ BROKEN: list[Case] = [
         [*HORIZON, "rollout.dynamic_sampling.enabled=true"],
         {},
         "rollout.horizon",
-        "cannot be combined with rollout.dynamic_sampling.enabled = true: whether a group is dropped is known only when all",
+        "cannot be combined with rollout.dynamic_sampling.enabled = true: a group can be dropped only when all its responses",
     ),
     (
         "horizon_recomputes_logprobs",
@@ -105,7 +105,7 @@ BROKEN: list[Case] = [
         ["rollout.horizon={tokens: 40, train: segments}", "algorithm.kl={place: reward, coef: 0.1}"],
         {},
         "rollout.horizon.train",
-        "the penalty of its earlier segments belongs to policies that are gone",
+        "the penalty of its earlier segments belongs to earlier policies",
     ),
     (
         "segments_are_no_responses",

@@ -12,6 +12,7 @@ from tests.torchrun import ROOT
 from tests.unit.config_helpers import faults_of, load, write_base, write_child, write_model
 from vapo_mcore.config import load_config
 from vapo_mcore.config.architecture import read_architecture
+from vapo_mcore.config.families import FAMILIES
 from vapo_mcore.config.loading import dump_yaml
 from vapo_mcore.config.schema import FileSource, ReasoningGymSource
 
@@ -319,7 +320,7 @@ YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        ({"model_type": None}, "model_type None is not supported (supported: glm, llama"),
+        ({"model_type": None}, f"model_type None is not supported (supported: {', '.join(sorted(FAMILIES))})"),
         ({"hidden_size": 64.5}, "hidden_size is 64.5, must be a positive whole number"),
         ({"hidden_size": "64"}, "hidden_size is '64', must be a positive whole number"),
         ({"vocab_size": True}, "vocab_size is True, must be"),

@@ -1,9 +1,9 @@
-"""Tokens that drive the entropy down (arXiv:2505.22617): those whose log-prob and advantage covary most, for Clip-Cov and KL-Cov.
+"""Choose the tokens that lower the entropy most, for Clip-Cov and KL-Cov (arXiv:2505.22617): log-prob and advantage covary there.
 
 The covariance of token i over the N unmasked tokens of a mini-batch is (log pi(y_i) - mean log pi) (A_i - mean A) (Eq. 10). Here pi is the
 policy before the rollout's updates: these log-probs are known for the whole mini-batch before its first forward pass, so the choice
-is the same however the mini-batch is split over micro-batches and ranks. The papers' code reads the current policy, micro-batch
-by micro-batch; in the first update of a rollout both policies are one.
+is the same however the mini-batch is split over micro-batches and ranks. The paper's code reads the current policy, micro-batch
+by micro-batch; in the first update of a rollout both policies are the same.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _LOW_63 = (1 << 63) - 1
 
 
 def token_covariances(logprobs: Tensor, advantages: Tensor, mask: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
-    """float64 [T]: (log pi_t - mean) (A_t - mean) over the unmasked tokens of all ranks of ``group``, 0 at masked ones (Eq. 10).
+    """Return float64 [T], (log pi_t - mean) (A_t - mean) over the unmasked tokens of all ranks of ``group``, 0 at masked ones (Eq. 10).
 
     logprobs, advantages: float [T], the mini-batch's tokens of this rank; mask: bool [T]. A collective over ``group``.
     """
@@ -35,15 +35,15 @@ def token_covariances(logprobs: Tensor, advantages: Tensor, mask: Tensor, group:
 
 
 def chosen_count(fraction: float, tokens: int) -> int:
-    """floor(fraction N), at least 1: how many of a mini-batch's N tokens are chosen."""
+    """Return how many of a mini-batch's N tokens are chosen: floor(fraction N), at least 1."""
     return max(1, math.floor(fraction * tokens))
 
 
 def largest(scores: Tensor, candidates: Tensor, keys: Tensor, count: int, group: dist.ProcessGroup | None = None) -> Tensor:
-    """bool [T]: the ``count`` candidates with the largest scores on all ranks of ``group``, all of them if they are fewer.
+    """Mark the ``count`` candidates with the largest scores over all ranks of ``group`` (all, if there are fewer); bool [T].
 
-    scores: float64 [T], finite at candidates; candidates: bool [T]; keys: int64 [T], different for all tokens of all ranks: of equal scores
-    the smaller key is chosen, so the choice does not depend on where a token lies. A collective over ``group``.
+    scores: float64 [T], finite at candidates; candidates: bool [T]; keys: int64 [T], unique over all ranks. Among equal scores the
+    smaller key wins, so the choice does not depend on the layout. A collective over ``group``.
     """
     score, key = _first(scores[candidates], keys[candidates], count)
     world = dist.get_world_size(group) if group is not None else 1
@@ -74,12 +74,12 @@ def _first(scores: Tensor, keys: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def token_keys(row_ids: Tensor, positions: Tensor) -> Tensor:
-    """int64 [T], different for all tokens of a rollout: row_ids and positions in the row, int64 [T], both below 2^31."""
+    """Return int64 [T], unique in a rollout, from row ids and positions in the row (int64 [T], below 2^31)."""
     return (row_ids.long() << 31) | positions.long()
 
 
 def random_scores(keys: Tensor, seed: int) -> Tensor:
-    """float64 [T] in [0, 1): 53 bits of a hash of key and seed (splitmix64's finaliser), the same wherever a token lies."""
+    """Hash key and seed to float64 [T] in [0, 1) (53 bits; splitmix64's finaliser), independent of the layout."""
     x = keys.long() + torch.tensor(seed & _LOW_63, device=keys.device)
     for multiplier, shift in ((-0x40A7B892E31B1A47, 30), (-0x6B2FB644ECCEEE15, 27)):
         x = (x ^ ((x >> shift) & (_LOW_63 >> (shift - 1)))) * multiplier
@@ -97,11 +97,11 @@ def covariance_terms(
     kl_coef: float | None,
     importance_weights: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Per-token terms of Clip-Cov (``kl_coef`` None; arXiv:2505.22617, Eq. 12) and KL-Cov (Eq. 14).
+    """Compute the per-token terms of Clip-Cov (``kl_coef`` None; arXiv:2505.22617, Eq. 12) and KL-Cov (Eq. 14).
 
-    term_t = -r_t A_t, r_t = exp(logp - logp_old) unclipped but for the clamp of the log-ratio to +-20. At tokens where ``selected``
-    (bool [T]): 0 in Clip-Cov; -r_t A_t + kl_coef |logp_t - logp_old_t| in KL-Cov, as in the authors' code. The other arguments and the
-    indicators as of ``policy_loss_terms``; ``importance_weights`` multiply the whole term.
+    term_t = -r_t A_t, r_t = exp(logp - logp_old), not clipped, log-ratio clamped to +-20. At ``selected`` tokens (bool [T]) the term is
+    0 in Clip-Cov and -r_t A_t + kl_coef |logp_t - logp_old_t| in KL-Cov, as in the authors' code. Other arguments and indicators are those
+    of ``policy_loss_terms``; ``importance_weights`` multiply the whole term.
     """
     mask = mask.bool()
     selected = selected.bool() & mask

@@ -26,7 +26,7 @@ _MIN_TOKENS_PER_THREAD = 1 << 16
 def _gae_range(  # type: ignore[no-untyped-def]
     rewards, values, mask, cu_seqlens, lam_policy, lam_critic, gamma, bootstrap, advantages, returns, first, last
 ):  # pragma: no cover - runs as machine code
-    """Processes sequences ``first`` to ``last`` (exclusive); writes all their positions of ``advantages`` and ``returns``."""
+    """Process sequences ``first`` to ``last`` (exclusive); writes all their positions of ``advantages`` and ``returns``."""
     for i in range(first, last):
         decay_policy = gamma * lam_policy[i]
         decay_critic = gamma * lam_critic[i]

@@ -1,7 +1,7 @@
 """A categorical value head trained by cross-entropy: HL-Gauss (Imani and White, arXiv:1806.04613; Farebrother et al., arXiv:2403.03950).
 
-[low, high] is cut into bins of equal width. A return is a Gaussian around it, spread over the bins by its distribution function and
-normalised to what lies within the bounds; the value is the expectation of the bins' centres under the softmax of the logits.
+[low, high] is divided into bins of equal width. The target of a return is a Gaussian around it, integrated over each bin and normalised
+to its mass within the bounds. The value is the expectation of the bins' centres under the softmax of the logits.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ class Bins(Protocol):
 
 
 def centres(support: Bins, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> Tensor:
-    """[bins]: the middle of each bin."""
+    """Return the centre of each bin, [bins]."""
     width = (support.high - support.low) / support.bins
     numbers = torch.arange(support.bins, device=device, dtype=torch.float64)
     return (support.low + (numbers + 0.5) * width).to(dtype)
 
 
 def gaussian_histogram(returns: Tensor, support: Bins) -> Tensor:
-    """float32 [T, bins], rows that sum to 1: the targets (arXiv:2403.03950, section 3.1). returns: float [T], clamped to [low, high]."""
+    """Compute the targets, float32 [T, bins] (arXiv:2403.03950, section 3.1); rows sum to 1. returns: float [T], clamped to [low, high]."""
     width = (support.high - support.low) / support.bins
     edges = support.low + torch.arange(support.bins + 1, device=returns.device, dtype=torch.float64) * width
     clamped = returns.detach().double().clamp(support.low, support.high)
@@ -43,14 +43,14 @@ def gaussian_histogram(returns: Tensor, support: Bins) -> Tensor:
 
 
 def expected_values(logits: Tensor, support: Bins) -> Tensor:
-    """float32 [T]: sum_k softmax(logits)_k c_k. logits: float [T, bins]."""
+    """Compute the values sum_k softmax(logits)_k c_k, float32 [T], from logits, float [T, bins]."""
     return logits.float().softmax(-1) @ centres(support, logits.device)
 
 
 def histogram_value_terms(logits: Tensor, returns: Tensor, mask: Tensor, support: Bins) -> Tensor:
-    """float32 [T]: cross-entropy -sum_k p_k log softmax(logits)_k, p the histogram of the return; 0 and gradient 0 at masked tokens.
+    """Compute the cross-entropy -sum_k p_k log softmax(logits)_k, p the histogram of the return; float32 [T].
 
-    logits: float [T, bins]; returns: float [T]; mask: bool [T].
+    logits: float [T, bins]; returns: float [T]; mask: bool [T]. Masked tokens have term 0 and gradient 0.
     """
     mask = mask.bool()
     zero = torch.zeros((), dtype=torch.float32, device=logits.device)
@@ -60,13 +60,13 @@ def histogram_value_terms(logits: Tensor, returns: Tensor, mask: Tensor, support
 
 
 def outside(returns: Tensor, mask: Tensor, support: Bins) -> Tensor:
-    """bool [T]: unmasked returns beyond [low, high] by more than rounding (1e-6 of the range): no head of these bins predicts them."""
+    """Mark unmasked returns outside [low, high], which these bins cannot predict; bool [T]. Tolerates rounding (1e-6 of the range)."""
     room = 1e-6 * (support.high - support.low)
     return mask.bool() & ((returns < support.low - room) | (returns > support.high + room))
 
 
 def bias_of_mean(mean: float, support: Bins) -> Tensor:
-    """float32 [bins]: logits theta c_k whose expectation is ``mean`` (of all such distributions the one of largest entropy).
+    """Return the logits theta c_k with expectation ``mean``, float32 [bins]: the distribution of largest entropy with that mean.
 
     A mean outside the outermost centres is moved to just within them.
     """

@@ -164,8 +164,8 @@ def load_weights(model: MegatronModel, folder: str | Path) -> None:
 
 
 @torch.no_grad()
-def load_optimizer(model: MegatronModel, folder: str | Path, form: OptimizerFormat, updates: int, *, aside_updates: int = 0) -> None:
-    """Load an ``optimizer`` folder saved after ``updates`` scheduled and ``aside_updates`` unscheduled updates.
+def load_optimizer(model: MegatronModel, folder: str | Path, form: OptimizerFormat, updates: int, *, unscheduled_updates: int = 0) -> None:
+    """Load an ``optimizer`` folder saved after ``updates`` scheduled and ``unscheduled_updates`` unscheduled updates.
 
     A collective; raises the same errors as :func:`load_weights`.
     """
@@ -175,13 +175,13 @@ def load_optimizer(model: MegatronModel, folder: str | Path, form: OptimizerForm
             _allocate(optimizer)
         loaded = _load(optimizer_state(model, form, is_loading=True), folder)
         for number, optimizer in enumerate(_inner(model)):
-            with _without_step_counters(optimizer, updates + aside_updates), _into_existing_tensors(optimizer):
+            with _without_step_counters(optimizer, updates + unscheduled_updates), _into_existing_tensors(optimizer):
                 if form == "dp_reshardable":
                     optimizer.load_parameter_state_from_dp_reshardable(loaded[f"optimizer{number}"])
                 else:
                     optimizer.load_parameter_state_from_fully_reshardable(loaded[f"optimizer{number}"])
     set_updates(model, updates)
-    model.optimizer.aside_updates = aside_updates
+    model.optimizer.unscheduled_updates = unscheduled_updates
 
 
 def set_updates(model: MegatronModel, updates: int) -> None:
@@ -297,7 +297,7 @@ def check_steps(model: MegatronModel) -> None:
         steps = {int(state["step"]) for state in optimizer.optimizer.state.values() if "step" in state}
         assert steps <= {model.optimizer.all_updates}, (
             f"the {model.role}'s optimizer counts {steps} updates, but {model.optimizer.updates} scheduled and "
-            f"{model.optimizer.aside_updates} unscheduled ones were made"
+            f"{model.optimizer.unscheduled_updates} unscheduled ones were made"
         )
 
 

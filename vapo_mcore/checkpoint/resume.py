@@ -108,8 +108,8 @@ def load_models(config: Config, models: Models, parallel: ParallelContext, check
         models.residency.enter("policy_update" if role == "policy" else "critic_update")
         load_weights(model, checkpoint.path / role / WEIGHTS)
         if manifest.has_optimizer(role):
-            aside = manifest.aside_updates.get(role, 0)
-            load_optimizer(model, checkpoint.path / role / OPTIMIZER, form, manifest.updates[role], aside_updates=aside)
+            unscheduled = manifest.unscheduled_updates.get(role, 0)
+            load_optimizer(model, checkpoint.path / role / OPTIMIZER, form, manifest.updates[role], unscheduled_updates=unscheduled)
         models.residency.mark_changed(role)
     models.residency.enter("generate")
 

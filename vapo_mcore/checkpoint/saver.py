@@ -126,7 +126,7 @@ class Checkpointer:
             step=step,
             optimizer_format="fully_reshardable" if reshardable else "dp_reshardable",
             updates={role: optimizer.updates for role, optimizer in optimizers.items()},
-            aside_updates={role: optimizer.aside_updates for role, optimizer in optimizers.items()},
+            unscheduled_updates={role: optimizer.unscheduled_updates for role, optimizer in optimizers.items()},
             layout={name: getattr(self.parallel, name) or 1 for name in LAYOUT},
             metrics={},
             package_version=__version__,

@@ -1,1 +1,1 @@
-"""The commands ``eval`` and ``replay-step``, which reuse the trainer's parts."""
+"""The commands ``eval``, ``replay-step`` and ``pretrain-critic``, which reuse the trainer's parts."""

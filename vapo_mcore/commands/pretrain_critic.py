@@ -145,7 +145,7 @@ def _open_run_directory(
 def _run_passes(
     config: Config, trainer: StoredStepRunner, run_dir: RunDirectory | None, console: Console, prompts: int
 ) -> list[dict[str, Any]]:
-    """Run passes until ``PretrainingEnd`` says so, and keep the critic of the best one."""
+    """Run passes until ``PretrainingEnd`` ends them, and keep the critic of the best one."""
     end, rows = PretrainingEnd(config.critic.value_pretraining), []
     best: dict[str, Any] | None = None
     console.start_progress("passes", end.max_steps)

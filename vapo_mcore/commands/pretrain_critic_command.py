@@ -29,8 +29,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="F",
         help=f"share of the prompts of --data held out without --held-out (default: {default.fraction})",
     )
-    parser.add_argument("--output", required=True, metavar="FOLDER", help="run directory of the pretraining; takes the place of run.dir")
-    parser.add_argument("--passes", type=int, default=default.passes, metavar="N", help=f"passes at most (default: {default.passes})")
+    parser.add_argument("--output", required=True, metavar="FOLDER", help="run directory of the pretraining; replaces run.dir")
+    parser.add_argument(
+        "--passes", type=int, default=default.passes, metavar="N", help=f"maximum number of passes (default: {default.passes})"
+    )
     parser.add_argument(
         "--patience",
         type=int,
@@ -39,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"stop after this many passes without a rise of the held-out explained variance (default: {default.patience})",
     )
     parser.add_argument(
-        "--min-rise", type=float, default=default.min_rise, metavar="X", help=f"what counts as a rise (default: {default.min_rise})"
+        "--min-rise", type=float, default=default.min_rise, metavar="X", help=f"smallest rise that counts (default: {default.min_rise})"
     )
     parser.add_argument("--clean", action="store_true", help="delete the run in FOLDER before starting")
 

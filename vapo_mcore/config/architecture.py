@@ -32,7 +32,7 @@ _ROPE_TYPES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # keys that
 
 @dataclass(frozen=True)
 class ValueBins:
-    """Of a categorical value head: ``bins`` cells of equal width on [low, high]; ``sigma`` of the targets' Gaussian, in widths."""
+    """Bins of a categorical value head: ``bins`` of equal width on [low, high]; ``sigma``: of the targets' Gaussian, in widths."""
 
     low: float
     high: float
@@ -50,7 +50,7 @@ class ExpertChoices:
 
     @property
     def itemsize(self) -> int:
-        """Bytes of an expert's number."""
+        """Number of bytes of an expert's index."""
         return choice_bytes(self.experts)
 
     @property
@@ -93,7 +93,7 @@ class ModelArchitecture:
 
     @property
     def value_outputs(self) -> int:
-        """Outputs of a critic's head."""
+        """Number of outputs of a critic's head."""
         return 1 if self.value_bins is None else self.value_bins.bins
 
     @property
@@ -121,7 +121,7 @@ def padded_vocab_size(vocab_size: int, tensor_model_parallel_size: int) -> int:
 
 
 def choice_bytes(num_experts: int) -> int:
-    """Return the bytes of an expert's number, with which router replay keeps the choices of every token."""
+    """Return the number of bytes in which router replay stores an expert's index."""
     return 1 if num_experts <= 256 else 2
 
 

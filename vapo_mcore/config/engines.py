@@ -1,6 +1,6 @@
-"""Rollout engines: their names and what rules, plans and checks need to know of one before it is built.
+"""Names and properties of rollout engines, which rules, plans and checks read before an engine is built.
 
-``rollout.engine`` names a built-in engine or refers to a class of your own (``vapo_mcore.rollout.stateful.StatefulEngine``).
+``rollout.engine`` names a built-in engine or a user-defined class (``vapo_mcore.rollout.stateful.StatefulEngine``).
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from vapo_mcore.config.references import FORM, is_reference, unknown_name
 
 @dataclass(frozen=True)
 class EngineTraits:
-    """Properties of an engine class, its attribute ``traits``.
+    """Properties of an engine class: its attribute ``traits``.
 
     Attributes:
-        package: the module that it imports and that may be missing.
+        package: optional module that the engine imports.
         splits_model: a replica spans ``rollout.tensor_parallel_size`` ranks; otherwise each rank is a replica with the whole model.
-        reserves_cache: it takes memory for its KV cache when it starts (``rollout.vllm``), which must hold one longest sequence.
-        sleeps: on a GPU it gives its memory back between rollouts.
-        captures_graphs: it captures CUDA graphs unless ``rollout.vllm.enforce_eager``.
-        returns_experts: it returns the experts that a mixture chose for each token, if asked to (``model.router.replay: engine``).
+        reserves_cache: reserves its KV cache when it starts (``rollout.vllm``); the cache must hold one longest sequence.
+        sleeps: frees its GPU memory between rollouts.
+        captures_graphs: captures CUDA graphs unless ``rollout.vllm.enforce_eager``.
+        returns_experts: can return the experts that a mixture chose for each token (``model.router.replay: engine``).
     """
 
     package: str | None = None
@@ -33,7 +33,7 @@ class EngineTraits:
 
 @dataclass(frozen=True)
 class BuiltInEngine:
-    """``keys``: settings that this engine reads and no other built-in one."""
+    """A built-in engine. ``keys``: settings that no other built-in engine reads."""
 
     reference: str
     traits: EngineTraits

@@ -1,8 +1,8 @@
 """Model families: one record per family holds everything that depends on the family's name.
 
-A new dense family is an entry of :data:`FAMILIES`: what its ``config.json`` means (read by ``config.architecture``), what its layers
-have (built by ``megatron.model``, counted by ``planning``) and which blocks of mapping rules its weights follow, by their names in
-``weights.families.BLOCKS``. A block that no family has yet goes there.
+To add a dense family, add an entry to :data:`FAMILIES`. It defines the meaning of its ``config.json`` (read by ``config.architecture``),
+the parts of its layers (built by ``megatron.model``, counted by ``planning``) and its blocks of mapping rules, by their names in
+``weights.families.BLOCKS``. Add new blocks there.
 """
 
 from __future__ import annotations
@@ -15,16 +15,18 @@ _DENSE = ("embedding", "attention", "mlp_norm", "gated_mlp", "final_norm")
 
 @dataclass(frozen=True)
 class Family:
-    """Attributes:
-    hf_class: prefix of the classes in transformers: ``<prefix>ForCausalLM``, ``<prefix>ForTokenClassification``.
-    blocks: mapping rules of the trunk; those of a bias apply where the model has one.
-    qkv_bias: of the query, key and value projections; ``config``: as ``attention_bias`` says.
-    output_bias: ``attention_bias`` adds one to the attention's output projection too.
-    qk_norm: queries and keys are normalised by head.
-    moe: a mixture of experts.
-    unused_window: the config names a sliding window that is not used unless ``use_sliding_window``.
-    rotary_percent: share of each head that is rotated, where the config does not say (``partial_rotary_factor``); None: all of it, always.
-    rotary_interleaved: neighbouring elements are rotated together, not those of the two halves.
+    """Properties of a model family.
+
+    Attributes:
+        hf_class: prefix of the classes in transformers: ``<prefix>ForCausalLM``, ``<prefix>ForTokenClassification``.
+        blocks: mapping rules of the trunk; rules of a bias apply only to models that have one.
+        qkv_bias: whether the query, key and value projections have a bias; ``config``: if ``attention_bias`` is set.
+        output_bias: whether ``attention_bias`` also adds a bias to the attention's output projection.
+        qk_norm: whether queries and keys are normalised per head.
+        moe: whether the models are mixtures of experts.
+        unused_window: whether the config names a sliding window that is unused without ``use_sliding_window``.
+        rotary_percent: default of ``partial_rotary_factor``, the rotated share of each head; None: the family rotates all of it.
+        rotary_interleaved: whether neighbouring elements are rotated together instead of elements of the two halves.
     """
 
     hf_class: str
@@ -54,4 +56,4 @@ FAMILIES: dict[str, Family] = {
         rotary_interleaved=True,
     ),
 }
-"""By ``model_type`` of the config."""
+"""Families by ``model_type`` of the config."""

@@ -38,9 +38,9 @@ Every key of a configuration file. This page is written by `python -m vapo_mcore
 replaced, the last one wins, and settings of the command line win over all files. Other relative paths start at the current
 directory. `null` for a key that has no `null` among its values means "not given". A name has letters, digits, `_`, `-` and `.`.
 
-The last column says which other key can leave a setting without effect, and why. Such a setting is refused, unless a file that is
-extended gave it and the other key was set later: then it gives way. What must fit together over several keys is in
-`vapo_mcore/config/rules/`; all faults are reported at once, before a model loads."""
+The last column names the other key that can leave a setting without effect, with the reason. Such a setting is refused, unless it comes
+from an extended file and the other key was set later; then it is dropped. Rules over several keys are in
+`vapo_mcore/config/rules/`. All faults are reported at once, before a model loads."""
 
 
 def render_markdown() -> str:

@@ -27,7 +27,7 @@ def reference_fault(text: str) -> str | None:
 
 
 def unknown_name(kind: str, name: str, built_in: Iterable[str], custom: str) -> str:
-    """Return the message about a name that is neither built-in nor a reference; ``custom`` tells how to name one's own."""
+    """Return the message about a name that is neither built-in nor a reference; ``custom`` explains how to name a custom one."""
     near = get_close_matches(name, list(built_in), n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
     return f"unknown {kind} {name!r}: {hint}built-in: {', '.join(built_in)}; {custom}"

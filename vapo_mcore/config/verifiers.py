@@ -29,7 +29,7 @@ UNGRADED: dict[Cause, str] = {
     "verifier": "the verifier raised, or returned no score in its range",
     "environment": "the environment failed",
 }
-"""Why a response can be without a verdict."""
+"""Reasons why a response can have no verdict, by name."""
 
 _ENDPOINT = re.compile(r"https?://[^\s/?#@]+(?:[/?]\S*)?")
 

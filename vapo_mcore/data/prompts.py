@@ -204,7 +204,7 @@ class _PromptWriter:
 
     @cached_property
     def _added(self) -> tuple[list[int], list[int]]:
-        """Special tokens that the tokenizer adds before and after plain text."""
+        """Return the special tokens that the tokenizer adds before and after plain text."""
         whole, alone = self._encode("x"), self.control.encode_plain("x")
         starts = [start for start in range(len(whole) - len(alone) + 1) if whole[start : start + len(alone)] == alone]
         return (whole[: starts[0]], whole[starts[0] + len(alone) :]) if starts else ([], [])
@@ -303,7 +303,7 @@ class PromptDataset:
 
     @property
     def fingerprint(self) -> str:
-        """Digest of all prompts and their sources; equal data has equal digests."""
+        """Return a digest of all prompts and their sources; equal data has equal digests."""
         return hashlib.sha256(repr(sorted(self._fingerprints.items())).encode()).hexdigest()
 
     def next_batch(self, n: int) -> list[Prompt]:
@@ -354,7 +354,7 @@ class PromptDataset:
 
     @cached_property
     def _fingerprints(self) -> dict[str, str]:
-        """Digest of each source's prompts, to detect that a resumed run has different data."""
+        """Return a digest of each source's prompts, to detect that a resumed run has different data."""
         digests = {}
         for name, prompts in self._prompts.items():
             digest = hashlib.sha256()

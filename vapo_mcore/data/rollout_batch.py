@@ -59,7 +59,7 @@ class Rows:
         score: float32, the verifier's raw score.
         reward: float32, the score after scaling and shaping, used for training.
         finish_reason: "stop", "length" (truncated at the length limit), "turns" (turn limit reached before the environment ended it) or
-            "cut" (goes on in the next step, with ``horizon.train: segments``; graded, score and reward mean nothing).
+            "cut" (continues in the next step, with ``horizon.train: segments``; graded, score and reward are undefined).
         prompt_length, response_length: int64, tokens; a response may be empty, a prompt may not. The response length counts the tokens
             that the model sampled, over all turns.
         tool_length: int64, tokens that the environment wrote between the turns.
@@ -142,11 +142,11 @@ class Rows:
 
     @property
     def cut(self) -> Tensor:
-        """bool ``[n]``: whether the response goes on in the next step."""
+        """bool ``[n]``: whether the response continues in the next step."""
         return torch.tensor([reason == "cut" for reason in self.finish_reason], dtype=torch.bool)
 
     def stale_tokens(self, limit: int) -> Tensor:
-        """int64 ``[n]``: leading response tokens that were sampled more than ``limit`` steps ago."""
+        """Count the leading response tokens that were sampled more than ``limit`` steps ago; int64 ``[n]``."""
         counts = [sum(tokens for tokens, age in segments if age > limit) for segments in self.segments]
         return torch.tensor(counts, dtype=torch.int64)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 
 def completing_tokens(tokenizer: Any, token_ids: Sequence[int], ends: Sequence[int]) -> list[int]:
-    """For each end in the decoded text, returns the index of the token that completes it: the shortest prefix decodes to >= end characters.
+    """Return for each end in the decoded text the index of the token that completes it: the shortest prefix decodes to >= end characters.
 
     ``ends`` lie between 1 and the length of ``tokenizer.decode(token_ids, skip_special_tokens=True)``. Uses bisection: each end decodes
     about log2(tokens) prefixes.

@@ -8,11 +8,11 @@ Frames used below, all flat over the sequences of one micro-batch:
 
 Padding rule: with CP > 1 each sequence is padded to a multiple of ``2 * cp``; the total is padded to a multiple of
 ``tp * 2 * cp`` (``tp`` when cp = 1) by lengthening the last sequence, so that sequence parallelism divides each rank's part.
-``pad_to`` asks for a larger total; the difference becomes sequences of padding, kept short so that attention over them
-is cheap (pipeline schedules that need equal shapes use it).
+``pad_to`` requests a larger total (pipeline schedules that need equal shapes use it); the difference becomes short sequences of padding,
+over which attention is cheap.
 
 Split rule (Megatron-Core and Transformer Engine, load-balanced causal attention): a padded sequence of L tokens is cut into
-``2 * cp`` chunks, and rank r holds chunk r and then chunk ``2 * cp - 1 - r``; ranks hold their parts sequence after sequence.
+``2 * cp`` chunks; rank r holds chunk r, then chunk ``2 * cp - 1 - r``; ranks hold their parts sequence after sequence.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ def pad_multiples(context_parallel_size: int, tensor_parallel_size: int) -> tupl
 
 
 PAD_SEQUENCE_TOKENS = 512
-"""About how long a sequence of pads is made (a multiple of the total's multiple): attention over them stays linear."""
+"""Approximate length of a sequence of pads, a multiple of the total's multiple. Short ones keep attention over pads linear."""
 
 
 def _pad_sequences(needed: int, pad_to: int | None, multiple: int, *, dummy: bool) -> Tensor:
-    """Lengths of the sequences of pads that fill a layout up, int64; at least one for a layout without sequences."""
+    """Return the lengths of the sequences of pads that fill a layout, int64; at least one for a layout without sequences."""
     target = max(pad_to or needed, multiple if dummy else 0)
     if target < needed or (target - needed) % multiple:
         raise ValueError(f"cannot pad {needed} tokens to {pad_to}: it must not be below and the difference a multiple of {multiple}")
@@ -159,21 +159,21 @@ class ThdLayout:
         return self._last
 
     def shard(self, x: Tensor, fill: float | bool) -> Tensor:
-        """``[num_tokens, ...]`` packed to ``[num_local_tokens, ...]`` local: this rank's tokens, ``fill`` at the pads."""
+        """Select this rank's tokens: packed ``[num_tokens, ...]`` to local ``[num_local_tokens, ...]``, with ``fill`` at the pads."""
         self._expect(x, self.num_tokens)
         local = x.new_full((self.num_local_tokens, *x.shape[1:]), fill)
         return local.index_copy_(0, self._real_slots, x.index_select(0, self._real_sources))
 
     def unshard(self, x_all: Tensor) -> Tensor:
-        """``[cp * num_local_tokens, ...]``, the local tensors of all ranks in rank order, to ``[num_tokens, ...]`` packed."""
+        """Convert the local tensors of all ranks in rank order, ``[cp * num_local_tokens, ...]``, to packed ``[num_tokens, ...]``."""
         self._expect(x_all, self.num_padded_tokens)
         return x_all.index_select(0, self.unshard_index)
 
     def gather(self, x_local: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-        """``[num_local_tokens, ...]`` local to ``[num_tokens, ...]`` packed, the same on every rank of ``group``.
+        """Gather local ``[num_local_tokens, ...]`` to packed ``[num_tokens, ...]``, the same on every rank of ``group``.
 
-        A collective over the context-parallel group when cp > 1 (``group`` may be None otherwise). Not differentiable: it is
-        meant for detached outputs, and detaches its input.
+        A collective over the context-parallel group when cp > 1 (``group`` may be None otherwise). Not differentiable: detaches its
+        input.
         """
         self._expect(x_local, self.num_local_tokens)
         x_local = x_local.detach().contiguous()
@@ -181,31 +181,31 @@ class ThdLayout:
             return self.unshard(x_local)
         if group is None:
             raise ValueError("gathering over context parallelism needs the process group")
-        # Bytes travel for bool: not every backend has it as a type.
+        # Send bool as bytes: not every backend supports bool.
         sent = x_local.view(torch.uint8) if x_local.dtype == torch.bool else x_local
         received = sent.new_empty((self.num_padded_tokens, *sent.shape[1:]))
         dist.all_gather_into_tensor(received, sent, group=group)
         return self.unshard(received.view(x_local.dtype))
 
     def shift_left(self, x: Tensor, fill: float | bool) -> Tensor:
-        """Token-aligned to output-aligned, inside each sequence: ``y[i] = x[i + 1]``, the last entry is ``fill``."""
+        """Shift token-aligned values to output-aligned within each sequence: ``y[i] = x[i + 1]``, the last entry is ``fill``."""
         self._expect(x, self.num_tokens)
         return torch.roll(x, -1, dims=0).index_fill_(0, self._last, fill)
 
     def shift_right(self, x: Tensor, fill: float | bool) -> Tensor:
-        """Output-aligned to token-aligned, inside each sequence: ``y[i] = x[i - 1]``, the first entry is ``fill``."""
+        """Shift output-aligned values to token-aligned within each sequence: ``y[i] = x[i - 1]``, the first entry is ``fill``."""
         self._expect(x, self.num_tokens)
         return torch.roll(x, 1, dims=0).index_fill_(0, self._first, fill)
 
     def packed_seq_params(self, *, fused_rope: bool = True) -> PackedSeqParams:
-        """Megatron-Core's description of the padded frame (global offsets; its rotary code divides them by CP itself).
+        """Return Megatron-Core's description of the padded frame (global offsets; its rotary code divides them by CP itself).
 
         Offsets are those of the padded frame: pads trail their sequence and are ordinary, ignored tokens of it, so attention kernels need
-        no support for gaps and the causal mask keeps real tokens exact. Transformer Engine needs them as ``*_padded`` too with context
-        parallelism alone, and compares both on the device, waiting for the answer twice in every layer; so they are left out otherwise.
+        no support for gaps and the causal mask keeps real tokens exact. Transformer Engine needs ``*_padded`` offsets only with context
+        parallelism. It compares them with the others on the device, so the host waits twice in every layer; they are omitted otherwise.
 
-        ``fused_rope``: a kernel applies the rotary embedding, from offsets on the device. Without it Megatron reads the padded offsets as a
-        list, in every layer: they stay on the host then, so that the host does not wait for the device there.
+        ``fused_rope``: a kernel applies the rotary embedding from offsets on the device. Without it Megatron reads the padded offsets as a
+        list in every layer; they stay on the host then, so that the host does not wait for the device.
         """
         from megatron.core.packed_seq_params import PackedSeqParams
 

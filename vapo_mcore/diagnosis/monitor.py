@@ -1,4 +1,4 @@
-"""The rules in the loop: after each step, what holds, since when, and whether it ends the run."""
+"""Apply the rules after each step: which ones hold, for how many steps, and whether one of them ends the run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ COUNT = "diagnosis/"
 
 @dataclass(frozen=True)
 class Finding:
-    """A rule that holds after a step. ``in_a_row``: for how many steps of the stage, this one included."""
+    """A rule that holds after a step. ``in_a_row``: consecutive steps of the stage in which it has held, this one included."""
 
     name: str
     evidence: str
@@ -27,8 +27,8 @@ class Finding:
     in_a_row: int
 
     @property
-    def is_told(self) -> bool:
-        """Return whether to print the finding: in its first step, then every ``REPEATED_EVERY`` steps."""
+    def is_due(self) -> bool:
+        """Return whether to print the finding: after its first step, then every ``REPEATED_EVERY`` steps."""
         return (self.in_a_row - 1) % REPEATED_EVERY == 0
 
     def __str__(self) -> str:
@@ -49,7 +49,7 @@ class Monitor:
         self.counts: dict[str, int] = {}
 
     def observe(self, row: Row) -> list[Finding]:
-        """Take the row of the next step of a stage; the rules that now hold. Evaluations (step 0) are no steps."""
+        """Read the row of the next step of a stage and return the rules that now hold. Ignores evaluations (step 0)."""
         if row["step"] == 0:
             return []
         stage = row.get("stage", "rl")
@@ -68,7 +68,7 @@ class Monitor:
         return found
 
     def metrics(self) -> dict[str, int]:
-        """``diagnosis/<rule>`` for the rules that have held so far: in how many steps."""
+        """Return ``diagnosis/<rule>``, the number of steps in which each rule has held, for rules that have held."""
         return {COUNT + name: count for name, count in sorted(self.counts.items())}
 
     def ends_the_run(self, findings: Iterable[Finding]) -> Finding | None:
@@ -84,7 +84,7 @@ class Monitor:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from ``state``. Earlier findings stay, even if thresholds have changed since."""
+        """Continue from ``state``. Keeps earlier findings, even if thresholds have changed since."""
         self._rows = {stage: list(rows) for stage, rows in state["rows"].items()}
         self._in_a_row, self.counts = dict(state["in_a_row"]), dict(state["counts"])
 
@@ -101,4 +101,4 @@ _READ = frozenset(
         *(f"grading/failed_{cause}" for cause in UNGRADED),
     }
 )  # fmt: skip
-"""The metrics that rules read: the history of a long run stays small."""
+"""The metrics that rules read. Only these are kept, so that the history of a long run stays small."""

@@ -1,7 +1,6 @@
-"""The rules: each is a pure function of the rows of one stage (oldest first) that returns its evidence, or None.
+"""The rules. Each is a pure function of the rows of one stage (oldest first) that returns its evidence, or None.
 
-A rule stays silent until its metrics were measured in enough steps. Numbers that are None (undefined) or absent are
-left out.
+A rule returns None until its metrics have been measured in enough steps. Undefined (None) and absent numbers are ignored.
 """
 
 from __future__ import annotations
@@ -40,14 +39,14 @@ FIRST_KL_LIMIT = {"float32": 1e-6, "bfloat16": 1e-3}
 MISMATCH_LIMIT = {"float32": 1e-3, "bfloat16": 5e-2}
 """Largest mean absolute difference between trainer's and rollout's log-probs of the sampled tokens."""
 PUBLISHED_UPDATES = 800
-"""About as many updates as VAPO's value pretraining makes (50 rollouts of 8,192 responses in mini-batches of 512; arXiv:2504.05118)."""
+"""Approximate number of updates in VAPO's value pretraining (50 rollouts of 8,192 responses in mini-batches of 512; arXiv:2504.05118)."""
 STALE_FLOOR = {"float32": 1e-4, "bfloat16": 2e-2}
-"""Differences below this are rounding, however much they have grown."""
+"""Smaller differences are rounding, even if they have grown many times over."""
 
 
 @dataclass(frozen=True)
 class Context:
-    """What a rule must know of the configuration besides its own thresholds."""
+    """Settings that rules read besides their thresholds."""
 
     dtype: str
     group_size: int
@@ -75,7 +74,7 @@ def values_of(rows: Rows, key: str) -> list[float]:
 
 
 def recent(rows: Rows, key: str, window: int) -> list[float]:
-    """The numbers of ``key`` in the last ``window`` rows; none as long as fewer than half of a whole window have one."""
+    """Return the numbers of ``key`` in the last ``window`` rows; none unless at least half of a full window have one."""
     if len(rows) < window:
         return []
     found = values_of(rows[-window:], key)
@@ -83,7 +82,7 @@ def recent(rows: Rows, key: str, window: int) -> list[float]:
 
 
 def first_and_last(rows: Rows, key: str, window: int) -> tuple[float, float] | None:
-    """Means of the first and of the last ``window`` numbers of ``key``; None before they are two windows."""
+    """Return the means of the first and of the last ``window`` numbers of ``key``; None until there are two windows."""
     found = values_of(rows, key)
     return (fmean(found[:window]), fmean(found[-window:])) if len(found) >= 2 * window else None
 
@@ -101,7 +100,7 @@ def explained_variance(rows: Rows, rule: ExplainedVarianceRule, context: Context
 def critic_stuck(rows: Rows, rule: CriticStuckRule, context: Context) -> str | None:
     """Find low explained variance over a longer window, with a threshold above 0: a critic that neither harms nor helps.
 
-    Says what to try first: more updates a rollout until the critic has made about as many as published value pretraining, then a rate.
+    Advises more updates per rollout until the critic has made about as many as published value pretraining, then a higher rate.
     """
     evidence = _explains_less(rows, rule)
     made = values_of(rows, "critic/updates")
@@ -117,7 +116,7 @@ def critic_stuck(rows: Rows, rule: CriticStuckRule, context: Context) -> str | N
 
 
 def _explains_less(rows: Rows, rule: ExplainedVarianceRule | CriticStuckRule) -> str | None:
-    """Judges the explained variance of Monte-Carlo returns; that of the critic's own targets in rows of runs that logged no other."""
+    """Test the explained variance of Monte-Carlo returns or, in rows of older versions, which did not log it, of the critic's targets."""
     logged = "critic/explained_variance_mc"
     key = logged if any(logged in row for row in rows[-rule.window :]) else "critic/explained_variance"
     found = recent(rows, key, rule.window)
@@ -131,7 +130,7 @@ def _explains_less(rows: Rows, rule: ExplainedVarianceRule | CriticStuckRule) ->
 
 
 def value_loss_rising(rows: Rows, rule: ValueLossRule, context: Context) -> str | None:
-    """Compares losses relative to that of the best constant, Var(R) / 2: the loss of a critic that learns rises with Var(R)."""
+    """Compare losses divided by that of the best constant, Var(R) / 2: the loss of a critic that learns rises with Var(R)."""
     measured = [row for row in rows if row.get("critic/loss") is not None and (row.get("critic/returns_std") or 0.0) > 0.0]
     if len(measured) < 2 * rule.window:
         return None
@@ -219,8 +218,10 @@ def first_step_kl(rows: Rows, rule: FirstKlRule, context: Context) -> str | None
 
 
 def stale_weights(rows: Rows, rule: StaleWeightsRule, context: Context) -> str | None:
-    """Before the first update sampler and trainer have the same weights, so the gap of the first step is rounding; one that has grown
-    many times over follows the updates that the sampler did not get."""
+    """Find a log-prob mismatch many times that of the first step, in which sampler and trainer have the same weights.
+
+    The mismatch of the first step is rounding. A sampler that misses weight syncs makes it grow.
+    """
     found = values_of(rows, "mismatch/logprob_abs_mean")
     if len(found) <= rule.window:
         return None
@@ -291,7 +292,7 @@ def skipped_updates(rows: Rows, rule: CountRule, context: Context) -> str | None
 
 
 def _updates(rows: Rows, window: int, role: str) -> float:
-    """Updates done in the last ``window`` rows, from the running count."""
+    """Return the number of updates in the last ``window`` rows, from the cumulative count."""
     counts = [0.0, *values_of(rows, f"{role}/updates")]
     return counts[-1] - counts[max(0, len(counts) - 1 - window)]
 
@@ -299,7 +300,7 @@ def _updates(rows: Rows, window: int, role: str) -> float:
 def untrained_minibatches(rows: Rows, rule: CountRule, context: Context) -> str | None:
     last = rows[-rule.window :]
     found = {role: sum(values_of(last, f"{role}/minibatches_masked")) for role in ("policy", "critic")}
-    # With rollout.horizon a step may find no response that has ended, or no complete group.
+    # With rollout.horizon a step may have no finished response, or no complete group.
     empty = [row for row in last if row.get("tokens/trained") == 0 and not (row.get("horizon/open") and row["response/count"] == 0)]
     done = sum(_updates(rows, rule.window, role) for role in found)
     masked = sum(found.values())
@@ -313,9 +314,9 @@ def untrained_minibatches(rows: Rows, rule: CountRule, context: Context) -> str 
 
 
 def horizon_bias(rows: Rows, rule: HorizonBiasRule, context: Context) -> str | None:
-    """Compares the critic's values at cuts with the returns that came later, times the weight that they have in advantages.
+    """Compare the critic's values at cuts with the later returns, multiplied by the weight of these values in the advantages.
 
-    That weight falls as 1 / H, since longer segments have fewer cuts, so the advice is H times as long as the bias is too large.
+    That weight falls as 1 / H, because longer segments have fewer cuts; so the advised H grows in proportion to the bias.
     """
     keys = ("horizon/cuts_ended", "horizon/cut_value_bias", "horizon/cut_value_bias_se", "horizon/cut_weight", "advantages/std")
     known = [row for row in rows[-rule.window :] if all(row.get(key) is not None for key in keys)]
@@ -341,7 +342,7 @@ def horizon_bias(rows: Rows, rule: HorizonBiasRule, context: Context) -> str | N
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule. ``section``: its thresholds, the key ``name`` of ``diagnosis:``; ``pretraining``: it also applies in value pretraining."""
+    """A rule. ``section``: its thresholds, the key ``name`` of ``diagnosis:``. ``pretraining``: also applies in value pretraining."""
 
     name: str
     section: Callable[[DiagnosisConfig], Any]

@@ -1,1 +1,1 @@
-"""``vapo-mcore doctor``: can this machine, or these nodes together, run a recipe?"""
+"""``vapo-mcore doctor``: check whether this machine, or a group of nodes, can run a recipe."""

@@ -1,4 +1,4 @@
-"""``vapo-mcore doctor [FILE]``: one table and an exit code, alone or as one process a rank under torchrun."""
+"""``vapo-mcore doctor [FILE]``: print one table and return an exit code, as a single process or as a rank under torchrun."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from vapo_mcore.config import Config
 
 _PATIENCE = 6
-"""How many imports a node may do, each as long as ``--seconds`` allows, while the others wait."""
+"""Maximum number of imports, each of up to ``--seconds``, that the other nodes wait for."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,11 +28,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--seconds", type=float, default=120.0, metavar="N", help="limit of each import and of each exchange between ranks (120)"
     )
-    parser.add_argument("--accept-warnings", action="store_true", help="exit code 0 where there are warnings only")
+    parser.add_argument("--accept-warnings", action="store_true", help="exit code 0 if there are only warnings")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the findings; returns 0 where all is well, 1 where there are warnings, 2 where something is missing that a run needs."""
+    """Print the findings; returns 0 if all checks pass, 1 for warnings, 2 if something that a run needs is missing."""
     if options.seconds <= 0:
         raise ConfigError(f"--seconds {options.seconds:g} must be > 0")
     from vapo_mcore.config import load_config
@@ -58,7 +58,7 @@ def _alone(config: Config | None, seconds: float) -> int:
 
 
 def _with_ranks(config: Config | None, seconds: float) -> int:
-    """Findings of every node and of all ranks together, printed by rank 0; all ranks return the same exit code."""
+    """Check every node and all ranks together; rank 0 prints the findings. Returns the same exit code on all ranks."""
     import torch.distributed as dist
 
     from vapo_mcore.doctor import network
@@ -71,7 +71,7 @@ def _with_ranks(config: Config | None, seconds: float) -> int:
         print(table([(fault, host)]), file=sys.stderr, flush=True)
         return 2
     with _Limit(_PATIENCE * seconds, f"{host}: the ranks did not finish their exchange; one of them hangs"):
-        # One rank of a node looks at it, importing packages; the others wait for it longer than for each other.
+        # One rank per node checks the node and imports packages, which takes longer than the other exchanges.
         patient = dist.new_group(backend="gloo", timeout=timedelta(seconds=_PATIENCE * seconds))
         mine = machine_findings(config, int(os.environ["LOCAL_WORLD_SIZE"]), seconds) if first_of_node else None
         by_node: dict[str, list[Finding]] = {}
@@ -82,7 +82,7 @@ def _with_ranks(config: Config | None, seconds: float) -> int:
         together.append(network.all_reduce(seconds))
         answers = network.gather(together)
     rows = merge(require_same_versions(by_node))
-    for same_check in zip(*answers, strict=True):  # a fault that one rank sees is a fault
+    for same_check in zip(*answers, strict=True):  # the worst finding of all ranks counts
         worst = max(same_check, key=lambda finding: ("ok", "warn", "FAIL").index(finding.status))
         rows.append((worst, ""))
     if rank == 0:
@@ -100,7 +100,7 @@ def _world(config: Config | None) -> Finding:
 
 
 class _Limit:
-    """Ends this process with exit code 2 and a message when its block takes longer than ``seconds``: a hang is a finding too."""
+    """Ends this process with exit code 2 and a message if its block takes longer than ``seconds``: a hang is a finding too."""
 
     def __init__(self, seconds: float, message: str) -> None:
         self._timer = threading.Timer(seconds, self._end, [message])

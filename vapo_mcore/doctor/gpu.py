@@ -1,4 +1,4 @@
-"""What GPUs need besides a driver: a Transformer Engine that fits torch, a CUDA toolkit, writable caches, variables of the launch."""
+"""Check what GPUs need besides a driver: Transformer Engine, CUDA toolkit, writable caches, NUMA binding, environment variables."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def transformer_engine(versions: Mapping[str, str], cuda: str) -> Finding:
     """Check that Transformer Engine's packages match each other and torch. ``versions``: from ``installed_versions``; ``cuda``: torch's."""
     check = "Transformer Engine"
     if not versions:
-        return Finding(check, "warn", "not installed: no model.attention=te, no fused layers; docs/cluster.md has its installation")
+        return Finding(check, "warn", "not installed: no model.attention=te, no fused layers; see docs/cluster.md")
     fault = transformer_engine_fault(versions, cuda)
     if fault is not None:
         return Finding(check, "FAIL", fault)
@@ -80,7 +80,7 @@ def _writable(folder: Path) -> bool:
 
 
 def numa(processes: int, root: Path = Path("/sys/devices/system/node")) -> Finding:
-    """torchrun binds each process to the cores near its GPU, if a node starts one process a GPU and numactl is installed."""
+    """Check that torchrun can bind each process to the cores near its GPU, which requires one process per GPU and numactl."""
     import torch
 
     domains = len(list(root.glob("node[0-9]*")))
@@ -89,13 +89,15 @@ def numa(processes: int, root: Path = Path("/sys/devices/system/node")) -> Findi
     if domains > 1 and torch.cuda.device_count() != processes:
         seen = f"{torch.cuda.device_count()} GPUs and {processes} processes"
         return Finding(
-            "NUMA binding", "warn", f"{domains} NUMA domains, {seen}: torchrun binds only one process a GPU; start as many, or bind by hand"
+            "NUMA binding",
+            "warn",
+            f"{domains} NUMA domains, {seen}: torchrun binds only one process per GPU; start as many, or bind them yourself",
         )
     return Finding("NUMA binding", "ok", f"{domains} NUMA domain{'' if domains == 1 else 's'}" + (", by torchrun" if domains > 1 else ""))
 
 
 def launch_variables(processes: int, environment: Mapping[str, str] = os.environ) -> Finding:
-    """Variables that jobs of slurm/ and launch have, and a torchrun by hand has not."""
+    """Check the environment variables that jobs of slurm/ and launch set, but a manual torchrun does not."""
     right = process_defaults(processes, {})
     faults = []
     connections = right.get("CUDA_DEVICE_MAX_CONNECTIONS")
@@ -105,7 +107,7 @@ def launch_variables(processes: int, environment: Mapping[str, str] = os.environ
     if threads == "1" and right["OMP_NUM_THREADS"] != "1":
         faults.append(f"OMP_NUM_THREADS={right['OMP_NUM_THREADS']} (the CPU optimizer runs on one thread now)")
     if compute_capabilities() and "NCCL_DEBUG" not in environment:
-        faults.append("NCCL_DEBUG=WARN (NCCL's errors have no reason without it)")
+        faults.append("NCCL_DEBUG=WARN (without it NCCL's errors give no reason)")
     if faults:
         return Finding("launch variables", "warn", "set " + "; ".join(faults))
     return Finding("launch variables", "ok", f"OMP_NUM_THREADS={threads}")

@@ -67,7 +67,7 @@ def versions() -> Finding:
 
 
 def devices(processes: int, cuda: bool) -> Finding:
-    """GPUs by kind and memory, at least one for each process on the node; without CUDA, the cores."""
+    """List GPUs by kind and memory and check that each process of the node has one; without CUDA, list the cores."""
     import torch
 
     fault = device_fault(processes)
@@ -101,7 +101,7 @@ def open_files() -> Finding:
 
 
 def locked_memory(cuda: bool) -> Finding:
-    """RDMA registers memory that must be locked."""
+    """Check the limit on locked memory: RDMA registers memory that must be locked."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     detail = "ulimit -l unlimited" if soft == resource.RLIM_INFINITY else f"ulimit -l {soft // 1024} KiB"
     if cuda and soft != resource.RLIM_INFINITY:
@@ -110,7 +110,7 @@ def locked_memory(cuda: bool) -> Finding:
 
 
 def allocator(environment: Mapping[str, str]) -> Finding:
-    """Micro-batches of varying length fragment fixed segments of PyTorch's CUDA allocator."""
+    """Check PyTorch's CUDA allocator: micro-batches of varying length fragment fixed segments."""
     variable = allocator_variable(environment)
     if variable is None:
         return Finding("CUDA allocator", "ok", f"not configured: train sets {EXPANDABLE}")
@@ -140,7 +140,7 @@ def imports(config: Config | None, cuda: bool, seconds: float) -> list[Finding]:
     modules = {"megatron.core": True} | {package: package == needed for package in sorted(filter(None, packages))}
     if cuda or attention == "te":
         modules |= {"transformer_engine.pytorch": attention == "te", "flash_attn": False}
-    with ThreadPoolExecutor(len(modules)) as pool:  # each waits for a process
+    with ThreadPoolExecutor(len(modules)) as pool:  # each thread waits for a process
         return list(pool.map(lambda module: import_finding(module, modules[module], seconds), modules))
 
 
@@ -173,7 +173,7 @@ def import_finding(module: str, needed: bool, seconds: float) -> Finding:
 
 
 def host_memory(config: Config | None, processes: int, cuda: bool) -> Finding:
-    """Free host memory, against what offloading and checkpoints take with this recipe."""
+    """Compare free host memory with what offloading and checkpoints need for this recipe."""
     free = available_host_bytes()
     detail = f"{free / _GIB:.1f} GiB free"
     if config is None:
@@ -185,14 +185,14 @@ def host_memory(config: Config | None, processes: int, cuda: bool) -> Finding:
     needed = bytes_of_node.total
     detail += f"; {bytes_of_node} on the fullest node"
     if needed > free:
-        return Finding("host memory", "FAIL", f"{detail}: use more nodes, or fewer processes a node")
+        return Finding("host memory", "FAIL", f"{detail}: use more nodes, or fewer processes per node")
     if needed > 0.9 * free:
         return Finding("host memory", "warn", f"{detail}: less than 10 % is left for everything else")
     return Finding("host memory", "ok", detail)
 
 
 def run_folder(config: Config) -> Finding:
-    """Check that this node can write to the run's folder. Whether nodes see each other's files is checked by the ranks."""
+    """Check that this node can write to the run's folder. ``network.shared_folder`` checks that nodes see each other's files."""
     try:
         check_folder_writable("run.dir", Path(config.run.dir))
     except ConfigError as error:
@@ -211,5 +211,5 @@ def paths(config: Config) -> list[Finding]:
                 named[f"data.{split}.{index}.path"] = source.path
     missing = [f"{key} = {path}" for key, path in named.items() if not Path(path).exists()]
     if missing:
-        return [Finding("input files", "FAIL", f"not seen from this node: {'; '.join(missing)}")]
-    return [Finding("input files", "ok", f"{len(named)} paths of the recipe are there")]
+        return [Finding("input files", "FAIL", f"not visible from this node: {'; '.join(missing)}")]
+    return [Finding("input files", "ok", f"{len(named)} paths of the recipe exist")]

@@ -1,4 +1,4 @@
-"""What the ranks find out together: whether they reach each other and how fast, their clocks, and files that all of them see."""
+"""Check all ranks together: connections and their speed, clocks, and a shared file system."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ T = TypeVar("T")
 
 
 def connect(seconds: float) -> Finding | None:
-    """Join the process group of torchrun's environment. Returns what went wrong, or None."""
+    """Join the process group of torchrun's environment. Returns the failure, or None."""
     cuda = torch.cuda.is_available()
     if cuda:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     try:
-        # Gloo for the findings themselves, which must arrive where NCCL does not work.
+        # Gloo carries the findings, which must arrive even if NCCL does not work.
         dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timedelta(seconds=seconds))
     except (dist.DistError, RuntimeError, ValueError) as error:
         return Finding(
@@ -86,7 +86,7 @@ def clocks() -> Finding:
     """Measure the largest difference between the ranks' clocks, minimum over rounds: ranks leave an exchange at different times."""
     spreads = []
     for _ in range(_ROUNDS):
-        gather(None)  # all ranks leave it at about the same time
+        gather(None)  # a barrier: all ranks leave it at about the same time
         times = gather(time.time())
         spreads.append(max(times) - min(times))
     spread = min(spreads)
@@ -113,7 +113,7 @@ def shared_folder(folder: Path) -> Finding:
         others = [probe.with_name(f"{probe.name}_{other}") for other in range(world)]
         complete = rank != 0 or _eventually(lambda: all(other.is_file() for other in others))
         faults = [fault for fault in gather(None if complete else "rank 0 does not see what the others wrote") if fault]
-    gather(None)  # all have looked
+    gather(None)  # a barrier: all ranks have read
     for file in (mine, probe) if rank == 0 else (mine,):
         file.unlink(missing_ok=True)
     if faults:
@@ -122,7 +122,7 @@ def shared_folder(folder: Path) -> Finding:
 
 
 def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """Gather the values of all ranks on all ranks. ``group``: one of all ranks with another timeout."""
+    """Gather the values of all ranks on all ranks. ``group``: a group of all ranks with another timeout."""
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value, group=group)
     return values
@@ -142,7 +142,7 @@ def _attempt(write: Callable[[], object]) -> str | None:
 
 
 def _eventually(condition: Callable[[], bool]) -> bool:
-    """Network file systems show the files of others with a delay."""
+    """Wait for a condition: network file systems show the files of other nodes with a delay."""
     deadline = time.monotonic() + _SECONDS_FOR_FILES
     while time.monotonic() < deadline:
         try:

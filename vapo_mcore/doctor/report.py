@@ -1,4 +1,4 @@
-"""Findings, their table and the exit code."""
+"""Findings, and functions that merge them, format them as a table and compute the exit code."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _DETAIL_WIDTH = 92
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at: its name, how it is, and what was seen (with what would be right, where it is not)."""
+    """Result of one check: its name, status, and what was found (for a fault also the remedy)."""
 
     check: str
     status: Status
@@ -21,7 +21,7 @@ class Finding:
 
 
 def merge(by_node: Mapping[str, Iterable[Finding]]) -> list[tuple[Finding, str]]:
-    """Findings with the nodes they hold for: one where all nodes agree ("" or "all N nodes"), else one for each different answer."""
+    """Return findings with the nodes that have them: one if all nodes agree ("" or "all N nodes"), else one per distinct result."""
     order: dict[str, dict[Finding, list[str]]] = {}
     for node, findings in by_node.items():
         for finding in findings:
@@ -43,16 +43,16 @@ def require_same_versions(by_node: Mapping[str, Iterable[Finding]]) -> dict[str,
     """Return the findings of each node; those on versions fail if the nodes differ."""
     details = {finding.detail for findings in by_node.values() for finding in findings if finding.check == "versions"}
 
-    def judged(finding: Finding) -> Finding:
+    def marked(finding: Finding) -> Finding:
         if finding.check != "versions" or len(details) < 2:
             return finding
         return replace(finding, status="FAIL", detail=f"{finding.detail}: not the same on all nodes")
 
-    return {node: [judged(finding) for finding in findings] for node, findings in by_node.items()}
+    return {node: [marked(finding) for finding in findings] for node, findings in by_node.items()}
 
 
 def table(rows: Iterable[tuple[Finding, str]]) -> str:
-    """Check, status, node and detail as aligned text; long details are wrapped."""
+    """Format check, status, node and detail as aligned text; long details are wrapped."""
     rows = list(rows)
     check_width = max(len(finding.check) for finding, _ in rows)
     where_width = max(len(where) for _, where in rows)
@@ -65,6 +65,6 @@ def table(rows: Iterable[tuple[Finding, str]]) -> str:
 
 
 def exit_code(findings: Iterable[Finding]) -> int:
-    """0: all is well; 1: there are warnings; 2: something that the run cannot do without is missing."""
+    """Return 0 if all checks passed, 1 for warnings, 2 for failures."""
     statuses = {finding.status for finding in findings}
     return 2 if "FAIL" in statuses else 1 if "warn" in statuses else 0

@@ -1,1 +1,1 @@
-"""What evaluations are made of once responses are graded: statistics with intervals, the records on disk, the report."""
+"""Statistics, confidence intervals, records on disk and reports of evaluations, computed from graded responses."""

@@ -1,4 +1,4 @@
-"""Confidence intervals of a mean over problems."""
+"""Compute confidence intervals of a mean over problems."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _INDICES_AT_ONCE = 4_000_000
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean over ``problems`` problems with its interval, and how that was made."""
+    """A mean over ``problems`` problems with its interval and the method of the interval."""
 
     value: float
     low: float
@@ -27,12 +27,12 @@ class Estimate:
 
 
 def estimate(values: npt.NDArray[np.float64], seed: int | list[int]) -> Estimate | None:
-    """Mean of ``values`` (float64 ``[problems]``, in [0, 1]) with a 95 % interval; None if there are none.
+    """Return the mean of ``values`` (float64 ``[problems]``, in [0, 1]) with a 95 % interval; None without values.
 
     Percentile bootstrap over problems (Efron 1979), ``RESAMPLES`` draws with replacement from numpy's default generator seeded with
-    ``seed``: the samples of a problem are not independent, so problems are what is redrawn. Where all values are equal every
-    resample is the same and the bootstrap's interval would be empty, as if nothing were left to chance: 0 of 7 solved does not show
-    that the accuracy is 0. Then it is Wilson's.
+    ``seed``. It resamples problems, because the samples of a problem are not independent. If all values are equal, every resample is
+    the same and the interval would be empty, although 0 of 7 solved problems do not show that the accuracy is 0; then Wilson's interval
+    is used.
     """
     count = values.size
     if count == 0:
@@ -51,7 +51,7 @@ def estimate(values: npt.NDArray[np.float64], seed: int | list[int]) -> Estimate
 
 
 def wilson_interval(successes: float, trials: int) -> tuple[float, float]:
-    """Wilson score interval of a binomial proportion (Wilson 1927, JASA 22, 209-212; without continuity correction).
+    """Compute the Wilson score interval of a binomial proportion (Wilson 1927, JASA 22, 209-212; without continuity correction).
 
     With p = successes / trials and z the normal quantile, centre (p + z^2/2n) / (1 + z^2/n) and half-width
     z sqrt(p(1-p)/n + z^2/4n^2) / (1 + z^2/n). Unlike the normal approximation it stays inside [0, 1] and is not empty at 0 or 1.

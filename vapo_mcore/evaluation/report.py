@@ -1,4 +1,4 @@
-"""An evaluation as ``results.json`` and ``results.md``."""
+"""Write an evaluation as ``results.json`` and ``results.md``."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def write_report(
     *,
     processes: int,
 ) -> None:
-    """Write ``<name>.json`` and ``<name>.md``. All but ``timing`` depends on the responses alone: a repetition gives the same bytes.
+    """Write ``<name>.json`` and ``<name>.md``. Everything except ``timing`` depends only on the responses.
 
-    ``processes``: that took ``seconds`` together, one a GPU. Raises RecordError where the files cannot be written.
+    ``processes``: number of processes (one per GPU) that ran for ``seconds``. Raises RecordError if the files cannot be written.
     """
     results = {
         "settings": dict(settings),
@@ -127,7 +127,7 @@ def _length_table(summaries: Sequence[Summary]) -> list[str]:
 
 
 def describe(value: Estimate | None) -> str:
-    """``0.500 [0.250, 0.750]``, with a w if the interval is Wilson's; a dash if undefined."""
+    """Format as ``0.500 [0.250, 0.750]``, with a w after Wilson's interval; a dash if undefined."""
     if value is None:
         return "-"
     return f"{value.value:.3f} [{value.low:.3f}, {value.high:.3f}]{'w' if value.interval == 'wilson' else ''}"

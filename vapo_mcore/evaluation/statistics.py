@@ -1,8 +1,8 @@
-"""avg@k, pass@k and maj@k of graded responses, lengths and truncation: pure functions of the records.
+"""Compute avg@k, pass@k and maj@k of graded responses, lengths and truncation: pure functions of the records.
 
-A record is a plain mapping, one a response: ``prompt_id``, ``sample_index``, ``source``, ``correct``, ``error`` (None, or the reason
+A record is a plain mapping, one per response: ``prompt_id``, ``sample_index``, ``source``, ``correct``, ``error`` (None, or the reason
 why there is no verdict), ``finish_reason``, ``prompt_length``, ``response_length``, ``subsets`` (field -> value), and ``answer`` (the
-extracted answer in a normal spelling, None if the response gives none) if the verifier knows what an answer is. Problems are
+normalised extracted answer, None if the response gives none) if the verifier extracts answers. Problems are
 identified by ``prompt_id`` alone, never by their text.
 """
 
@@ -39,14 +39,15 @@ class Summary:
     """One set of problems, or a part of it.
 
     Attributes:
-        name: of the set, or the value of the field that the part is made by.
-        samples: k, the responses asked for a problem.
-        problems, responses: how many there are.
+        name: name of the set, or value of the field that defines the part.
+        samples: k, the number of responses per problem.
+        problems, responses: their numbers.
         failed: responses without a verdict, which enter no score.
-        causes: how many of them there are of each cause (``config.verifiers.UNGRADED``).
+        causes: number of them by cause (``config.verifiers.UNGRADED``).
         scores: ``avg@k``, ``pass@j`` for j = 2, 4, 8, ... and k, ``maj@k``; None where undefined.
-        lengths, truncated: of all responses; ``truncated`` is the share cut by the length limit, ``truncated_right`` the share of
-            those that were right all the same (None without any).
+        lengths: of all responses.
+        truncated: share of responses truncated by the length limit.
+        truncated_right: share of the truncated responses that are correct nevertheless; None if none is truncated.
         prompt_tokens, response_tokens: totals; a prompt counts once.
         parts: field -> one summary for each of its values.
     """
@@ -72,7 +73,7 @@ class Summary:
 
 
 def pass_at_k(samples: int, right: int, k: int) -> float:
-    """Unbiased estimate of the probability that at least one of ``k`` samples is right (Chen et al. 2021, arXiv 2107.03374, Eq. 1).
+    """Return the unbiased estimate of the probability that at least one of ``k`` samples is right (arXiv:2107.03374, Eq. 1).
 
     1 - C(n - c, k) / C(n, k) for ``right`` = c of ``samples`` = n, as the product of (1 - k / i) for i = n - c + 1 .. n.
 
@@ -87,11 +88,10 @@ def pass_at_k(samples: int, right: int, k: int) -> float:
 
 
 def majority_score(answers: Iterable[tuple[bool, str | None]]) -> float:
-    """maj@k of one problem from its (correct, answer) pairs: 1 if most votes are right, 0 if not; a tie is decided by chance, and
-    counts as its expectation (one right answer among t leading ones: 1 / t).
+    """Return maj@k of one problem from its (correct, answer) pairs: 1 if the majority is right, else 0; 1 / t if it ties with t - 1 others.
 
-    All correct responses answer the same, whatever their spelling. Others answer the same where their normal spelling is the same. A
-    response without an answer has no vote; without any vote the score is 0.
+    All correct responses count as one answer, however it is written. Wrong answers are equal if their normalised forms are equal. A
+    response without an answer has no vote. Without votes the score is 0.
     """
     votes: dict[tuple[bool, str | None], int] = {}
     for correct, answer in answers:
@@ -106,7 +106,7 @@ def majority_score(answers: Iterable[tuple[bool, str | None]]) -> float:
 
 
 def summarise(records: Sequence[Record], samples: int, seed: int) -> list[Summary]:
-    """Return one summary per set, in the order of their first records; ``seed`` is that of the bootstrap."""
+    """Return one summary per set, in the order of their first records. ``seed`` seeds the bootstrap."""
     by_source: dict[str, list[Record]] = {}
     for record in records:
         by_source.setdefault(record["source"], []).append(record)
@@ -117,7 +117,7 @@ def _summary(name: str, records: list[Record], samples: int, seed: int, place: s
     problems: dict[str, list[Record]] = {}
     for record in records:
         problems.setdefault(record["prompt_id"], []).append(record)
-    cut = [record for record in records if record["finish_reason"] == "length"]
+    truncated = [record for record in records if record["finish_reason"] == "length"]
     return Summary(
         name=name,
         samples=samples,
@@ -127,8 +127,8 @@ def _summary(name: str, records: list[Record], samples: int, seed: int, place: s
         causes=dict(sorted(Counter(record["ungraded"] for record in records if record["error"] is not None).items())),
         scores=_scores(list(problems.values()), samples, [seed, zlib.crc32(place.encode())]),
         lengths=_lengths(records),
-        truncated=len(cut) / len(records),
-        truncated_right=sum(record["correct"] for record in cut) / len(cut) if cut else None,
+        truncated=len(truncated) / len(records),
+        truncated_right=sum(record["correct"] for record in truncated) / len(truncated) if truncated else None,
         prompt_tokens=sum(mine[0]["prompt_length"] for mine in problems.values()),
         response_tokens=sum(record["response_length"] for record in records),
         parts=_parts(records, samples, seed, place) if with_parts else {},
@@ -150,7 +150,7 @@ def _parts(records: list[Record], samples: int, seed: int, place: str) -> dict[s
 
 
 def _natural(value: str) -> tuple[bool, float, str]:
-    """Numbers by size, then texts."""
+    """Return a sort key that puts numbers first, by value, then texts."""
     try:
         return False, float(value), value
     except ValueError:

@@ -1,11 +1,10 @@
 """Store the responses of an evaluation on disk, so that a killed evaluation continues where it stopped.
 
-<output>/responses.jsonl   one record a response, in the order of the evaluation
-<output>/progress.jsonl    first what is evaluated, then one line for each chunk that is complete
+<output>/responses.jsonl   one record per response, in the order of the evaluation
+<output>/progress.jsonl    the identity of the evaluation, then one line per complete chunk
 
-A chunk's records are on disk before its line in ``progress.jsonl`` is. What a killed process left behind a complete chunk is cut
-off, and the chunk is made again from its beginning: batches, and with them the last bits of log-probs, are then those of a run
-that was never killed.
+The records of a chunk are on disk before its line in ``progress.jsonl``. After a kill, records behind the last complete chunk are truncated
+and the chunk starts over: its batches, and with them the last bits of log-probs, are those of an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -28,14 +27,14 @@ RECORDS = 2
 
 @dataclass(frozen=True)
 class Chunk:
-    """A part of the evaluation that is on disk: where it ends in ``responses.jsonl``, and the seconds that it took by phase."""
+    """A complete part of the evaluation: its end in ``responses.jsonl``, in bytes, and its seconds by phase."""
 
     end: int
     seconds: dict[str, float]
 
 
 class ResponseStore:
-    """Appends chunks of records; one process has it."""
+    """Appends chunks of records. Only one process may use it."""
 
     def __init__(self, folder: Path, chunks: list[Chunk]) -> None:
         self.folder = folder
@@ -46,7 +45,7 @@ class ResponseStore:
         """Open the store of an evaluation with the same ``identity`` (plain JSON values), or create one.
 
         Raises:
-            ConfigError: the folder holds something else, another evaluation (the message names what differs), damaged files, or
+            ConfigError: the folder holds other files, another evaluation (the message names the differences) or damaged files, or
                 cannot be written.
         """
         folder = Path(folder)
@@ -63,7 +62,7 @@ class ResponseStore:
         return cls(folder, [])
 
     def append(self, records: Sequence[Record], seconds: dict[str, float]) -> None:
-        """Add a complete chunk. Raises ConfigError if the disk does not take it."""
+        """Append a complete chunk. Raises ConfigError if it cannot be written."""
         text = "".join(json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n" for record in records)
         try:
             end = _append(self.folder / RESPONSES, text)
@@ -79,7 +78,7 @@ class ResponseStore:
 
 
 def _append(path: Path, text: str) -> int:
-    """Append and see it to the disk; the file's new size. Lone surrogates, which a broken tokenizer may decode to, are kept."""
+    """Append, fsync, and return the file's new size. Keeps lone surrogates, which a broken tokenizer may decode to."""
     with open(path, "ab") as file:
         file.write(text.encode("utf-8", "surrogatepass"))
         file.flush()
@@ -91,7 +90,7 @@ def _continued(folder: Path, identity: dict[str, Any]) -> list[Chunk]:
     if not (folder / PROGRESS).is_file():
         raise ConfigError(f"--output {str(folder)!r} holds files that are not an evaluation; nothing was touched, give another folder")
     lines = (folder / PROGRESS).read_bytes().splitlines(keepends=True)
-    if lines and not lines[-1].endswith(b"\n"):  # cut off while it was written
+    if lines and not lines[-1].endswith(b"\n"):  # written incompletely
         lines.pop()
     if not lines:  # killed before anything was evaluated
         (folder / PROGRESS).write_text(json.dumps({"evaluation": identity}) + "\n", encoding="utf-8")

@@ -8,9 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 TOLERANCE = 0.01
-"""No more swaps when the replicas with the most and the least work differ by less than this share of the mean."""
+"""Stop swapping when the replicas with the most and the least work differ by less than this share of the mean."""
 SWAPS_PER_REPLICA = 8
-"""Most swaps of a step, per replica; about two are needed when a tenth of the responses is replaced in a step."""
+"""Maximum number of swaps per step and replica; about two are needed if a step replaces a tenth of the responses."""
 
 
 def balanced(places: Sequence[int], work: Sequence[int], replicas: int) -> list[int]:

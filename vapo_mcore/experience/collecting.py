@@ -102,36 +102,56 @@ def collect(
 
     if open_responses is not None:
         assert not dynamic, "the configuration refuses dynamic sampling with a horizon"
-        fresh = next_prompts(open_responses.vacancies)
-        drawn, found, tokens, moved = sampler.continue_open(
-            open_responses,
-            fresh,
-            sampling,
-            seed_step=seed_step,
-            timer=timer,
-            show=lambda rows: shown_rows(rows, config.run.samples_per_step),
-        )
-        counts = SamplingCounts(rounds=1, prompts_tried=len(fresh), horizon=found).with_responses([drawn])
-        counts = replace(counts, tokens=found.sampled, moved_tokens=moved)
-        if config.rollout.environment is not None:
-            return drawn, counts
-        return drawn, counts.with_occupancy(tokens, sampler.engine.max_running)
+        return _continue_open(config, sampler, open_responses, next_prompts, sampling, seed_step=seed_step, timer=timer)
 
     def draw(prompts: int) -> Round:
         show = shown_rows(prompts * size, config.run.samples_per_step)
         return sampler.sample(next_prompts(prompts), size, sampling, seed_step=seed_step, timer=timer, show=show)
 
+    if dynamic:
+        return _collect_groups(config, draw)
     wanted = config.batch.prompts_per_step
-    if not dynamic:
-        drawn = draw(wanted)
-        counts = SamplingCounts(rounds=1, prompts_tried=wanted).with_responses([drawn])
-        if config.rollout.environment is not None:
-            return drawn, counts
-        lengths = drawn.rows.response_length.tolist()
-        parts = split_evenly(len(lengths), sampler.engine.num_replicas)
-        return drawn, counts.with_occupancy([[lengths[row] for row in part] for part in parts], sampler.engine.max_running)
+    drawn = draw(wanted)
+    counts = SamplingCounts(rounds=1, prompts_tried=wanted).with_responses([drawn])
+    if config.rollout.environment is not None:
+        return drawn, counts
+    lengths = drawn.rows.response_length.tolist()
+    parts = split_evenly(len(lengths), sampler.engine.num_replicas)
+    return drawn, counts.with_occupancy([[lengths[row] for row in part] for part in parts], sampler.engine.max_running)
+
+
+def _continue_open(
+    config: Config,
+    sampler: ResponseSampler,
+    open_responses: OpenResponses,
+    next_prompts: Callable[[int], Sequence[Prompt]],
+    sampling: SamplingConfig,
+    *,
+    seed_step: int,
+    timer: PhaseTimer,
+) -> tuple[Round, SamplingCounts]:
+    """Sample a segment of each open response, new ones included. Returns the responses that train now. Collective."""
+    fresh = next_prompts(open_responses.vacancies)
+    drawn, found, tokens, moved = sampler.continue_open(
+        open_responses,
+        fresh,
+        sampling,
+        seed_step=seed_step,
+        timer=timer,
+        show=lambda rows: shown_rows(rows, config.run.samples_per_step),
+    )
+    counts = SamplingCounts(rounds=1, prompts_tried=len(fresh), horizon=found).with_responses([drawn])
+    counts = replace(counts, tokens=found.sampled, moved_tokens=moved)
+    if config.rollout.environment is not None:
+        return drawn, counts
+    return drawn, counts.with_occupancy(tokens, sampler.engine.max_running)
+
+
+def _collect_groups(config: Config, draw: Callable[[int], Round]) -> tuple[Round, SamplingCounts]:
+    """Draw rounds until the batch has enough informative groups (dynamic sampling). ``draw`` samples a number of prompts. Collective."""
+    size = config.batch.responses_per_prompt
     settings = config.rollout.dynamic_sampling
-    collector = GroupCollector(target=wanted, max_rounds=settings.max_rounds)
+    collector = GroupCollector(target=config.batch.prompts_per_step, max_rounds=settings.max_rounds)
     rounds: list[Round] = []
     while (prompts := collector.next_draw()) > 0:
         rounds.append(draw(prompts))
@@ -142,7 +162,7 @@ def collect(
         collector = broadcast_object(collector)
     if collector.exhausted and settings.on_exhausted == "stop":
         raise StepAbandoned(
-            f"dynamic sampling kept {len(collector.kept)} of {wanted} prompts after {collector.rounds} rounds "
+            f"dynamic sampling kept {len(collector.kept)} of {collector.target} prompts after {collector.rounds} rounds "
             f"({collector.tried} prompts tried, {collector.all_right} groups all right, {collector.all_wrong} all wrong, "
             f"{collector.ungraded} without a verdict), and "
             "rollout.dynamic_sampling.on_exhausted = 'stop'; use easier or harder data, raise max_rounds, or set on_exhausted to 'train' "

@@ -25,10 +25,10 @@ from vapo_mcore.rollout.seeds import sampling_seed
 from vapo_mcore.rollout.stopping import StopTexts
 
 Key = tuple[int, int]
-"""Of a response: number of its prompt, counted over the run in the order of drawing, and sample index."""
+"""Key of a response: number of its prompt, counted over the run in the order of drawing, and sample index."""
 
 Tokens = tuple["array[int]", "array[float]"]
-"""Token ids (int64) and log-probs (float32) of a response, those of the environment included; lists would take about 100 bytes a token."""
+"""Token ids (int64) and log-probs (float32) of a response, environment included; lists would take about 100 bytes per token."""
 
 
 @dataclass(frozen=True)
@@ -36,13 +36,13 @@ class OpenResponse:
     """A response that has not trained yet.
 
     Attributes:
-        prompt_number: of its prompt, counted over the run in the order of drawing.
-        seed: of its first segment; the verifier's source of randomness.
+        prompt_number: number of its prompt, counted over the run in the order of drawing.
+        seed: seed of its first segment, which environment and verifier use too.
         replica: the engine replica that samples it and holds its tokens.
         segments: (rollout that sampled it, sampled tokens) of each segment.
         finish_reason: None while it is open.
-        dialogue: its turns; None without an environment, and before its first segment.
-        cut_values: (tokens so far, the critic's value there) of each cut; with ``train: segments``.
+        dialogue: its turns; None without an environment and before the first segment.
+        cut_values: (tokens so far, the critic's value there) at each cut; only with ``train: segments``.
     """
 
     prompt_number: int
@@ -71,12 +71,12 @@ class OpenResponse:
 
     @property
     def prefilled(self) -> int:
-        """Tokens that the engine has read or sampled so far: all but those of the prompt and of an observation at the end."""
+        """Tokens that the engine has read or sampled so far, without the prompt and an observation at the end."""
         return self.size - (0 if self.dialogue is None else self.dialogue.behind_turns)
 
 
 class End(NamedTuple):
-    """How a step left a response: the tokens that it sampled, and why the response has ended (None: it was cut)."""
+    """Result of a step for one response: number of sampled tokens, and why the response has ended (None: it was cut)."""
 
     sampled: int
     finish_reason: TrajectoryEnd | None
@@ -85,7 +85,7 @@ class End(NamedTuple):
 
 @dataclass(frozen=True)
 class Segment:
-    """What a step added to a response: sampled tokens and, with log-prob 0, those of the environment."""
+    """Tokens that a step added to a response: sampled ones and, with log-prob 0, those of the environment."""
 
     token_ids: list[int]
     logprobs: list[float]
@@ -97,10 +97,10 @@ Ends = Mapping[Key, End]
 
 @dataclass(frozen=True)
 class HorizonCounts:
-    """Counts of a step: responses that were open in it, that ended in it, that were cut, that have ended and wait for their group.
+    """Counts of a step: responses that were open, ended, were cut, and those that have ended but wait for their group.
 
-    ``sampled``: tokens sampled; ``reprefilled``: tokens of prompts and earlier segments that were prefilled again; ``cut_values``: of the
-    responses that have ended, (row among those that train, tokens before the cut, the critic's value there).
+    ``sampled``: tokens sampled; ``reprefilled``: tokens of prompts and earlier segments that were prefilled again; ``cut_values``:
+    (row among those that train, tokens before the cut, the critic's value there) of the responses that have ended.
     """
 
     open: int
@@ -120,7 +120,16 @@ class OpenResponses:
     the next ``commit``.
     """
 
-    def __init__(self, config: Config, *, replica: int, replicas: int, stop_texts: StopTexts | None = None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        *,
+        replica: int,
+        replicas: int,
+        stop_texts: StopTexts | None = None,
+        prompts: Mapping[str, Prompt] | None = None,
+    ) -> None:
+        """``prompts``: those of the data by name without epoch, among which a resumed run finds its open prompts."""
         assert config.rollout.horizon is not None
         self.settings = config.rollout.horizon
         self.longest = config.rollout.max_response_length
@@ -132,7 +141,7 @@ class OpenResponses:
         self.run_seed = config.seed
         self.replica, self.replicas = replica, replicas
         self.stop_texts = stop_texts
-        self.prompts: Mapping[str, Prompt] = {}  # by name without epoch; a resumed run finds its open prompts here
+        self.prompts = {} if prompts is None else prompts
         self.table: tuple[OpenResponse, ...] = ()  # by key
         self.drawn = 0  # prompts, over the run
         self._tokens: dict[Key, Tokens] = {}  # of this replica's responses

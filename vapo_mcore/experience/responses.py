@@ -47,7 +47,7 @@ class Response:
     def decode(
         cls, prompt: Prompt, trajectory: Trajectory, tokenizer: Any, region: AnswerRegion = ANYWHERE, end_texts: Sequence[str] = ()
     ) -> Response:
-        """``end_texts``: what ends a turn, looked for in truncated responses."""
+        """Decode a trajectory. ``end_texts``: texts that end a turn, searched for in truncated responses."""
         if trajectory.finish_reason == "cut":  # its text is not read
             return cls(prompt, trajectory, [""] * len(trajectory.turns))
         ids, turns = trajectory.token_ids, trajectory.turns

@@ -123,25 +123,25 @@ class SlurmConfig(Section):
 
     account: Word  # --account
     partition: Word  # --partition
-    time: Annotated[str, AfterValidator(_time_limit)]  # --time, of one run of the job; a requeued job gets it again
+    time: Annotated[str, AfterValidator(_time_limit)]  # --time, limit of each start of the job; a requeued job gets it again
     logs: AbsolutePath  # folder that all nodes see: scripts, logs and the resolved configuration of each job
     nodes: PositiveInt | None = None  # null: parallel.world_size / processes_per_node
-    processes_per_node: PositiveInt  # started by torchrun on each node: one a GPU
-    gpus_per_node: NonNegativeInt | None = None  # --gpus-per-node; null: none asked for, for clusters without GPUs or GRES
-    cpus_per_task: PositiveInt | None = None  # of the one task on a node, for sbatch and srun
-    memory: Word | None = None  # --mem, of a node; "0": all of it
+    processes_per_node: PositiveInt  # processes that torchrun starts on each node, one per GPU
+    gpus_per_node: NonNegativeInt | None = None  # --gpus-per-node; null: not requested, for clusters without GPUs or GRES
+    cpus_per_task: PositiveInt | None = None  # cores of the only task on a node, for sbatch and srun
+    memory: Word | None = None  # --mem, memory per node; "0": all of it
     exclusive: bool = False  # --exclusive
-    # Further sbatch options by name, with _ for -: qos, reservation, ...; true: one without a value, false: not given.
+    # Further sbatch options by name, with _ for -: qos, reservation, ...; true: an option without a value, false: omit it.
     sbatch: Options = Field(default_factory=dict)
     srun: Words = ()  # further options of srun
     container: ContainerConfig | None = None
-    path: AbsolutePath | None = None  # without a container: bin folder of the environment, put first in PATH
+    path: AbsolutePath | None = None  # without a container: bin folder of the environment, prepended to PATH
     setup: Annotated[tuple[Annotated[str, AfterValidator(_setup_line)], ...], Field(strict=False)] = ()  # lines of shell before the start
     environment: Environment = Field(default_factory=dict)
     secrets: Annotated[tuple[Variable, ...], Field(strict=False)] = ()  # names of variables whose values the job inherits
-    warning_seconds: NonNegativeInt = 300  # before the time limit: SIGUSR1, upon which the run saves and is queued again; 0: none
-    max_requeues: NonNegativeInt = 100  # 0: a stopped or failed job is not queued again
-    rendezvous_port: Annotated[int, Field(ge=1024, le=65535)] = 29500  # free on the job's first node
+    warning_seconds: NonNegativeInt = 300  # send SIGUSR1 so long before the time limit; the run saves and is requeued; 0: never
+    max_requeues: NonNegativeInt = 100  # maximum number of requeues of a stopped or failed job
+    rendezvous_port: Annotated[int, Field(ge=1024, le=65535)] = 29500  # must be free on the job's first node
 
 
 class LocalConfig(Section):

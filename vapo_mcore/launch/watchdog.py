@@ -182,7 +182,7 @@ class Watchdog:
         faulthandler.cancel_dump_traceback_later()
         current = heartbeat.CURRENT
         seconds = current.idle
-        header = f"rank {self.rank} hangs: no sign of life for {seconds:.0f} s in {current.describe()}"
+        header = f"rank {self.rank} hangs: no progress for {seconds:.0f} s in {current.describe()}"
         for file in (self._stacks, sys.stderr if first else None):
             if file is not None:
                 with contextlib.suppress(OSError):
@@ -193,7 +193,7 @@ class Watchdog:
                 with contextlib.suppress(OSError):
                     (self._folder / _HUNG).touch()
             where = "" if self._folder is None else f"; stacks of all ranks: {self._folder}"
-            message = f"no sign of life for {seconds:.0f} s in {current.describe()} (faults.hang_minutes){self._comparison()}{where}"
+            message = f"no progress for {seconds:.0f} s in {current.describe()} (faults.hang_minutes){self._comparison()}{where}"
             report_error(message, EXIT_HANG)
         time.sleep(2 * self._tick)  # the launcher kills the other ranks once one has ended: leave them time to write their stacks
         os._exit(EXIT_HANG)

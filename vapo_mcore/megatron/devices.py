@@ -64,7 +64,7 @@ def _unusable(count: int, visible: str | None, root: Path) -> str:
 
 
 def _driver(root: Path) -> str:
-    """Version of the kernel driver, such as "550.54.15"."""
+    """Return the version of the kernel driver, such as "550.54.15"."""
     try:
         words = (root / "proc" / "driver" / "nvidia" / "version").read_text(encoding="utf-8").split()
     except OSError:

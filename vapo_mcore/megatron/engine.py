@@ -238,7 +238,7 @@ class MegatronModel:
         return [logits.log_softmax(-1) for logits in gathered]
 
     def _whole_logits(self, shard: Tensor) -> Tensor:
-        """[local tokens, local vocabulary] -> float32 [local tokens, vocab_size], -inf outside the softmax. A collective over TP."""
+        """Gather [local tokens, local vocabulary] to float32 [local tokens, vocab_size], -inf outside the softmax. A collective over TP."""
         logits = shard.float()
         if self.excluded_columns is not None:
             logits = logits.index_fill(1, self.excluded_columns, -math.inf)

@@ -93,7 +93,7 @@ _EQUAL_GATHER, _EQUAL_SCATTER = torch.distributed.all_gather, torch.distributed.
 
 
 def _all_gather(tensors: list[torch.Tensor], tensor: torch.Tensor, group: Any = None, async_op: bool = False) -> Any:
-    """``all_gather`` that accepts different sizes, as NCCL does and gloo does not: every rank sends its tensor to each of the others."""
+    """Run ``all_gather`` on tensors of different sizes, which gloo does not support: every rank sends its tensor to each of the others."""
     sizes = [len(part) for part in tensors]
     if len(set(sizes)) == 1:
         return _EQUAL_GATHER(tensors, tensor, group=group, async_op=async_op)
@@ -105,7 +105,7 @@ def _all_gather(tensors: list[torch.Tensor], tensor: torch.Tensor, group: Any = 
 
 
 def _reduce_scatter(output: torch.Tensor, parts: list[torch.Tensor], *, group: Any = None) -> Any:
-    """``reduce_scatter`` (sum) that accepts different sizes: every rank sends each of the others its part, and adds up what it receives."""
+    """Run ``reduce_scatter`` (sum) on parts of different sizes: every rank sends each other rank its part and sums what it receives."""
     sizes = [len(part) for part in parts]
     if len(set(sizes)) == 1:
         return _EQUAL_SCATTER(output, parts, group=group)

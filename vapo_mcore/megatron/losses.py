@@ -23,7 +23,7 @@ from vapo_mcore.extensions.points import CustomObjective, loss_terms
 Stats = dict[str, Tensor]
 
 COVARIANCE_KINDS = ("clip_cov", "kl_cov")
-"""Objectives that treat some tokens of a mini-batch apart; the trainer marks them in the tensor ``covarying``."""
+"""Objectives that treat some tokens of a mini-batch separately; the trainer marks these in the tensor ``covarying``."""
 
 MISMATCH_STATISTIC = "mismatch_"
 """Prefix of the statistics of ``importance.mismatch_sums``."""
@@ -40,8 +40,9 @@ class PolicyLoss:
     an importance correction, ``policy_mask`` with ``horizon.train: segments``, ``covarying`` with clip_cov and kl_cov, ``ref_logprobs``
     with a KL term, and the inputs of user-defined terms.
 
-    Statistics: ``surrogate``, ``nll``, ``kl`` are parts of the loss before their coefficients; ``tokens``, ``clip_high``, ``clip_low``,
-    ``clip_dual``, ``approx_kl``, ``ratio`` and, if measured, ``entropy`` and ``mismatch_*`` are sums over response tokens.
+    Statistics: ``surrogate``, ``nll``, ``kl`` are parts of the loss before their coefficients. ``tokens``, ``clipped_high``,
+    ``clipped_low``, ``clipped_dual``, ``approx_kl``, ``ratio`` and, if measured, ``entropy`` and ``mismatch_*`` are sums over response
+    tokens.
     """
 
     def __init__(self, config: Config, context_parallel_group: dist.ProcessGroup | None = None) -> None:
@@ -89,9 +90,9 @@ class PolicyLoss:
             "surrogate": surrogate.detach(),
             "nll": nll.detach(),
             "tokens": mask.sum(),
-            "clip_high": indicators["clip_frac_high"].sum(),
-            "clip_low": indicators["clip_frac_low"].sum(),
-            "clip_dual": indicators["clip_frac_dual"].sum(),
+            "clipped_high": indicators["clip_frac_high"].sum(),
+            "clipped_low": indicators["clip_frac_low"].sum(),
+            "clipped_dual": indicators["clip_frac_dual"].sum(),
             "approx_kl": indicators["approx_kl"].sum(),
             "ratio": indicators["ratio"].sum(),
         }
@@ -139,7 +140,7 @@ class CriticLoss:
     """Critic loss: token mean of 1/2 (V - R)^2, optionally clipped around ``values``, the predictions before the update.
 
     With ``bins``, the loss is the cross-entropy of a categorical head. Reads ``returns``, ``value_weights`` and, with a clip, ``values``.
-    Statistics: ``tokens`` and ``clip``, sums over response tokens; with ``bins`` also ``squared``, the token mean of 1/2 (V - R)^2.
+    Statistics: ``tokens`` and ``clipped``, sums over response tokens; with ``bins`` also ``squared``, the token mean of 1/2 (V - R)^2.
     """
 
     temperature = 1.0
@@ -154,7 +155,7 @@ class CriticLoss:
         mask = batch["mask"]
         weights = batch["value_weights"]
         terms, indicators = value_loss_terms(outputs["values"], batch.get("values"), batch["returns"], mask, clip=self.clip)
-        stats = {"tokens": mask.sum(), "clip": indicators["clip_frac"].sum()}
+        stats = {"tokens": mask.sum(), "clipped": indicators["clip_frac"].sum()}
         if self.bins is not None:
             stats["squared"] = (terms.detach() * weights).sum()
             terms = histogram_value_terms(outputs["value_logits"], batch["returns"], mask, self.bins)

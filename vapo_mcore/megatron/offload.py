@@ -1,14 +1,14 @@
-"""Policy, critic and the rollout engine take turns on the device: what is resident when, and the moves between.
+"""Move policy, critic and the rollout engine between device and host, so that they take turns on the device.
 
 A model's memory has three parts that move separately: ``params`` (the parameter buffers, and frozen parameters, which Megatron leaves
-out of its buffers), ``grads`` (freed and allocated anew, never copied) and ``optimizer`` (main parameters and every moment). Parameter
-and gradient buffers use Megatron's own buffer offload, with host buffers that are handed to it; optimizer state and frozen parameters
+out of its buffers), ``grads`` (freed and allocated again, never copied) and ``optimizer`` (main parameters and every moment). Parameter
+and gradient buffers use Megatron's own buffer offload, with host buffers of the pool; optimizer state and frozen parameters
 use the same host pool. Tensors keep their identity: only their storage is emptied and filled again, so views (bucket slices, fp32
-optimizer shards of the parameter buffer) stay valid. An optimizer on the CPU (``cpu_offload``) has its state in host memory all the
-time: nothing of it moves, and its ``optimizer`` part is empty.
+optimizer shards of the parameter buffer) stay valid. An optimizer on the CPU (``cpu_offload``) keeps its state in host memory:
+it never moves, and the ``optimizer`` part is empty.
 
 The code is the same without CUDA: storages are emptied and filled in the same way, and "device" and "host" bytes are counted
-apart, which is what the tests look at.
+separately, which tests check.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ RESIDENCY: Mapping[Stage, Mapping[str, frozenset[Part]]] = {
 
 
 class HostPool:
-    """Host memory for offloaded tensors: each key's buffer is allocated once, exactly, and used again for every move.
+    """Host memory for offloaded tensors: each key's buffer is allocated once, with its exact size, and reused by every move.
 
     With CUDA the buffers are page-locked by registration, which takes exactly their size (PyTorch's own pinned allocator rounds
     up to a power of two).
@@ -61,7 +61,7 @@ class HostPool:
     def buffer(self, key: tuple[Any, ...], like: Tensor) -> Tensor:
         """Return the host buffer of ``key``, [numel] in the dtype of ``like``; its values are not copied from ``like``.
 
-        Raises MemoryError where the host has no room for it.
+        Raises MemoryError if the host lacks the memory.
         """
         if key not in self._buffers:
             self._buffers[key] = _allocate(like.numel(), like.dtype)
@@ -72,7 +72,7 @@ class HostPool:
     def arena(self, owner: str, num_bytes: int) -> Tensor:
         """Return the first ``num_bytes`` of the buffer of ``owner``, uint8, contents undefined; reallocated only if too small.
 
-        Raises MemoryError, and ``owner`` has none then.
+        Raises MemoryError; ``owner`` then has no buffer.
         """
         key = (owner, "arena")
         if key not in self._buffers or self._buffers[key].numel() < num_bytes:
@@ -81,16 +81,16 @@ class HostPool:
         return self._buffers[key][:num_bytes]
 
     def release(self, owner: str, kind: str | None = None) -> None:
-        """Give back the buffers of one model, whose keys begin with its name; with ``kind``, only those with that second part.
+        """Free the buffers of one model, whose keys begin with its name; with ``kind``, only those with that second part.
 
-        What they held must be on the device, or not be needed again. Copies under way are waited for.
+        Their contents must be on the device, or no longer needed. Waits for copies in progress.
         """
         _synchronize()
         for key in [key for key in self._buffers if key[0] == owner and kind in (None, key[1])]:
             self._unlock(key, self._buffers.pop(key))
 
     def clear(self) -> None:
-        """Give back all buffers of models that are not used again. Freed without it, their memory would stay page-locked."""
+        """Free all buffers of models that are no longer used. Without this call their memory would stay page-locked."""
         while self._buffers:
             self._unlock(*self._buffers.popitem())
 
@@ -121,11 +121,10 @@ def _page_lock(buffer: Tensor) -> None:
 
 
 def clear_cuda_error(code: int) -> str:
-    """Take back the error that a failed CUDA runtime call left in this thread, and return what ``code`` means.
+    """Clear the error that a failed CUDA runtime call left in this thread, and return the meaning of ``code``.
 
-    CUDA keeps the error of a failed call, and PyTorch asks for it after every kernel launch: the next kernel would raise it in code that
-    did nothing wrong. PyTorch binds no function that clears it; the runtime library itself is in the process's global scope, where
-    ``import torch`` loads it.
+    CUDA keeps the error of a failed call, and PyTorch checks for it after every kernel launch, so an unrelated kernel would raise it.
+    PyTorch has no function that clears it; the runtime library is in the process's global scope, where ``import torch`` loads it.
     """
     ctypes.CDLL(None).cudaGetLastError()
     cudart: Any = torch.cuda.cudart()  # type: ignore[attr-defined]
@@ -171,14 +170,14 @@ class ModelOffloader:
         return list(hybrid_optimizers(self.model.optimizer.megatron))
 
     def _hand_over_gradient_copies(self) -> None:
-        """Give an optimizer on the CPU the host buffers for its copies of the gradients: its own would be rounded up to powers of two."""
+        """Give a CPU optimizer pool buffers for its copies of the gradients: PyTorch would round the sizes up to powers of two."""
         for number, hybrid in enumerate(self._hybrids):
             for index, parameter in enumerate(hybrid.cpu_copys_map_gpu_param):
                 copy = self.pool.buffer(self._key("gradient_copy", number, index), parameter).view(parameter.shape)
                 hybrid.cpu_copy_map_grad[parameter] = parameter.grad = copy
 
     def host_state_bytes(self) -> int:
-        """Bytes that an optimizer on the CPU holds besides the pool: main parameters and moments, each storage once."""
+        """Return the bytes that a CPU optimizer holds outside the pool: main parameters and moments, each storage once."""
         found: dict[int, int] = {}
         for hybrid in self._hybrids:
             for parameter, main in hybrid.param_to_inner_param.items():
@@ -191,10 +190,10 @@ class ModelOffloader:
         self._on_host -= self.resident
 
     def state_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, tensor) of the optimizer's own tensors on the device: main parameters and every state key, each storage once.
+        """Yield (name, tensor) of the optimizer's tensors on the device: main parameters and every state key, each storage once.
 
-        Nothing of an optimizer on the CPU. Views of parameter or gradient buffers are left out (float32 models optimise slices of the
-        parameter buffer), and so are 0-dimensional step counters, which are host scalars.
+        Yields nothing for a CPU optimizer. Leaves out views of parameter or gradient buffers (float32 models optimise slices of the
+        parameter buffer) and 0-dimensional step counters, which are host scalars.
         """
         buffers = {_storage_id(buffer.param_data) for buffer in self._buffers} | {_storage_id(buffer.grad_data) for buffer in self._buffers}
         assert self.model.optimizer is not None
@@ -211,7 +210,7 @@ class ModelOffloader:
                         yield f"{number}.{index}.{key}", value
 
     def device_bytes(self) -> dict[Part, int]:
-        """Bytes of each part on the device, from the storages themselves."""
+        """Return the bytes of each part on the device, from the sizes of the storages."""
         grads = sum(buffer.grad_data.untyped_storage().nbytes() for buffer in self._buffers)
         params = sum(tensor.untyped_storage().nbytes() for tensor in (*(buffer.param_data for buffer in self._buffers), *self._frozen))
         state = sum(tensor.untyped_storage().nbytes() for _, tensor in self.state_tensors())
@@ -229,7 +228,7 @@ class ModelOffloader:
                 self._on_host.add(part)
 
     def onload(self, parts: Iterable[Part]) -> None:
-        """Bring ``parts`` that are not resident back; gradients come back as zeros."""
+        """Move ``parts`` that are not resident to the device; gradients become zeros."""
         for part in sorted(set(parts) - self.resident):
             if part == "optimizer":
                 for key, tensor, num_bytes in self._offloaded_state:
@@ -242,7 +241,7 @@ class ModelOffloader:
             self.resident.add(part)
 
     def release_copies(self) -> None:
-        """Give back the host copies of this model's parts, all of which must be on the device. The next move to the host makes new ones."""
+        """Free the host copies of this model's parts, all of which must be on the device. The next move to the host allocates new ones."""
         assert self.resident == set(PARTS), f"only {sorted(self.resident)} of the {self.model.role} are on the device"
         for buffer in self._buffers:
             buffer.param_data_cpu = None
@@ -310,10 +309,10 @@ class ModelOffloader:
 
     @contextmanager
     def other_params(self, weights: list[Tensor]) -> Iterator[None]:
-        """Run with other weights (a frozen reference's) in the parameter buffers; the model's own are put back bit for bit.
+        """Run with other weights (a frozen reference's) in the parameter buffers; restores the model's weights bit for bit.
 
-        ``weights`` are flat host tensors as :func:`copy_params` made them. Own weights that are already up to date on the host are
-        not copied there again. The optimizer must not step meanwhile.
+        ``weights`` are flat host tensors as :func:`copy_params` made them. The model's weights are not copied to the host if their
+        host copies are up to date. The optimizer must not step meanwhile.
         """
         assert "params" in self.resident, "the parameters are offloaded"
         own = [self.pool.buffer(self._key("params", number), buffer.param_data) for number, buffer in enumerate(self._buffers)]
@@ -360,12 +359,12 @@ class Residency:
         self.offloaders: dict[str, ModelOffloader] = {}
 
     def add(self, model: MegatronModel) -> None:
-        """Take over a freshly built, trainable model under the name of its role; enabled, it leaves the device at once."""
+        """Add a new trainable model under the name of its role; if enabled, it leaves the device at once."""
         self.offloaders[model.role] = ModelOffloader(model, self.pool, self.traffic)
         self.enter("generate")
 
     def remove(self, name: str) -> None:
-        """Forget a model, which cannot be trained again; its parameters are on the device for as long as somebody else holds them."""
+        """Remove a model, which cannot be trained again; its parameters stay on the device while they are referenced elsewhere."""
         offloader = self.offloaders.pop(name)
         offloader.drop_training_state()
         offloader.onload({"params"})
@@ -373,7 +372,7 @@ class Residency:
         self.pool.release(name)
 
     def enter(self, stage: Stage) -> None:
-        """Make exactly this stage's row resident: everything else leaves first, so that the peak is the larger of both rows."""
+        """Make exactly this stage's row resident. Everything else leaves first, so that the peak is the larger of both rows."""
         if not self.enabled:
             return
         row = RESIDENCY[stage]
@@ -393,7 +392,7 @@ class Residency:
 
     @contextmanager
     def all_resident(self) -> Iterator[None]:
-        """Everything on the device, for work that needs all state at once (a checkpoint of optimizer shards); then as before."""
+        """Keep all models on the device within the block, for work that needs all state at once; then restore the stage."""
         before = {name: set(offloader.resident) for name, offloader in self.offloaders.items()}
         for offloader in self.offloaders.values():
             offloader.onload({"params", "optimizer"})
@@ -406,11 +405,11 @@ class Residency:
             _synchronize()
 
     def device_bytes(self) -> int:
-        """Bytes of model state on the device now."""
+        """Return the bytes of model state on the device now."""
         return sum(sum(offloader.device_bytes().values()) for offloader in self.offloaders.values())
 
     def host_bytes(self) -> int:
-        """Bytes of host memory held for offloading, and by optimizers on the CPU."""
+        """Return the bytes of host memory held for offloading and by CPU optimizers."""
         return self.pool.num_bytes + sum(offloader.host_state_bytes() for offloader in self.offloaders.values())
 
 

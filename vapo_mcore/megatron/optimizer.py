@@ -37,7 +37,7 @@ class Optimizer:
     advanced before the update. As in Megatron, weight decay applies to matrices but not to biases and norms.
 
     Attributes:
-        aside_updates: updates outside the schedule. They act as if their gradient had been part of the update before (``_apart``),
+        unscheduled_updates: updates outside the schedule. They act as if their gradient had been part of the previous update (``_apart``),
             and advance AdamW's step counter, but not the schedule.
     """
 
@@ -47,7 +47,7 @@ class Optimizer:
         from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
         self.settings = settings
-        self.aside_updates = 0
+        self.unscheduled_updates = 0
         self._device = compute_device()
         self._gradient = "decoupled_grad" if settings.cpu_offload else "grad"  # attribute in which Megatron stores a parameter's gradient
         config = MegatronOptimizerConfig(
@@ -91,7 +91,7 @@ class Optimizer:
     @property
     def all_updates(self) -> int:
         """Number of updates within and outside the schedule, equal to AdamW's step counters."""
-        return self.updates + self.aside_updates
+        return self.updates + self.unscheduled_updates
 
     @property
     def learning_rate(self) -> float:
@@ -128,7 +128,7 @@ class Optimizer:
             else:
                 with self._groups(lr=unscheduled_lr, weight_decay=0.0), self._apart():
                     self.megatron.step_with_ready_grads()
-                self.aside_updates += 1
+                self.unscheduled_updates += 1
         return norm, None
 
     def _gradients_are_finite(self) -> bool:
@@ -165,7 +165,7 @@ class Optimizer:
 
     @contextmanager
     def _apart(self) -> Iterator[None]:
-        """Run an update on its own gradient g alone: the first moment m is saved first, and is m + (1 - beta1) g afterwards.
+        """Run an update on its gradient g alone: saves the first moment m before, and sets it to m + (1 - beta1) g afterwards.
 
         AdamW is linear in the first moment, so this is what g adds to the update before when both gradients are summed. Without it, an
         update of a second loss would mostly repeat the first one's momentum: beta1 m + (1 - beta1) g. Needs a copy of the first moments.

@@ -34,7 +34,7 @@ def inverse_frequencies(architecture: ModelArchitecture, plain: Tensor) -> Tenso
 
 
 def _llama3(scaling: Mapping[str, Any], plain: Tensor) -> Tensor:
-    """Long wavelengths are divided by ``factor``, short ones kept, those between interpolated (Llama 3.1 reference code)."""
+    """Divide long wavelengths by ``factor``, keep short ones, interpolate between (Llama 3.1 reference code)."""
     factor, low, high = (float(scaling[key]) for key in ("factor", "low_freq_factor", "high_freq_factor"))
     length = float(scaling["original_max_position_embeddings"])
     wavelength = 2 * torch.pi / plain
@@ -43,7 +43,7 @@ def _llama3(scaling: Mapping[str, Any], plain: Tensor) -> Tensor:
 
 
 def _yarn(scaling: Mapping[str, Any], plain: Tensor, theta: float) -> Tensor:
-    """NTK-by-parts interpolation (YaRN, arXiv:2309.00071, section 3.2) with Megatron-Core's correction range and ramp."""
+    """Apply NTK-by-parts interpolation (YaRN, arXiv:2309.00071, section 3.2) with Megatron-Core's correction range and ramp."""
     from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import (
         _yarn_find_correction_range,
         _yarn_linear_ramp_mask,
@@ -62,7 +62,7 @@ def _yarn(scaling: Mapping[str, Any], plain: Tensor, theta: float) -> Tensor:
 
 
 def softmax_scale(architecture: ModelArchitecture) -> float | None:
-    """Scale of the attention logits, or None for 1 / sqrt(head_dim).
+    """Return the scale of the attention logits, or None for 1 / sqrt(head_dim).
 
     YaRN multiplies the rotated queries and keys by an attention factor (arXiv:2309.00071, Eq. 21), so their products by its square. The
     scale of the softmax holds it, because Megatron-Core's fused rotary kernel for packed sequences drops it without an error.
@@ -74,7 +74,7 @@ def softmax_scale(architecture: ModelArchitecture) -> float | None:
 
 
 def _attention_factor(scaling: Mapping[str, Any]) -> float:
-    """Factor of the rotated queries and keys: given, or from ``mscale`` and ``mscale_all_dim``, or 0.1 ln(factor) + 1."""
+    """Return the factor of the rotated queries and keys: as given, or from ``mscale`` and ``mscale_all_dim``, or 0.1 ln(factor) + 1."""
 
     def magnitude(mscale: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0

@@ -1,4 +1,4 @@
-"""Megatron's top-k router, extended: it counts its load, repeats given choices in recomputation too, and adds losses over the mini-batch.
+"""Extend Megatron's top-k router: count its load, repeat given choices, also in recomputation, and add losses over the mini-batch.
 
 Imports Megatron-Core, so other modules import it inside functions only.
 """
@@ -59,7 +59,7 @@ class Router(TopKRouter):
             config.recompute_granularity == "selective" and "moe" in config.recompute_modules
         )
         self.task: RouterTask | None = None
-        self.waiting: deque[RouterTask] = deque()  # micro-batches whose recomputation is to come
+        self.waiting: deque[RouterTask] = deque()  # micro-batches that await their recomputation
         self.in_training = False
         self.aux: RouterLosses | None = None
         self.reset_statistics()

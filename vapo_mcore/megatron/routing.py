@@ -1,4 +1,4 @@
-"""Routing of a mixture of experts: record the experts of every token, replay them in another pass, and measure the load.
+"""Route a mixture of experts: record the experts of every token, replay them in another pass, and measure the load.
 
 Choices are token-aligned tensors ``[tokens, layers of this pipeline rank, topk]``: they belong to the input of a position, so unlike labels
 they are not shifted. They are packed like all other tensors of a micro-batch, so another plan of micro-batches packs them again.
@@ -114,7 +114,7 @@ class Routing:
 
     @contextmanager
     def chunk_pass(self, chunk: int, microbatch: MicroBatch, number: int) -> Iterator[None]:
-        """The forward pass of one chunk over one micro-batch: give its routers their tasks, and keep what they chose."""
+        """Give the routers of one chunk their tasks for the forward pass of one micro-batch, and keep their choices."""
         from vapo_mcore.megatron.router import RouterTask
 
         routers = self.chunks[chunk]

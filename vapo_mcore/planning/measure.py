@@ -116,7 +116,7 @@ def build_state(config: Config, role: Role, architecture: ModelArchitecture, par
 
 
 def _build(config: Config, role: Role, architecture: ModelArchitecture, parallel: ParallelContext, *, on_gpu: bool) -> list[Any]:
-    # The parameters are the same with every attention; what another one would save is the stand-ins' business.
+    # Parameters do not depend on the attention; the stand-ins account for the tensors that another one saves.
     chunks = build_chunks(role, architecture, config.model.model_copy(update={"attention": "sdpa"}), parallel, device=META)
     if trains_head_only(config, role):
         for parameter in trunk_parameters(chunks):
@@ -181,10 +181,10 @@ class ActivationProbe:
         on_gpu: bool,
     ) -> ChunkActivations:
         stages = 1 if first and last else 2 if first or last else 3
-        given, arch = config.parallel, replace(arch, rope_scaling=None)  # scaled frequencies are as many
+        given, arch = config.parallel, replace(arch, rope_scaling=None)  # scaling does not change the number of frequencies
         frozen = trains_head_only(config, role)
         if not (last or frozen):
-            role = "policy"  # below the head both models are the same, but for tied embeddings, which save nothing
+            role = "policy"  # below the head both models are the same, except for tied embeddings, which save nothing
         key: tuple[Any, ...] = (role, arch, lengths, first, last, depth, on_gpu, config.model.dtype, config.model.recompute)
         key += (given.tensor_model_parallel_size, given.context_parallel_size, given.sequence_parallel, frozen)
         experts, expert_degree = given.expert_model_parallel_size, given.expert_tensor_parallel_size
@@ -192,7 +192,7 @@ class ActivationProbe:
         key += (_loss_bytes(config, role, arch, sum(lengths), on_gpu=on_gpu), config.rollout.temperature) if last else ()
         if key not in self._runs:
             model_parallel = given.tensor_model_parallel_size * given.context_parallel_size
-            if arch.is_moe:  # data parallelism fills up the ranks that share the experts
+            if arch.is_moe:  # ranks of data parallelism complete the group that shares the experts
                 model_parallel = math.lcm(model_parallel, experts * (expert_degree or given.tensor_model_parallel_size))
             parallel = given.model_copy(
                 update={
@@ -323,7 +323,7 @@ class _ChunkRun:
         saved, forward = live.current, live.peak
         live.reset_peak()
         gradient = torch.empty(gradient_shape, dtype=output.dtype, device=META)
-        if output.requires_grad:  # not of a first stage whose parameters are all frozen
+        if output.requires_grad:  # False for a first stage whose parameters are all frozen
             custom_backward(output, gradient)
         return saved, forward, live.peak
 
@@ -333,9 +333,9 @@ def _loss(config: Config, role: Role, architecture: ModelArchitecture) -> Policy
     if role == "critic":
         return CriticLoss(config.algorithm.value_loss.clip, architecture.value_bins)
     loss = PolicyLoss(config)
-    if loss.clip.kind in ("gspo", "custom"):  # these need tensors with data; the token ratio keeps as many vectors
+    if loss.clip.sequence_level or loss.objective is not None:  # need tensors with data; the token ratio keeps as many vectors
         loss.clip, loss.objective = loss.clip.model_copy(update={"kind": "ppo"}), None
-    loss.terms = loss.terms[:0]  # a user's terms hold vectors of the tokens, and need not run on tensors without data
+    loss.terms = loss.terms[:0]  # user-defined terms hold vectors of the tokens, and may not run on tensors without data
     return loss
 
 
@@ -346,9 +346,9 @@ def _loss_inputs(loss: PolicyLoss | CriticLoss, rows: int) -> dict[str, Tensor]:
 
 
 def _loss_bytes(config: Config, role: Role, architecture: ModelArchitecture, rows: int, *, on_gpu: bool) -> tuple[Any, ...]:
-    """What the loss asks of the head, what it keeps for its backward pass and what it holds at most in either pass, measured.
+    """Measure what the loss requires of the head, the bytes it keeps for its backward pass, and its peak in either pass.
 
-    Chunks whose losses agree in this hold the same bytes.
+    Chunks whose losses agree in these have the same activation bytes.
     """
     from megatron.core.pipeline_parallel.schedules import custom_backward
 

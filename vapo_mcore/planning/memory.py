@@ -80,7 +80,7 @@ def vllm_memory(config: Config, arch: ModelArchitecture, device: Device) -> Vllm
     weights = _vllm_parameters(arch, tp) * item
     per_token = 2 * arch.num_layers * max(1.0, arch.num_key_value_heads / tp) * arch.head_dim * item
     settings = config.rollout.vllm
-    if not traits.reserves_cache:  # the cache grows with the number of concurrent sequences
+    if not traits.reserves_cache:  # the cache grows with the number of running sequences
         return Vllm(num_parameters(arch) * item / tp, settings.max_num_seqs * config.max_sequence_length * per_token, per_token, 0.0)
     tokens = settings.max_num_batched_tokens or _VLLM_BATCHED_TOKENS[device.is_gpu]
     ffn = arch.ffn_hidden_size if not arch.is_moe else (arch.num_experts_per_token or 1) * (arch.moe_ffn_hidden_size or 0)
@@ -264,7 +264,7 @@ def _add_activations(
 
 @dataclass(frozen=True)
 class HostMemory:
-    """Host memory of the fullest node: offloaded state, the copies that checkpoints are written from, processes, choices of experts."""
+    """Host memory of the fullest node: offloaded state, copies that checkpoints are written from, processes, choices of experts."""
 
     offloaded: float
     snapshots: float

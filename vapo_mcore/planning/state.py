@@ -65,7 +65,7 @@ class StateBytes:
 class FlatBuffer:
     """A flat buffer of parameters of one dtype: the range of each parameter, and the buckets (start, end), including padding.
 
-    ``experts``: it holds experts, which have buffers apart, sharded over expert-data parallelism.
+    ``experts``: it holds experts, which have separate buffers, sharded over expert-data parallelism.
     """
 
     item_bytes: int
@@ -99,7 +99,7 @@ class FlatBuffer:
 
 
 class Degrees(Protocol):
-    """The degrees of a layout, of a configuration or of the running processes."""
+    """Parallel degrees of a layout, from a configuration or from the running processes."""
 
     @property
     def tensor_model_parallel_size(self) -> int: ...
@@ -115,9 +115,9 @@ class Degrees(Protocol):
 
 @dataclass(frozen=True)
 class ShardGroups:
-    """Which shard of a buffer's optimizer state the ranks of a data x context parallel group hold.
+    """Distribution of a buffer's optimizer state over the ranks of a data x context parallel group.
 
-    ``data``: their number; ``tp``: ranks of the tensor-parallel group; ``copy``: ranks that hold one copy of the experts of a stage;
+    ``data``: size of that group; ``tp``: ranks of the tensor-parallel group; ``copy``: ranks that hold one copy of the experts of a stage;
     ``experts_apart``: whether there is expert parallelism.
     """
 
@@ -211,7 +211,7 @@ def _value_head(arch: ModelArchitecture) -> list[tuple[str, int]]:
 def chunk_buffers(parameters: Sequence[Parameter], groups: ShardGroups, bucket_size: int | None) -> list[FlatBuffer]:
     """Return Megatron's buffers of a chunk's parameters.
 
-    With expert parallelism experts have buffers apart, which come last and are sharded over expert-data parallelism.
+    With expert parallelism experts have separate buffers, which come last and are sharded over expert-data parallelism.
     """
     dense = [parameter for parameter in parameters if not (groups.experts_apart and parameter.is_expert)]
     experts = [parameter for parameter in parameters if groups.experts_apart and parameter.is_expert]

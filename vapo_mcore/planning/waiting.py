@@ -33,7 +33,7 @@ class Lengths:
 
     @classmethod
     def lognormal(cls, mean: float, sigma: float, longest: int) -> Self:
-        """``mean``: before the truncation at ``longest``; ``sigma``: standard deviation of the logarithm."""
+        """Return lognormal lengths. ``mean``: before the truncation at ``longest``; ``sigma``: standard deviation of the logarithm."""
         centre = math.log(mean) - sigma**2 / 2
         tokens = np.arange(1, longest)
         beyond = [0.5 * math.erfc((math.log(t) - centre) / (sigma * math.sqrt(2))) for t in tokens]

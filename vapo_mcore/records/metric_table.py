@@ -26,7 +26,7 @@ _RESPONSES = (
         "reward/mean",
         SAME,
         "graded responses",
-        "Mean reward after scaling and shaping: what training uses, besides step rewards and a KL penalty.",
+        "Mean reward after scaling and shaping, without step rewards and KL penalty.",
     ),
     Metric("reward/std", SAME, "graded responses", "Population standard deviation of that reward."),
     Metric("reward/raw_mean", SAME, "graded responses", "Mean raw score of the verifier."),
@@ -37,7 +37,7 @@ _RESPONSES = (
         "groups/mixed_frac",
         SAME,
         "groups",
-        "Share of groups with right and wrong verdicts both (the others give a group estimator no signal).",
+        "Share of groups with both right and wrong verdicts (the others give a group estimator no signal).",
     ),
     Metric("groups/all_right_frac", SAME, "groups", "Share of groups with all graded verdicts right."),
     Metric("groups/all_wrong_frac", SAME, "groups", "Share of groups with all graded verdicts wrong."),
@@ -81,8 +81,8 @@ _RESPONSES = (
         "sampling/engine_rebuilds",
         SAME,
         "-",
-        "Rebuilds of a failed rollout engine since the last step (`faults.engine_rebuilds`); what it should have generated is generated "
-        "again with the same seeds.",
+        "Rebuilds of a failed rollout engine since the last step (`faults.engine_rebuilds`); its requests are repeated "
+        "with the same seeds.",
     ),
     Metric(
         "generate/idle_frac",
@@ -95,7 +95,7 @@ _RESPONSES = (
         "generate/empty_frac",
         SAME,
         "engine steps",
-        "Share of slot steps without a running response until then, `generate/idle_frac` included: what waits for long responses.",
+        "Share of slot steps without a running response until then, including `generate/idle_frac`: the time lost to long responses.",
     ),
     Metric("sampling/rounds", SAME, "-", "Rounds of dynamic sampling (1 without it)."),
     Metric("sampling/prompts_tried", SAME, "prompts", "Prompts sampled, dropped ones included."),
@@ -106,14 +106,14 @@ _RESPONSES = (
         SAME,
         "graded responses sampled",
         "Share of all sampled responses that are correct. Dynamic sampling drops the groups that are all right, so `accuracy/mean`, which "
-        "is of the kept ones, hides progress.",
+        "covers only the kept ones, hides progress.",
     ),
     Metric("sampling/dropped_all_right", SAME, "groups", "Groups dropped by dynamic sampling because all verdicts were right."),
     Metric("sampling/dropped_all_wrong", SAME, "groups", "Groups dropped by dynamic sampling because all verdicts were wrong."),
     Metric("sampling/dropped_ungraded", SAME, "groups", "Groups dropped by dynamic sampling because no response had a verdict."),
     Metric("sampling/dropped_surplus", SAME, "groups", "Informative groups beyond a full batch, dropped."),
     Metric("turns/mean", SAME, "responses", "Mean number of the model's turns in a response (1 without an environment)."),
-    Metric("turns/limit_frac", SAME, "responses", "Share of responses that the environment would have answered after `max_turns` turns."),
+    Metric("turns/limit_frac", SAME, "responses", "Share of responses that the limit `max_turns` ended before the environment did."),
     Metric("turns/observations_cut", SAME, "observations", "Observations longer than `max_observation_length`, which were truncated."),
     Metric("tokens/tool", SAME, "tokens", "Tokens between the turns that the environment wrote; they carry no loss."),
     Metric("tokens/response", SAME, "response tokens", "Response tokens of the step, sampled by the model."),
@@ -130,7 +130,7 @@ _POLICY = (
         "policy/loss",
         MEAN,
         "updates",
-        "The mini-batch's whole policy loss (surrogate + coef x NLL + coef x KL - coef x entropy + coef x each term of the user's).",
+        "The mini-batch's whole policy loss (surrogate + coef x NLL + coef x KL - coef x entropy + coef x each user-defined term).",
     ),
     Metric("policy/surrogate_loss", MEAN, "updates", "Clipped surrogate part of the loss, importance weights included."),
     Metric(
@@ -151,7 +151,7 @@ _POLICY = (
         "policy/approx_kl_first",
         MEAN,
         "response tokens of the first update",
-        "The same before anything was updated in this step: must be at most 1e-6 in fp32 and 1e-3 in bf16, else `warnings` counts it.",
+        "The same before the step's first update: must be at most 1e-6 in fp32 and 1e-3 in bf16, else `warnings` counts it.",
     ),
     Metric(
         "policy/clip_frac_high",
@@ -350,7 +350,7 @@ _REJECTED = (
     Metric("mismatch/responses_lost_frac", MEAN, "responses", "Share of responses that lose all their tokens to it."),
 )
 _SYSTEM = (
-    Metric("warnings", SAME, "-", "Rules of the diagnosis that hold after this step (diagnosis.md says which there are)."),
+    Metric("warnings", SAME, "-", "Number of diagnosis rules that hold after this step (diagnosis.md lists the rules)."),
     Metric("trackers/failed", SAME, "-", "Trackers (TensorBoard, W&B) that failed and are switched off; absent without any."),
     Metric("weights/tensors", SAME, "tensors", "Tensors sent to the rollout engine in the step's weight sync."),
     Metric("weights/bytes", SAME, "bytes", "Their size."),
@@ -381,7 +381,7 @@ _SYSTEM = (
     Metric("memory/device_peak_gib", MAX, "ranks", "Peak of PyTorch's allocator on the device during the step (GPU only)."),
 )
 
-_TERM = Metric("policy/term/<name>", MEAN, "updates", "Loss term of the user's, weighed and summed, before its coefficient.")
+_TERM = Metric("policy/term/<name>", MEAN, "updates", "User-defined loss term, weighted and summed, before its coefficient.")
 
 
 _FOUND = Metric("diagnosis/<rule>", SAME, "steps", "Steps so far in which the rule has held; absent as long as it never has.")
@@ -396,7 +396,7 @@ _BY_SOURCE = (
 
 
 def metrics_of(loss_terms: Iterable[str], sources: Collection[str] = ()) -> tuple[Metric, ...]:
-    """The table of a run: ``METRICS``, one for each loss term of the user's, and, of several training sources, those of each."""
+    """Return the table of a run: ``METRICS``, one for each user-defined loss term and, with several training sources, those of each."""
     named = [(_TERM, name) for name in loss_terms]
     named += [(metric, name) for name in sources for metric in _BY_SOURCE] if len(sources) > 1 else []
     return (*METRICS, *(replace(metric, name=metric.name.replace("<name>", name)) for metric, name in named))

@@ -9,7 +9,7 @@ POOLED, SAME = Reduction.POOLED, Reduction.REPLICATED
 HORIZON = (
     Metric("horizon/open", SAME, "responses", "With `rollout.horizon`: responses open in the step, new ones included (horizon.md)."),
     Metric("horizon/finished", SAME, "responses", "Those of them that ended in the step."),
-    Metric("horizon/cut", SAME, "responses", "Those of them that were cut; they go on in the next step."),
+    Metric("horizon/cut", SAME, "responses", "Those of them that were cut and continue in the next step."),
     Metric("horizon/waiting", SAME, "responses", "Ended responses that wait for the rest of their group, after the step."),
     Metric(
         "horizon/moved_tokens",
@@ -24,7 +24,7 @@ HORIZON = (
         "horizon/bootstrapped_frac",
         SAME,
         "response tokens",
-        "With `train: segments`: share of the policy's tokens whose response was cut, so that the critic's value stands for the rest.",
+        "With `train: segments`: share of the policy's tokens whose response was cut, so that the critic's value replaces the rest.",
     ),
     Metric(
         "horizon/cut_weight",
@@ -85,7 +85,7 @@ HORIZON = (
 
 
 def _routing(role: str, passed: str) -> tuple[Metric, ...]:
-    """Metrics of the routers of one model, if it is a mixture of experts."""
+    """Return the metrics of one model's routers, if it is a mixture of experts."""
     pairs = "tokens (prompts too, without pads) and layers of all updates"
     return (
         Metric(

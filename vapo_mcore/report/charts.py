@@ -239,7 +239,7 @@ SECTIONS = (
     ),
     Section(
         "Horizon",
-        "rollout.horizon: responses that a step does not end go on in the next one (horizon.md).",
+        "rollout.horizon: unfinished responses continue in the next step (horizon.md).",
         (
             Chart(
                 "Open and ended responses",

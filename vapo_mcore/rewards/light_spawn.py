@@ -2,7 +2,7 @@
 
 Spawned children normally import the parent's ``__main__`` again. For the graders that would load torch, Megatron and vLLM in each worker
 (seconds and gigabytes), or run an unguarded script a second time. Workers only need :mod:`vapo_mcore.rewards`, so the main module is
-omitted from the data that tells them what to import.
+omitted from the data that tells a child what to import.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ _FRACTION = re.compile(
 
 
 def math(response: str, ground_truth: str, metadata: Mapping[str, Any]) -> float:
-    """1 if the last ``\\boxed{...}`` or ``<answer>...</answer>`` equals the ground truth; 0 if nothing is marked.
+    """Return 1 if the last ``\\boxed{...}`` or ``<answer>...</answer>`` equals the ground truth, else 0, also if nothing is marked.
 
     Raises:
         UngradableError: the ground truth cannot be read as mathematics.

@@ -47,7 +47,7 @@ class Tests:
 
 
 def code(response: str, ground_truth: str, metadata: Mapping[str, Any]) -> float:
-    """1 if the program in the response's last Python code block passes all tests of the ground truth, else 0.
+    """Return 1 if the program in the response's last Python code block passes all tests of the ground truth, else 0.
 
     Raises:
         UngradableError: the ground truth holds no tests (see :func:`read_tests`).

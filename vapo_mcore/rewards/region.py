@@ -1,4 +1,4 @@
-"""Where in a response its answer counts (``reward.answer_region``): a box inside thinking is not the answer."""
+"""Find the part of a response in which its answer counts (``reward.answer_region``): a box inside thinking is not the answer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class AnswerRegion:
-    """``tags``: the opening and the closing tag of thinking; None: the answer counts wherever it stands."""
+    """``tags``: the opening and the closing tag of thinking; None: the answer counts anywhere."""
 
     tags: tuple[str, str] | None = None
 
@@ -42,15 +42,15 @@ class AnswerRegion:
         return cls(tags)
 
     def describe(self) -> str:
-        """One line for the log."""
+        """Describe the region in one line for the log."""
         return "answers count anywhere in a response" if self.tags is None else f"answers count after {self.tags[1]!r}"
 
     def start(self, turns: Sequence[str], before: Sequence[str]) -> int:
-        """Characters of the response (its turns, a line break between them) that precede the answer region.
+        """Return the number of characters before the answer region; the response consists of its turns, joined by line breaks.
 
-        The region is what follows the last thinking; it is empty where the last turn ends inside thinking, as truncated responses do.
-        Thinking may be nested: as many tags have to close it as have opened it. A closing tag alone ends thinking that began without a
-        tag. ``before``: the text in front of each turn; where it ends with the opening tag, the turn begins inside thinking.
+        The region follows the last thinking. It is empty if the last turn ends inside thinking, as truncated responses may. Thinking can
+        be nested: it ends after as many closing tags as opening ones. A closing tag without an opening one also ends thinking.
+        ``before``: text before each turn; if it ends with the opening tag, the turn begins inside thinking.
         """
         if self.tags is None:
             return 0

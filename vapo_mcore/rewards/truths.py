@@ -1,4 +1,4 @@
-"""Which ground truths a verifier cannot judge against, asked before a run."""
+"""Find ground truths that a verifier cannot grade against, before a run."""
 
 from __future__ import annotations
 
@@ -13,21 +13,23 @@ from vapo_mcore.rewards.types import GradeItem
 _TIMEOUT_SECONDS = 10.0
 _MAX_WORKERS = 8
 _READING = (*MATH_VERIFIERS, "regex", "multiple_choice", "code")
-"""The built-in verifiers that cannot judge against every text."""
+"""Built-in verifiers that reject some ground truths."""
 
 Truth = tuple[str, str, Mapping[str, Any]]
 """(verifier, ground truth, metadata) of a row."""
 
 
 def truth_faults(truths: Sequence[Truth]) -> list[str | None]:
-    """Why no response can be judged against each of these, None where one can. An empty response shows whether a built-in verifier can
-    read the ground truth. A user's own verifiers are not asked: they may cost money or time.
+    """Return for each ground truth why no response can be graded against it, or None.
+
+    Grades an empty response: built-in verifiers then report an unreadable ground truth. Skips user-defined verifiers, which may be slow
+    or cost money.
     """
-    asked = [number for number, (verifier, _, _) in enumerate(truths) if verifier in _READING]
+    checked = [number for number, (verifier, _, _) in enumerate(truths) if verifier in _READING]
     found: list[str | None] = [None] * len(truths)
-    if asked:
-        items = [GradeItem(verifier, "", truth, metadata) for verifier, truth, metadata in (truths[number] for number in asked)]
+    if checked:
+        items = [GradeItem(verifier, "", truth, metadata) for verifier, truth, metadata in (truths[number] for number in checked)]
         with VerifierPool(min(_MAX_WORKERS, os.cpu_count() or 1), _TIMEOUT_SECONDS) as pool:
-            for number, verdict in zip(asked, pool.grade(items), strict=True):
+            for number, verdict in zip(checked, pool.grade(items), strict=True):
                 found[number] = verdict.error
     return found

@@ -113,7 +113,7 @@ class Trajectory:
         logprobs: log-probs of sampled tokens as in ``Generation``, 0 at the environment's tokens.
         sampled: False at the environment's tokens.
         finish_reason: ``stop``, ``length`` (truncated at the limit on sampled tokens), ``turns`` (turn limit reached) or
-            ``cut`` (goes on in the next step: ``rollout.horizon``).
+            ``cut`` (continues in the next step: ``rollout.horizon``).
         turns: the model's turns, at least one.
         observations_cut: number of observations truncated to their limit.
         segments: (sampled tokens, age) of each part sampled in another step (``rollout.horizon``); empty: sampled in one step.
@@ -200,15 +200,15 @@ class EngineBuild:
     Attributes:
         config: the section ``rollout``.
         folder: Hugging Face model folder.
-        dtype: of the weights.
+        dtype: dtype of the weights.
         replica: which replica this rank belongs to.
-        rank: in the world.
-        seed: the same on all ranks.
+        rank: rank in the world.
+        seed: seed, equal on all ranks.
         max_model_len: longest prompt and response together, in tokens.
         unknown_token_ids: ids of the model that the tokenizer lacks; they are never sampled.
         stop_ids: ids that end a response; None: the folder's stop tokens.
-        stop_texts: texts that end a response too; None: none.
-        expert_choices: shape of the experts that ``generate`` must return if asked to (``model.router.replay: engine``); None: never asked.
+        stop_texts: texts that also end a response; None: none.
+        expert_choices: shape of the experts that ``generate`` must return on request (``model.router.replay: engine``); None: no requests.
     """
 
     config: RolloutConfig
@@ -260,12 +260,12 @@ class RolloutEngine(Protocol):
 
     @property
     def max_running(self) -> int | None:
-        """Responses that a replica samples at a time; None: all that it is given."""
+        """Maximum number of responses that a replica samples at a time; None: no limit."""
         ...
 
     @property
     def expert_choices(self) -> ExpertChoices | None:
-        """Shape of the experts that ``generate`` returns if asked to; None: it cannot be asked."""
+        """Shape of the experts that ``generate`` can return; None: it returns none."""
         ...
 
     @property

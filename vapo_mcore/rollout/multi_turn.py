@@ -120,9 +120,9 @@ class Dialogue:
     Attributes:
         turns: the model's turns so far.
         observed: tokens of the environment so far.
-        in_turn: whether the newest turn was cut and goes on.
+        in_turn: whether the newest turn was cut and continues.
         observations_cut: number of observations truncated to their limit.
-        error: why the environment gave no reply; the response then has ended.
+        error: why the environment gave no reply, which ends the response.
     """
 
     turns: tuple[Turn, ...]
@@ -133,7 +133,7 @@ class Dialogue:
 
     @property
     def behind_turns(self) -> int:
-        """Tokens of an observation that no turn has followed yet."""
+        """Number of tokens of an observation at the end, which no turn follows yet."""
         return self.observed + sum(turn.end - turn.start for turn in self.turns) - self.turns[-1].end
 
     def to_json(self) -> dict[str, Any]:
@@ -153,7 +153,7 @@ class Episode:
         request: its prompt; the environment's randomness depends on its seed.
         seed: the turns sampled in this step depend on it.
         limit: sampled tokens, those of earlier steps included, at which this step cuts the response.
-        finish_reason: None while it goes on.
+        finish_reason: None while it continues.
         in_turn: whether the newest turn was cut.
     """
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def stderr_without(notice: bytes) -> Iterator[None]:
-    """Hold back what this process, native code included, writes to stderr in the block; then write it without the lines with ``notice``."""
+    """Capture stderr in the block, including that of native code; then print it without the lines that contain ``notice``."""
     sys.stderr.flush()
     stderr = os.dup(2)
     with tempfile.TemporaryFile() as held:

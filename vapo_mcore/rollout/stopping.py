@@ -45,7 +45,7 @@ def described(token_ids: Sequence[int], tokenizer: Any, texts: StopTexts | None 
 
 @dataclass(frozen=True)
 class StopTexts:
-    """Texts that end a response (``rollout.stop``), looked for in the decoded text, from which special tokens are left out."""
+    """Texts that end a response (``rollout.stop``), searched for in the decoded text, which has no special tokens."""
 
     tokenizer: Any
     texts: tuple[str, ...]
@@ -58,10 +58,10 @@ class StopTexts:
         special = {str(token): number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
         found = [(text, token) for text in config.rollout.stop for token in special if token and token in text]
         if found:
-            told = "; ".join(
+            faults = "; ".join(
                 f"{text!r} has the special token {token!r}, give rollout.stop_token_ids: [{special[token]}]" for text, token in found
             )
-            raise ConfigError(f"rollout.stop: special tokens are left out of a response's text: {told}")
+            raise ConfigError(f"rollout.stop: special tokens are left out of a response's text: {faults}")
         return cls(tokenizer, config.rollout.stop)
 
     @property
@@ -75,16 +75,16 @@ class StopTexts:
         return any(text in tail for text in self.texts)
 
     def end(self, token_ids: Sequence[int]) -> int | None:
-        """Number of tokens up to the one that completes the first of the texts, it included; None where there is none."""
+        """Return the number of tokens up to and including the one that completes the first of the texts; None without any."""
         text = self.tokenizer.decode(token_ids, skip_special_tokens=True)
         ends = [text.find(stop) + len(stop) for stop in self.texts if stop in text]
         return completing_tokens(self.tokenizer, token_ids, [min(ends)])[0] + 1 if ends else None
 
     def end_over_cut(self, before: Sequence[int], token_ids: Sequence[int]) -> int | None:
-        """Number of ``token_ids`` up to the one that completes the first of the texts; None where there is none.
+        """Return the number of ``token_ids`` up to the one that completes the first of the texts; None without any.
 
-        A text may begin in ``before``, the tokens of earlier steps, which the engine did not look at. A text that ends there is no end
-        of this response: the run then had other stop texts.
+        A text may begin in ``before``, the tokens of earlier steps, which the engine does not see. A text that also ends there is ignored:
+        the run had other stop texts then.
         """
         whole = [*before, *token_ids]
         text = self.tokenizer.decode(whole, skip_special_tokens=True)
@@ -102,11 +102,11 @@ def _places(text: str, part: str) -> Iterator[int]:
 
 
 _END_TEXTS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|end_of_text|>", "<|end|>", "<end_of_turn>", "</s>")
-"""How the common model families end a turn or a document."""
+"""Texts with which common model families end a turn or a document."""
 
 
 def end_of_turn_texts(config: Config, tokenizer: Any) -> tuple[str, ...]:
-    """Texts that end a turn: in a response that was truncated they show that the engine did not stop where the model did."""
+    """Return texts that end a turn. In a truncated response they show that the engine did not stop where the model did."""
     texts = {*_END_TEXTS, str(tokenizer.eos_token or "")}
     end = end_of_turn(tokenizer, config.data.chat_template_kwargs) if config.data.chat_template and tokenizer.chat_template else None
     return tuple(sorted(text for text in {*texts, "" if end is None else end.text} if text.strip()))

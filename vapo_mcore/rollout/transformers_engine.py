@@ -164,7 +164,7 @@ class TransformersEngine(StatefulEngine):
         ]
 
     def _texts_completed(self, tokens: Tensor, rows: Tensor, live: Tensor, length: int) -> Tensor:
-        """bool ``[len(rows)]``: which unfinished rows complete a stop text with their token number ``length``."""
+        """Return which unfinished rows complete a stop text with their token number ``length``; bool ``[len(rows)]``."""
         found = torch.zeros_like(live)
         stops = self._stop_texts
         for number in live.nonzero()[:, 0].tolist() if stops is not None else ():

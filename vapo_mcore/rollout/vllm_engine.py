@@ -138,7 +138,7 @@ class VllmEngine(StatefulEngine):
         self._sleep()
 
     def _give_tokenizer(self) -> None:
-        """vLLM looks for stop texts in what its tokenizer decodes: it gets the run's own, and only where there are such texts."""
+        """Give vLLM the run's tokenizer if there are stop texts, which vLLM searches for in the text that its tokenizer decodes."""
         processor = self._llm.llm_engine.output_processor
         assert hasattr(processor, "tokenizer"), "this version of vLLM keeps its tokenizer elsewhere"
         processor.tokenizer = None if self._stop_texts is None else self._stop_texts.tokenizer

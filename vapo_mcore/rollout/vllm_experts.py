@@ -1,10 +1,10 @@
-"""The experts that vLLM chose: switch on their return, record them where vLLM does not, and check what comes back.
+"""Get the experts that vLLM chose: enable their return, record them where vLLM does not, and check the result.
 
 With ``enable_return_routed_experts`` vLLM 0.32 returns the experts of every token that it fed to the model, but its platforms of the
 source tree do so only in the second version of the model runner, which runs on GPUs alone. Everything that differs is here:
 
-- On a GPU vLLM records, and keeps the choices of cached prefixes beside its prefix cache. Of a replica's ranks only the first has them;
-  vLLM's scheduler, which ``external_launcher`` runs on every rank, would miss them on the others, so there it does not ask.
+- On a GPU vLLM records, and keeps the choices of cached prefixes beside its prefix cache. Only the first rank of a replica has them;
+  vLLM's scheduler, which ``external_launcher`` runs on every rank, would miss them on the others, so there it does not request them.
 - On CPU (first version of the model runner) ``CpuRecorder`` takes the place of vLLM's connector: vLLM's routers call it with the experts of
   each layer, its scheduler asks it for those of a finished request, and its output processor returns them as on a GPU.
 """
@@ -26,7 +26,7 @@ ARGUMENTS = {"enable_return_routed_experts": True, "enable_prefix_caching": True
 
 
 def record_experts(llm: Any, shape: ExpertChoices, *, leads: bool, on_gpu: bool) -> None:
-    """Make vLLM return the choices of experts on the rank that ``leads`` a replica. Call it on all ranks, after the engine is built."""
+    """Make vLLM return choices of experts on the rank that ``leads`` a replica. Call it on all ranks, after the engine is built."""
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
     assert hasattr(scheduler, "aux_output_connector"), "this version of vLLM returns experts in another way"
     if on_gpu:
@@ -71,7 +71,7 @@ class CpuRecorder:
 
         (group,) = runner.kv_cache_config.kv_cache_groups  # attention alone
         self.runner, self.block = runner, group.kv_cache_spec.block_size
-        self.layers: dict[int, Tensor] = {}  # of the step that runs: experts [tokens, topk] by layer
+        self.layers: dict[int, Tensor] = {}  # experts [tokens, topk] of the current step, by layer
         slots = runner.kv_cache_config.num_blocks * self.block
         self.slots = np.zeros((slots, shape.layers, shape.topk), dtype=np.uint8 if shape.itemsize == 1 else np.uint16)
         self.requests: dict[str, list[np.ndarray[Any, Any]]] = {}

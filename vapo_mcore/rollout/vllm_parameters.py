@@ -200,9 +200,9 @@ def recorded_logits(llm: Any) -> Iterator[list[Tensor]]:
 
 
 def prompt_distribution(recorded: Sequence[Tensor], ids: Sequence[int], positions: Any, vocab_size: int) -> Tensor:
-    """float32 [len(ids) - 1, vocab_size] log-probs of a prompt: of those recorded logits that give vLLM's own log-probs of its tokens.
+    """Return a prompt's log-probs, float32 [len(ids) - 1, vocab_size], from the recorded logits that give vLLM's log-probs of its tokens.
 
-    Others are recorded, too: those of the token that vLLM samples after the prompt. Raises RolloutError where none do.
+    Other logits are recorded too, for the token that vLLM samples after the prompt. Raises RolloutError if no logits match.
     """
     own = torch.tensor([positions.logprobs[start] for start in positions.start_indices[1:]])  # the first position has none
     following = torch.tensor(list(ids[1:]), dtype=torch.int64)[:, None]

@@ -306,7 +306,7 @@ class AdvantageEstimator:
         return result
 
     def _clip(self, advantages: Tensor, mask: Tensor, metrics: StepMetrics) -> Tensor:
-        """Advantages within ``advantage.clip``, if it is given; how many it changes is recorded."""
+        """Clip the advantages to ``advantage.clip``, if set, and record the share that it changes."""
         if self.settings.clip is None:
             return advantages
         low, high = self.settings.clip

@@ -1,4 +1,4 @@
-"""Choices of experts in a step: the engine's from the rollout to the policy's passes, the trainer's from a pass to the updates after it."""
+"""Carry choices of experts through a step: the engine's to the policy's passes, the trainer's from a pass to the updates after it."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from vapo_mcore.trainer.step_metrics import record_engine_choices
 
 
 def repeats_engine(config: Config, stage: Stage) -> bool:
-    """Whether the policy's passes repeat the experts that the engine chose. Value pretraining has no passes of the policy."""
+    """Return whether the policy's passes repeat the experts that the engine chose. Value pretraining has no passes of the policy."""
     return stage == "rl" and config.model.router.replay == "engine"
 
 
 def repeats_choices(config: Config, model: MegatronModel) -> bool:
-    """Whether the model's updates repeat the experts of the pass before them."""
+    """Return whether the model's updates repeat the experts of the pass before them."""
     return model.routing is not None and config.model.router.replay != "off"
 
 

@@ -24,7 +24,7 @@ HISTOGRAM_BINS = 16
 
 @dataclass(frozen=True)
 class Cut:
-    """The critic's value where a response was cut, and the return that came later. ``row``: of the response, in the step that ended it."""
+    """The critic's value where a response was cut, and the later return. ``row``: row of the response in the step that ended it."""
 
     row: int
     value: float
@@ -64,7 +64,7 @@ def record_horizon(metrics: StepMetrics, experience: Experience, counts: Samplin
 
 
 def _histogram(entries: Sequence[tuple[int, int]]) -> list[int]:
-    """Add up (count, bin) entries; the last bin holds all beyond it."""
+    """Add up (count, bin) entries; the last bin includes everything beyond it."""
     bins = [0] * HISTOGRAM_BINS
     for count, place in entries:
         bins[min(place, HISTOGRAM_BINS - 1)] += count

@@ -123,11 +123,7 @@ def train(config: Config, parallel: ParallelContext, *, clean: bool, resume: Res
         with fail_together():
             probed = probe_prompts(config, prompts, held_out)
         multi_turn = build_multi_turn(config, tokenizer)
-        for dataset in (prompts, held_out):
-            if dataset is not None:
-                console.print(dataset.summary)
-        for sentence in [] if held_out is None else overlaps(prompts, held_out):
-            console.print(f"warning: {sentence}: its score does not measure unseen problems")
+        _print_data(prompts, held_out, console)
         if past is not None and resume is not None:
             _continue_data(prompts, past, restart=resume.restart_data, console=console)
         region = AnswerRegion.of(config, tokenizer)
@@ -142,9 +138,8 @@ def train(config: Config, parallel: ParallelContext, *, clean: bool, resume: Res
         if past is not None:
             load_models(config, models, parallel, past.checkpoint)
         sync = WeightSync(models.policy, engine, models.residency, verify=config.rollout.verify_weights)
-        recovery = EngineRecovery(engine, sync.run, config.faults.engine_rebuilds)
-        texts = end_of_turn_texts(config, tokenizer)
-        sampler = ResponseSampler(engine, verifiers, tokenizer, config.seed, multi_turn, region, texts, recovery)
+        recovery, end_texts = EngineRecovery(engine, sync.run, config.faults.engine_rebuilds), end_of_turn_texts(config, tokenizer)
+        sampler = ResponseSampler(engine, verifiers, tokenizer, config.seed, multi_turn, region, end_texts, recovery)
         checkpointer = Checkpointer(config, parallel, models, console.print, resumed=None if past is None else past.checkpoint.manifest)
         stack.callback(checkpointer.close)
         trainer = StepRunner(
@@ -164,9 +159,7 @@ def train(config: Config, parallel: ParallelContext, *, clean: bool, resume: Res
         if past is not None:
             _load_state(trainer, past, prompts, restart=resume is not None and resume.restart_data, console=console)
         fresh = (clean or resume is not None) and locked
-        run_dir = _open_run_directory(config, parallel, past, stack, watchdog, console, fresh=fresh, locked=locked)
-        if run_dir is not None:
-            run_dir.write_engine(engine.settings())
+        run_dir = _open_run_directory(config, parallel, past, engine, stack, watchdog, console, fresh=fresh, locked=locked)
         if past is not None:
             restore_random(past.checkpoint, parallel.rank)
         stack.enter_context(StopSignals(lambda name: trainer.stop_requests.request(name, exit_code=EXIT_REQUEUE), console.print))
@@ -253,6 +246,7 @@ def _open_run_directory(
     config: Config,
     parallel: ParallelContext,
     past: _Past | None,
+    engine: RolloutEngine,
     stack: ExitStack,
     watchdog: Watchdog,
     console: Console,
@@ -281,6 +275,8 @@ def _open_run_directory(
             watchdog.clear(config.run.dir)
     with fail_together():
         watchdog.attach(config.run.dir)
+    if run_dir is not None:
+        run_dir.write_engine(engine.settings())
     return run_dir
 
 
@@ -303,6 +299,15 @@ def _load_data(config: Config) -> tuple[Any, PromptDataset, PromptDataset | None
     return tokenizer, train, held_out
 
 
+def _print_data(prompts: PromptDataset, held_out: PromptDataset | None, console: Console) -> None:
+    """Print the sizes of the datasets, and a warning for each evaluation set that shares prompts with training."""
+    for dataset in (prompts, held_out):
+        if dataset is not None:
+            console.print(dataset.summary)
+    for sentence in [] if held_out is None else overlaps(prompts, held_out):
+        console.print(f"warning: {sentence}: its score does not measure unseen problems")
+
+
 def build_multi_turn(config: Config, tokenizer: Any) -> MultiTurn | None:
     """Build the multi-turn loop, or return None without an environment."""
     settings = config.rollout.environment
@@ -319,11 +324,13 @@ def build_multi_turn(config: Config, tokenizer: Any) -> MultiTurn | None:
 
 def build_open_responses(config: Config, engine: RolloutEngine, tokenizer: Any, prompts: PromptDataset) -> OpenResponses:
     """Build the table of open responses of a run with ``rollout.horizon``."""
-    responses = OpenResponses(
-        config, replica=engine.replica_index, replicas=engine.num_replicas, stop_texts=StopTexts.of(config, tokenizer)
+    return OpenResponses(
+        config,
+        replica=engine.replica_index,
+        replicas=engine.num_replicas,
+        stop_texts=StopTexts.of(config, tokenizer),
+        prompts={prompt.prompt_id: prompt for prompt in prompts.items},
     )
-    responses.prompts = {prompt.prompt_id: prompt for prompt in prompts.items}
-    return responses
 
 
 def _load_state(trainer: StepRunner, past: _Past, prompts: PromptDataset, *, restart: bool, console: Console) -> None:

@@ -1,4 +1,4 @@
-"""Steps on responses that exist already: without a rollout engine there is nothing to sample and nothing to sync."""
+"""Run steps on existing responses, without a rollout engine: nothing is sampled and no weights are synchronised."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from vapo_mcore.trainer.weight_sync import WeightSync
 
 
 class _NoSampler:
-    """Has the counters that a step reads."""
+    """Replaces the sampler: has only the counters that a step reads."""
 
     engine_rebuilds = 0
     grader_restarts = 0

@@ -202,7 +202,7 @@ class StepRunner:
             self._stop_updates(step, experience, "critic", stopped)
 
     def _stop_updates(self, step: StepState, experience: Experience, role: str, stopped: StoppedUpdate | None) -> None:
-        """If too many consecutive updates were skipped: save the batch, make no further update, and stop after this step."""
+        """Save the batch, make no further update and stop after this step if too many consecutive updates were skipped."""
         if stopped is None:
             return
         step.updates_stopped = True
@@ -443,7 +443,7 @@ class StepRunner:
                 self._check(step, experience)
 
     def _keep_cut_values(self, step: StepState, experience: Experience) -> None:
-        """Keep the values that stood for the rest of responses that were cut, to compare them with the returns that come later."""
+        """Keep the values that replaced the rest of cut responses, to compare them with the later returns."""
         lam, gamma = self.estimator.lambdas(experience), self.config.algorithm.advantage.gamma
         record_cut_weight(step.metrics, experience, lam, gamma)
         values = values_at_cuts(experience, self.parallel.data_parallel_group)
@@ -481,4 +481,4 @@ class StepRunner:
         fatal = self.diagnosis.ends_the_run(findings)
         if fatal is not None:
             self.stop_requests.request(f"diagnosis.halt_on: {fatal}", exit_code=HALTED)
-        return StepOutcome(row, list(step.samples.values()), [str(finding) for finding in findings if finding.is_told or finding is fatal])
+        return StepOutcome(row, list(step.samples.values()), [str(finding) for finding in findings if finding.is_due or finding is fatal])

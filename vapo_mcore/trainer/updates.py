@@ -72,7 +72,7 @@ def update_critic(
         if bins is not None:
             metrics.add("critic/cross_entropy", result.metrics["loss"], 1)
         metrics.add("critic/grad_norm", result.grad_norm, 1)
-        metrics.add("critic/clip_frac", result.metrics["clip"], result.metrics["tokens"])
+        metrics.add("critic/clip_frac", result.metrics["clipped"], result.metrics["tokens"])
 
     order = update_order(experience.minibatches, config.critic.epochs, config.critic.updates_per_rollout)
     return _update(config, "critic", model, experience, loss, order, weigh, record, metrics, guard)
@@ -253,7 +253,7 @@ def _record_policy(result: StepResult, metrics: StepMetrics) -> None:
     for name in stats:
         if name.startswith(TERM_STATISTIC):
             metrics.add(f"policy/{name.removesuffix('/sum')}", stats[name], 1)
-    names = {"approx_kl": "approx_kl", "clip_high": "clip_frac_high", "clip_low": "clip_frac_low", "clip_dual": "clip_frac_dual"}
+    names = {"approx_kl": "approx_kl", "clipped_high": "clip_frac_high", "clipped_low": "clip_frac_low", "clipped_dual": "clip_frac_dual"}
     for source, target in (names | {"ratio": "ratio_mean"}).items():
         metrics.add(f"policy/{target}", stats[source], stats["tokens"])
 

@@ -1,1 +1,1 @@
-"""``vapo-mcore watch``: a running job in the terminal, from the files of its run directory. No torch here."""
+"""``vapo-mcore watch``: show a running job in the terminal, from the files of its run directory. Imports no torch."""

@@ -1,4 +1,4 @@
-"""``vapo-mcore watch RUN``. Importing this imports no packages from elsewhere."""
+"""``vapo-mcore watch RUN``: define the options and run the display. Importing it imports no third-party package."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options to a parser."""
     parser.add_argument("run", metavar="RUN", help="run directory (run.dir), on this machine or on a file system that it sees")
     parser.add_argument("--once", action="store_true", help="print one frame and exit")
-    parser.add_argument("--interval", type=float, default=2.0, metavar="SECONDS", help="between two looks at the files (2)")
+    parser.add_argument("--interval", type=float, default=2.0, metavar="SECONDS", help="interval between updates (2)")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Show the run until it is finished or the reader has seen enough (Ctrl-C); returns 0.
+    """Show the run until it is finished or Ctrl-C is pressed; returns 0.
 
-    Raises ConfigError for a folder without a run, and for an interval that none is.
+    Raises ConfigError for a folder without a run and for an invalid interval.
     """
     from rich.console import Console
     from rich.live import Live
@@ -28,7 +28,7 @@ def run(options: argparse.Namespace) -> int:
     from vapo_mcore.watch.state import RunReader
     from vapo_mcore.watch.view import BARS, PLAIN_BARS, render
 
-    if not 0 < options.interval <= _LONGEST_INTERVAL:  # NaN is not
+    if not 0 < options.interval <= _LONGEST_INTERVAL:  # False for NaN
         raise ConfigError(f"--interval {options.interval:g} must be above 0 and at most {_LONGEST_INTERVAL:g} seconds")
     reader = RunReader(options.run)
     console = Console()

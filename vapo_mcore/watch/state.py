@@ -1,4 +1,4 @@
-"""What the files of a run say about it: who holds it, what each rank does, its rows, evaluations, checkpoints, diagnosis."""
+"""Read the state of a run from its files: lock holder, activity of each rank, metric rows, checkpoints, diagnosis."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from vapo_mcore.records.run_dir import finished_steps, holds_run
 from vapo_mcore.records.run_lock import lock_holder, lock_path
 
 SILENT_SECONDS = 60.0
-"""A holder of the lock renews it every 5 s; after so long without it is taken for dead."""
+"""A lock without renewal for this long counts as stale; its holder renews it every 5 s."""
 LAST_STEPS = 50
-"""Steps that the median step time is of."""
+"""Number of last steps over which the median step time is computed."""
 
 Status = Literal["running", "stopped", "finished", "hung", "stale"]
 
 
 @dataclass(frozen=True)
 class RankState:
-    """A rank's own account. ``since``, ``last``: wall-clock times of the phase's begin and of the last sign of life."""
+    """Heartbeat of a rank. ``since``, ``last``: wall-clock times of the start of its phase and of its last progress."""
 
     rank: int
     host: str
@@ -41,15 +41,16 @@ class RankState:
 
 @dataclass
 class RunState:
-    """One look at a run.
+    """Snapshot of a run.
 
     Attributes:
-        status: "stale": the process shows no sign of life but never released the run; ``reason`` has details.
-        rows: of metrics.jsonl so far.
-        ranks: the one that has been in its phase for longest first.
-        totals: steps of each stage that are to be made, as far as the configuration can be read.
-        findings: rules of the diagnosis that hold after the last step; ``counts``: in how many steps each has held.
-        faults: what could not be read.
+        status: "stale" if the lock is neither renewed nor released; ``reason`` has details.
+        rows: rows of metrics.jsonl so far.
+        ranks: ranks with a heartbeat, longest in their phase first.
+        totals: planned steps of each stage; empty if the configuration cannot be read.
+        findings: rules of the diagnosis that hold after the last step.
+        counts: number of steps in which each rule has held.
+        faults: messages about files that cannot be read.
     """
 
     path: Path
@@ -64,7 +65,7 @@ class RunState:
     faults: list[str] = field(default_factory=list)
 
     def steps(self, stage: str) -> list[Row]:
-        """Rows of the steps of a stage; the evaluation before the first step is none."""
+        """Return the rows of a stage's steps, without the evaluation before the first step."""
         return [row for row in self.rows if row.get("stage", "rl") == stage and row["step"] > 0]
 
     @property
@@ -76,9 +77,9 @@ class RunState:
         return "value_pretraining" if self.totals.get("value_pretraining") else "rl"
 
     def seconds_left(self) -> float | None:
-        """Steps left of each stage times its median step time (that of the other stage where it has made none); None without any step.
+        """Return the remaining steps of each stage times its median step time; None before the first step.
 
-        Evaluations and what lies between the steps are not in it.
+        A stage without steps uses the other stage's time. Evaluations and other work between steps are not included.
         """
         medians = {stage: _median_step(self.steps(stage)) for stage in STAGES}
         known = [seconds for seconds in medians.values() if seconds is not None]
@@ -100,7 +101,7 @@ def _median_step(rows: Sequence[Row]) -> float | None:
 
 
 class RunReader:
-    """Reads a run again and again; only what is new is read of its metrics. Raises ConfigError for a folder that is no run."""
+    """Reads a run repeatedly; reads only new rows of its metrics. Raises ConfigError for a folder that is not a run."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -117,9 +118,9 @@ class RunReader:
         self._findings: list[Finding] = []
 
     def read(self) -> RunState:
-        """Look at the files now."""
+        """Read the current state from the files."""
         faults: list[str] = []
-        status, reason = run_status(self.path, time.time())  # first: a run that is finished has written all of its rows
+        status, reason = run_status(self.path, time.time())  # before the rows: a finished run has written all of them
         try:
             self._metrics.refresh()
         except DataError as error:
@@ -149,7 +150,7 @@ class RunReader:
         )
 
     def _read_config(self) -> None:
-        """Read the configuration, which a resume may have changed; otherwise return why it cannot be read."""
+        """Read the configuration again if a resume has changed it; stores the error if it cannot be read."""
         path = self.path / "config.yaml"
         try:
             content = path.read_bytes()
@@ -164,7 +165,7 @@ class RunReader:
                 self._config_fault = str(error)
 
     def _observe(self) -> None:
-        """Show the rules the rows that they have not seen; all of them anew where a resume has changed the past."""
+        """Apply the rules to new rows, or to all rows if a resume has rewound the run."""
         rows = self._metrics.rows
         if self._config is None:
             self._findings = []
@@ -190,9 +191,9 @@ def run_status(path: Path, now: float) -> tuple[Status, str]:
     try:
         silent = now - lock_path(path).stat().st_mtime
     except OSError:
-        silent = 0.0  # given up this moment
+        silent = 0.0  # released meanwhile
     if silent > SILENT_SECONDS:
-        return "stale", f"nothing heard of {who} for {duration(silent)}; it ended without giving up the run, or its file system hangs"
+        return "stale", f"no lock renewal by {who} for {duration(silent)}; it ended without releasing the run, or its file system hangs"
     return "running", who
 
 
@@ -211,10 +212,10 @@ def rank_states(path: Path) -> tuple[list[RankState], list[str]]:
                 raise ValueError(f"since {since}, last {last}")
             found.append(RankState(int(number), str(record["host"]), str(record["phase"]), str(record["step"]), since, last))
         except KeyError as error:
-            faults.append(f"{file} says nothing of {error}: written by another version?")
+            faults.append(f"{file} has no {error}: written by another version?")
         except (TypeError, ValueError, OverflowError) as error:
             if file.exists():  # a start clears the folder
-                faults.append(f"{file} cannot be understood: {error}")
+                faults.append(f"{file} is invalid: {error}")
     return sorted(found, key=lambda state: state.since), faults
 
 
@@ -229,7 +230,7 @@ def duration(seconds: float) -> str:
 
 
 def last_evaluation(rows: Sequence[Row]) -> tuple[int, dict[str, Any]] | None:
-    """Step and ``eval/...`` entries of the last row that has any."""
+    """Return step and ``eval/...`` entries of the last evaluated row."""
     for row in reversed(rows):
         found = {name: value for name, value in row.items() if name.startswith("eval/")}
         if found:

@@ -1,4 +1,4 @@
-"""A ``RunState`` as a frame in the terminal."""
+"""Render a ``RunState`` as a frame in the terminal."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from vapo_mcore.watch.state import RunState, duration, last_evaluation
 
 BARS = "▁▂▃▄▅▆▇█"
 PLAIN_BARS = "_.-=+*%#"
-"""For terminals without the others."""
+"""For terminals that are not UTF-8."""
 _WIDTH = 40  # steps in a sparkline
-_FEWEST = 8  # on a narrow terminal
-_BESIDE = 40  # columns of a metric's name and last value
+_FEWEST = 8  # steps in a sparkline on a narrow terminal
+_BESIDE = 40  # columns left of the sparkline: the metric's name and last value
 _FAULTS = 4
 _RANKS = 8
 _CHECKPOINTS = 3
@@ -46,7 +46,7 @@ _COUNTERS = (
 
 
 def render(state: RunState, now: float, bars: str = BARS, width: int = 120) -> RenderableType:
-    """Render the frame at wall-clock time ``now``; ``width``: columns of the terminal, fewer show fewer steps."""
+    """Render the frame at wall-clock time ``now``; ``width``: columns of the terminal; a narrow one shows fewer steps."""
     parts: list[RenderableType] = [_head(state)]
     parts += [Text(fault, style="red") for fault in state.faults[:_FAULTS]]
     if len(state.faults) > _FAULTS:
@@ -81,11 +81,11 @@ def _head(state: RunState) -> Text:
 
 def _ranks(state: RunState, now: float) -> Table:
     table = Table(box=None, pad_edge=False)
-    for name in ("rank", "host", "step", "phase", "for", "last sign of life"):
+    for name in ("rank", "host", "step", "phase", "for", "last progress"):
         table.add_column(name)
     for rank in state.ranks[:_RANKS]:
         since, last = duration(now - rank.since), f"{duration(now - rank.last)} ago"
-        table.add_row(str(rank.rank), *(Text(told) for told in (rank.host, rank.step or "-", rank.phase)), since, last)
+        table.add_row(str(rank.rank), *(Text(cell) for cell in (rank.host, rank.step or "-", rank.phase)), since, last)
     if len(state.ranks) > _RANKS:
         table.add_row("...", f"{len(state.ranks) - _RANKS} more")
     return table
@@ -139,7 +139,7 @@ def _checkpoints(state: RunState, now: float) -> list[RenderableType]:
         try:
             shown.append(f"{path.name} ({duration(now - path.stat().st_mtime)} ago)")
         except OSError:
-            continue  # deleted this moment
+            continue  # deleted meanwhile
     return [Text(f"checkpoints: {', '.join(shown) or 'none yet'}")]
 
 
@@ -154,5 +154,5 @@ def _counters(state: RunState) -> str:
     counts = [(label, sum(int(row.get(name) or 0) for row in state.rows)) for name, label in _COUNTERS]
     counts.append(("trackers failed", int(state.rows[-1].get("trackers/failed") or 0) if state.rows else 0))
     counts.append(("rows with numbers that are not finite", sum("metrics/nonfinite" in row for row in state.rows)))
-    told = [f"{label} {count}" for label, count in counts if count]
-    return f"faults: {', '.join(told)}" if told else "faults: none"
+    shown = [f"{label} {count}" for label, count in counts if count]
+    return f"faults: {', '.join(shown)}" if shown else "faults: none"

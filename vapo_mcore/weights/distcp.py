@@ -239,7 +239,7 @@ def _archive(value: Any) -> bytes:
 
 @cache
 def _archive_of_none() -> bytes:
-    """Cached: most sharded objects are None, one per layer and module, and a mixture of experts has thousands."""
+    """Return the archive of None, cached: most sharded objects are None, and a mixture of experts has thousands."""
     return _archive(None)
 
 

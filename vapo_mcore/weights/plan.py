@@ -117,13 +117,13 @@ def check_bijection(
     for name in found:
         if name in expected:
             if new_head and name.startswith(HEAD_PREFIX):
-                dropped[name] = "the value head is initialised anew"
+                dropped[name] = "the value head is newly initialised"
         elif _DERIVED_BUFFER.fullmatch(name):
             dropped[name] = "rotary frequencies are computed from the config"
         elif role == "critic" and name in _HEADS_OF_CAUSAL_LM:
             dropped[name] = "a critic has no language-model head"
         elif role == "critic" and new_head and name.startswith(HEAD_PREFIX):
-            dropped[name] = "the value head is initialised anew"
+            dropped[name] = "the value head is newly initialised"
         elif name in _HEADS_OF_CAUSAL_LM and arch.tie_word_embeddings:
             tied_duplicate = True
             dropped[name] = "tied to the embedding"

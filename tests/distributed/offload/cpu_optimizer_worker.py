@@ -38,7 +38,7 @@ FOLDER = Path(sys.argv[1])
 import_megatron()
 CHECKPOINTS = find_spec("megatron.core.dist_checkpointing.strategies.base") is not None
 """What vapo_mcore.checkpoint builds on; Megatron-Core 0.19.2 does not have it any more."""
-UPDATES, WARMUP, ASIDE_LR = 6, 4, 5e-4
+UPDATES, WARMUP, UNSCHEDULED_LR = 6, 4, 5e-4
 ON_DEVICE = OptimizerConfig(**{**dict(layouts.OPTIMIZER), "clip_grad": 0.05})
 ON_CPU = ON_DEVICE.model_copy(update={"cpu_offload": True})
 
@@ -154,7 +154,7 @@ def updates(role: str, dtype: str, parallel: ParallelContext, batches: list[Micr
     assert on_cpu.optimizer is not None and same.optimizer is not None and free.optimizer is not None
     oracle, count, facts = Oracle(on_cpu), 0, {"clipped": True, "norm": 0.0, "skipped_alike": True, "unchanged": True}
     for number in range(UPDATES):
-        aside = ASIDE_LR if number == 2 else None
+        unscheduled = UNSCHEDULED_LR if number == 2 else None
         on_cpu.accumulate(batches, loss_of(role))
         same.accumulate(batches, loss_of(role))
         if number == 4 and dist.get_rank() == dist.get_world_size() - 1:
@@ -166,10 +166,10 @@ def updates(role: str, dtype: str, parallel: ParallelContext, batches: list[Micr
                     target.grad_data.copy_(source.grad_data)
         gradients = {name: gradient.double().clone() for name, _, _, gradient in shards(on_cpu)}
         before = weights(on_cpu) + [main.clone() for main in main_parameters(on_cpu).values()]
-        norm, reason = on_cpu.optimizer.step(unscheduled_lr=aside)
-        expected_norm, expected_reason = same.optimizer.step(unscheduled_lr=aside)
+        norm, reason = on_cpu.optimizer.step(unscheduled_lr=unscheduled)
+        expected_norm, expected_reason = same.optimizer.step(unscheduled_lr=unscheduled)
         free.accumulate(batches, loss_of(role))
-        free.optimizer.step(Skipped.SPIKE if number == 4 else None, unscheduled_lr=aside)
+        free.optimizer.step(Skipped.SPIKE if number == 4 else None, unscheduled_lr=unscheduled)
         facts["skipped_alike"] &= (reason is not None) == (expected_reason is not None) == (number == 4)
         if reason is not None:
             facts["norm_tells"] = not math.isfinite(norm)
@@ -178,8 +178,10 @@ def updates(role: str, dtype: str, parallel: ParallelContext, batches: list[Micr
             continue
         facts["clipped"] &= norm > ON_CPU.clip_grad
         facts["norm"] = max(facts["norm"], abs(norm - expected_norm) / norm)
-        count += aside is None
-        oracle.step(gradients, norm, ON_CPU.lr * min(1.0, count / WARMUP) if aside is None else aside, outside=aside is not None)
+        count += unscheduled is None
+        oracle.step(
+            gradients, norm, ON_CPU.lr * min(1.0, count / WARMUP) if unscheduled is None else unscheduled, outside=unscheduled is not None
+        )
     mains = main_parameters(on_cpu)
     facts["oracle"] = max((float((mains[name] - weight).abs().max()) for name, weight in oracle.weights.items()), default=0.0)
     facts["moved"] = max(

@@ -61,6 +61,14 @@ def test_damage_is_named(tmp_path: Path, damage: object, message: str) -> None:
     assert files.faults_of(path, manifest, manifest.files) == [message]
 
 
+def test_an_earlier_name_of_the_unscheduled_updates_is_read(tmp_path: Path) -> None:
+    path = written(tmp_path, Manifest(**{**MANIFEST.__dict__, "unscheduled_updates": {"policy": 3}}))
+    text = (path / files.MANIFEST_NAME).read_text()
+    assert text.count("unscheduled_updates") == 1
+    (path / files.MANIFEST_NAME).write_text(text.replace("unscheduled_updates", "aside_updates"))
+    assert Manifest.read(path).unscheduled_updates == {"policy": 3}
+
+
 def test_a_damaged_or_later_manifest_is_told(tmp_path: Path) -> None:
     path = written(tmp_path)
     content = json.loads((path / "manifest.json").read_text())

@@ -147,7 +147,7 @@ def test_updates_beside_the_schedule_come_back(
     assert fingerprints(found) == expected
     for model in (found.policy, found.critic):
         assert model.optimizer is not None
-        counts = model.optimizer.updates, model.optimizer.aside_updates
+        counts = model.optimizer.updates, model.optimizer.unscheduled_updates
         assert counts == (ordinary, 2)
         steps = {float(value) for name, value in contents(model).items() if name.startswith("step.")}
         assert steps == {ordinary + 2.0}

@@ -35,11 +35,11 @@ def test_counts_and_repeats():
     for number in range(1, 2 * REPEATED_EVERY + 2):
         (finding,) = watching.observe(step(number, **FAILING))
         assert finding.name == "grader_failures" and finding.in_a_row == number
-        if finding.is_told:
+        if finding.is_due:
             told.append(number)
     assert told == [1, 1 + REPEATED_EVERY, 1 + 2 * REPEATED_EVERY]
     assert watching.metrics() == {"diagnosis/grader_failures": 2 * REPEATED_EVERY + 1}
-    assert watching.observe(step(22)) == [] and watching.observe(step(23, **FAILING))[0].is_told
+    assert watching.observe(step(22)) == [] and watching.observe(step(23, **FAILING))[0].is_due
 
 
 def test_the_sentence_has_evidence_meaning_and_remedy():

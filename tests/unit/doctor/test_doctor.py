@@ -98,7 +98,7 @@ def test_missing_inputs(tmp_path: Path) -> None:
     assert machine.paths(config)[0].status == "ok"
     (tmp_path / "train.jsonl").unlink()
     (finding,) = machine.paths(config)
-    assert (finding.status, finding.detail) == ("FAIL", f"not seen from this node: data.train.0.path = {tmp_path}/train.jsonl")
+    assert (finding.status, finding.detail) == ("FAIL", f"not visible from this node: data.train.0.path = {tmp_path}/train.jsonl")
 
 
 def test_command_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

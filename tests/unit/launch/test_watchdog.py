@@ -69,7 +69,7 @@ def test_a_process_that_hangs_says_where_and_ends(cases: dict[str, Case]) -> Non
     (rank,) = case.ranks
     assert (rank.code, rank.stdout) == (EXIT_HANG, "")
     assert rank.seconds > LIMIT
-    assert "error: no sign of life for" in rank.stderr
+    assert "error: no progress for" in rank.stderr
     assert "in phase policy_update of rl 7 (faults.hang_minutes)" in rank.stderr
     for text in (rank.stderr, case.stacks(0)):
         assert "rank 0 hangs" in text

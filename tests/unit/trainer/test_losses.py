@@ -42,7 +42,7 @@ def test_policy_loss_with_dual_clip_and_positive_nll():
     assert stats["nll"].item() == pytest.approx(nll, abs=1e-6)
     assert total.item() == pytest.approx(12.5 / 3 + 0.1 * nll, abs=1e-5)
     assert stats["tokens"].item() == 3
-    assert (stats["clip_high"].item(), stats["clip_low"].item(), stats["clip_dual"].item()) == (0, 0, 1)
+    assert (stats["clipped_high"].item(), stats["clipped_low"].item(), stats["clipped_dual"].item()) == (0, 0, 1)
     assert stats["approx_kl"].item() == pytest.approx((0.5 - 1 - math.log(0.5)) + 0 + (10 - 1 - math.log(10)), rel=1e-5)
     assert stats["ratio"].item() == pytest.approx(11.5, rel=1e-6)
     total.backward()
@@ -63,7 +63,7 @@ def test_clip_higher_counts_each_side():
     }
     total, stats = loss({"logprobs": torch.tensor([1.27, 1.5, 0.5, 1.5]).log()}, batch)
     assert total.item() == pytest.approx(-(1.27 + 1.28 - 0.8 - 1.5) / 4, abs=1e-6)
-    assert (stats["clip_high"].item(), stats["clip_low"].item()) == (1, 1)
+    assert (stats["clipped_high"].item(), stats["clipped_low"].item()) == (1, 1)
 
 
 def test_without_correct_responses_the_nll_is_exactly_zero():
@@ -149,10 +149,10 @@ def test_the_trained_losses_are_the_composed_ones(aggregation):
     total.backward()
     assert stats["surrogate"].item() == pytest.approx(loss.item(), abs=1e-6)
     torch.testing.assert_close(other.grad, logprobs.grad)
-    names = {"clip_high": "clip_frac_high", "clip_low": "clip_frac_low", "clip_dual": "clip_frac_dual", "ratio": "ratio_mean"}
+    names = {"clipped_high": "clip_frac_high", "clipped_low": "clip_frac_low", "clipped_dual": "clip_frac_dual", "ratio": "ratio_mean"}
     for name, composed in (names | {"approx_kl": "approx_kl"}).items():
         assert stats[name].item() / counts.tokens == pytest.approx(expected[composed].item(), abs=1e-6), name
-    assert stats["clip_high"] > 0 and stats["clip_low"] > 0
+    assert stats["clipped_high"] > 0 and stats["clipped_low"] > 0
 
     values, others = (before + noise).requires_grad_(), (before + noise).requires_grad_()
     loss, expected = value_loss(values, before, returns, mask, clip=0.3, denominators=counts)
@@ -161,7 +161,7 @@ def test_the_trained_losses_are_the_composed_ones(aggregation):
     (loss + total).backward()
     assert total.item() == pytest.approx(loss.item(), abs=1e-6)
     torch.testing.assert_close(others.grad, values.grad)
-    assert stats["clip"].item() / counts.tokens == pytest.approx(expected["clip_frac"].item()) and stats["clip"] > 0
+    assert stats["clipped"].item() / counts.tokens == pytest.approx(expected["clip_frac"].item()) and stats["clipped"] > 0
 
 
 @pytest.mark.parametrize(("value", "target", "loss", "clipped"), [(1.0, 0.0, 0.5, 0), (0.5, 1.0, 0.32, 1)])
@@ -176,7 +176,7 @@ def test_critic_loss_with_clip(value, target, loss, clipped):
     total, stats = CriticLoss(0.2)({"values": values}, batch)
     total.backward()
     assert total.item() == pytest.approx(loss, abs=1e-6)
-    assert (stats["clip"].item(), stats["tokens"].item()) == (clipped, 1)
+    assert (stats["clipped"].item(), stats["tokens"].item()) == (clipped, 1)
     assert math.isfinite(values.grad[0])
     assert values.grad[1] == 0.0
 

@@ -61,8 +61,7 @@ def sampler_of(rank: int, ranks: int, config: Config) -> ResponseSampler:
 
 
 def steps(rank: int, ranks: int, config: Config) -> list[Step]:
-    run, responses = Run(config, ranks), OpenResponses(config, replica=rank, replicas=ranks)
-    responses.prompts = PROBLEMS
+    run, responses = Run(config, ranks), OpenResponses(config, replica=rank, replicas=ranks, prompts=PROBLEMS)
     sampler = sampler_of(rank, ranks, config)
 
     def draw(count: int) -> list[Prompt]:
@@ -93,8 +92,7 @@ def world_of_one() -> Iterator[None]:
 
 def test_a_step_whose_environment_is_gone_leaves_the_open_responses_alone(world_of_one: None, monkeypatch: pytest.MonkeyPatch) -> None:
     config = CONFIGS["turns"]
-    sampler, responses = sampler_of(0, 1, config), OpenResponses(config, replica=0, replicas=1)
-    responses.prompts = PROBLEMS
+    sampler, responses = sampler_of(0, 1, config), OpenResponses(config, replica=0, replicas=1, prompts=PROBLEMS)
     run, sampling = Run(config, 1), test_open_turns.SAMPLING
 
     def continued(step: int) -> Round:

@@ -76,9 +76,7 @@ class Run:
     moved: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.ranks = [OpenResponses(self.config, replica=r, replicas=self.replicas) for r in range(self.replicas)]
-        for rank in self.ranks:
-            rank.prompts = PROBLEMS
+        self.ranks = [OpenResponses(self.config, replica=r, replicas=self.replicas, prompts=PROBLEMS) for r in range(self.replicas)]
 
     def prompts(self, count: int) -> Iterator[Prompt]:
         from dataclasses import replace
@@ -311,7 +309,7 @@ def test_a_checkpoint_that_lacks_tokens_or_data_that_lacks_a_prompt_are_refused(
     fresh = OpenResponses(run.config, replica=0, replicas=1)
     with pytest.raises(CheckpointError, match=r"data\.train lacks \('set/\d#\d'.*--restart-data"):
         fresh.load_state_dict(saved)
-    fresh.prompts = PROBLEMS
+    fresh = OpenResponses(run.config, replica=0, replicas=1, prompts=PROBLEMS)
     fresh.load_state_dict(saved)
     assert fresh.parts_needed() == [0, 1]
     with pytest.raises(CheckpointError, match="it has no tokens, or too many or few, of"):

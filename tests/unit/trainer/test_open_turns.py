@@ -207,8 +207,7 @@ def test_checkpoints_without_turns_are_read() -> None:
     run = Run(configured(SMALL), replicas=1).do(2)
     saved, files = run.saved()
     rows = [{name: value for name, value in row.items() if name != "dialogue"} for row in saved["responses"]]
-    other = OpenResponses(run.config, replica=0, replicas=1)
-    other.prompts = PROBLEMS
+    other = OpenResponses(run.config, replica=0, replicas=1, prompts=PROBLEMS)
     other.load_state_dict({**saved, "responses": rows})
     other.load_parts([state.decode_part(files["replica_00000.safetensors"])])
     assert other.table == run.ranks[0].table

@@ -76,7 +76,7 @@ def test_a_frame_of_a_running_run(running: RunDirectory) -> None:
     assert found[:3] == [
         f"{running.path} running (process 77 on node1)",
         "value pretraining 3/3 step 3/10 1 min 10 s left, without evaluations",  # 7 steps of the median, 10 s
-        "rank host step phase for last sign of life",
+        "rank host step phase for last progress",
     ]
     assert found[3:5] == ["1 node1 rl 4 critic_update 1 min 30 s 0 s ago", "0 node0 rl 4 generate 2 s 1 s ago"]
     assert "reward/mean 1 ▁▅█" in found
@@ -105,9 +105,9 @@ def test_heartbeats_that_cannot_be_understood_are_shown(running: RunDirectory) -
         (folder / f"rank_{rank:04d}.json").write_text(content)
     heartbeat(running, 5, "[/red]", 1, 1)  # would be markup
     shown = frame(running.path)
-    assert f"{folder}/rank_0002.json cannot be understood: no JSON object of a rank" in shown
-    assert f"{folder}/rank_0003.json says nothing of 'since': written by another version?" in shown
-    assert f"{folder}/rank_0004.json cannot be understood: since nan, last 1.0" in shown
+    assert f"{folder}/rank_0002.json is invalid: no JSON object of a rank" in shown
+    assert f"{folder}/rank_0003.json has no 'since': written by another version?" in shown
+    assert f"{folder}/rank_0004.json is invalid: since nan, last 1.0" in shown
     assert "5 node5 rl 4 [/red] 1 s 1 s ago" in lines(shown)
 
 
@@ -121,7 +121,7 @@ def test_a_narrow_terminal_shows_the_newest_steps_and_many_ranks_few_faults(runn
     shown = console.export_text()
     assert "reward/mean 1 ▁▁▁▁▁▁▁█" in lines(shown)
     assert all(len(line) <= 40 for line in shown.splitlines())
-    assert (shown.count("cannot be"), "... and 16 more" in shown) == (4, True)
+    assert (shown.count("is invalid"), "... and 16 more" in shown) == (4, True)
 
 
 def test_a_run_that_has_not_written_anything(tmp_path: Path) -> None:
@@ -139,7 +139,8 @@ def test_a_run_that_has_not_written_anything(tmp_path: Path) -> None:
 def test_stale_hung_and_finished_runs(running: RunDirectory) -> None:
     held_by(running, 3 * 86400 + 4 * 3600)
     text = frame(running.path)
-    assert "stale (nothing heard of process 77 on node1 for 3 d 4 h; it ended without giving up the run, or its file system hangs)" in text
+    reason = "no lock renewal by process 77 on node1 for 3 d 4 h; it ended without releasing the run, or its file system hangs"
+    assert f"stale ({reason})" in text
     assert "left, without" not in text
     (heartbeat_folder(running.path) / "rank_0000.json").write_text('{"phase"')
     assert "generate" not in frame(running.path)

@@ -39,15 +39,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def hf_config(model: str) -> Any:
-    from transformers import GlmConfig, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+    from transformers import AutoConfig
 
-    classes = {"llama": LlamaConfig, "mistral": MistralConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config, "qwen3_moe": Qwen3MoeConfig}
-    classes["glm"] = GlmConfig
     family = model.removesuffix("_tied").removesuffix("_biased")
     sizes = {key: value for key, value in SIZES.items() if key != "head_dim" or family != "qwen2"}
-    if family == "qwen2":  # has no head_dim of its own
+    if family == "qwen2":  # its config has no head_dim
         sizes["hidden_size"] = 64
-    return classes[family](**{**sizes, "tie_word_embeddings": False, **FAMILIES[model]})
+    return AutoConfig.for_model(family, **{**sizes, "tie_word_embeddings": False, **FAMILIES[model]})
 
 
 class Chunk(nn.Module):

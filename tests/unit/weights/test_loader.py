@@ -114,7 +114,7 @@ class TestCritic:
         assert head.bias.item() == (0.0 if kind == "SequenceClassification" else hf.score.bias.item())
         assert report.head == ("score.weight" if kind == "SequenceClassification" else "score.weight + score.bias")
         replaced = load_hf_into([chunk], tmp_path, arch, layout(), role="critic", head_init="zero")
-        assert replaced.dropped["score.weight"] == "the value head is initialised anew"
+        assert replaced.dropped["score.weight"] == "the value head is newly initialised"
         assert not head.weight.any()
 
     def test_policy_folder_without_head_init(self, hf_folder: Folder) -> None:

@@ -62,8 +62,8 @@ def horizon_draws_no_groups_again(s: Subject) -> str | None:
     if s.config.rollout.horizon is None or not s.config.rollout.dynamic_sampling.enabled:
         return None
     return (
-        "cannot be combined with rollout.dynamic_sampling.enabled = true: whether a group is dropped is known only when all its responses "
-        "have ended, steps after it was drawn, so a step cannot be filled by further draws; remove one of them"
+        "cannot be combined with rollout.dynamic_sampling.enabled = true: a group can be dropped only when all its responses have ended, "
+        "steps after it was drawn, so further draws cannot fill the step; remove one of them"
     )
 
 
@@ -73,8 +73,8 @@ def horizon_recomputes_logprobs(s: Subject) -> str | None:
     if rollout.horizon is None or rollout.trains_segments or rollout.old_logprobs == "recompute":
         return None
     return (
-        "needs rollout.old_logprobs = 'recompute': tokens of earlier steps have two log-probs, the one they were sampled with and that of "
-        "the present policy, around which the update is clipped; 'rollout' would use the first for both"
+        "needs rollout.old_logprobs = 'recompute': tokens of earlier steps have two log-probs, that of the policy that sampled them and "
+        "that of the present policy, around which the update is clipped; 'rollout' would use the first for both"
     )
 
 
@@ -85,7 +85,7 @@ def horizon_corrects_older_tokens(s: Subject) -> str | None:
         return None
     return (
         "needs algorithm.policy_loss.importance_correction.kind other than 'off': tokens of earlier steps were sampled by older policies, "
-        "and only the correction weighs them by the present policy's probability over theirs; use 'token_truncate', or a mask"
+        "and only the correction weights them by the ratio of the present policy's probability to theirs; use 'token_truncate', or a mask"
     )
 
 
@@ -95,11 +95,11 @@ def segments_have_a_critic(s: Subject) -> str | None:
     if not s.config.rollout.trains_segments or estimator == "gae":
         return None
     if estimator in GROUP_ESTIMATORS:
-        reason = "compares the rewards of a prompt's responses, but a response that was cut has none yet"
+        reason = "compares the rewards of a prompt's responses, but a response that was cut has no reward yet"
     elif estimator == "custom":
         reason = "does not receive where a response was cut, nor the critic's value there"
     else:
-        reason = "has no critic, whose value stands for the rest of a response that was cut"
+        reason = "has no critic, whose value replaces the rest of a response that was cut"
     return f"'segments' cannot be used with algorithm.advantage.estimator = {estimator!r}, which {reason}; use 'completed', or 'gae'"
 
 
@@ -119,7 +119,7 @@ def segments_have_no_kl_in_the_reward(s: Subject) -> str | None:
         return None
     return (
         "'segments' cannot be used with algorithm.kl.place = 'reward': the critic's returns cover all tokens of a response, but the "
-        "penalty of its earlier segments belongs to policies that are gone; use place: loss, or train: completed"
+        "penalty of its earlier segments belongs to earlier policies; use place: loss, or train: completed"
     )
 
 
@@ -128,12 +128,13 @@ def segments_are_no_responses(s: Subject) -> str | None:
     algorithm = s.config.algorithm
     if not s.config.rollout.trains_segments:
         return None
-    if algorithm.policy_loss.kind == "gspo":
+    loss = algorithm.policy_loss
+    if loss.sequence_level:
         return (
-            "'segments' cannot be used with algorithm.policy_loss.kind = 'gspo', whose ratio is that of the whole response, while a step "
-            "trains on a part of it; use another kind, or train: completed"
+            f"'segments' cannot be used with algorithm.policy_loss.kind = {loss.kind!r}, whose ratio is that of the whole response, while "
+            "a step trains on a part of it; use another kind, or train: completed"
         )
-    if algorithm.policy_loss.kind == "custom" or algorithm.loss_terms:
+    if loss.kind == "custom" or algorithm.loss_terms:
         return (
             "'segments' cannot be used with functions of your own in the policy's loss (algorithm.policy_loss.custom, "
             "algorithm.loss_terms): they may read a verdict or a length that a response that was cut does not have yet; use "
@@ -162,6 +163,6 @@ def horizon_leaves_a_mean_return(s: Subject) -> str | None:
         return None
     return (
         "cannot set critic.head_bias = 'mean_return' without value pretraining: the first step has only responses of at most "
-        "rollout.horizon.tokens tokens, or none, and their mean return is not that of all; give critic.value_pretraining.steps, or use "
-        "head_bias: zero"
+        "rollout.horizon.tokens tokens, or none, and their mean return is not that of all responses; give "
+        "critic.value_pretraining.steps, or use head_bias: zero"
     )

@@ -135,7 +135,7 @@ def layers_split_over_pipeline(s: Subject) -> str | None:
 
 @rule("critic.path", "critic.init", "model.path", "parallel", "algorithm.advantage.estimator")
 def loaded_critic_fits_layout_and_tokens(s: Subject) -> str | None:
-    """Policy and critic share one layout and read the same tokens."""
+    """Check that policy and critic can share one layout and read the same tokens."""
     policy, critic, parallel = s.architecture, s.critic_architecture, s.config.parallel
     if policy is None or critic is None:
         return None

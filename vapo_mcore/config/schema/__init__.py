@@ -139,7 +139,7 @@ class Config(Section):
 
     @property
     def uses_critic(self) -> bool:
-        """Critic-free estimators build no critic at all; ``critic`` then holds unused defaults."""
+        """Return whether the run has a critic. Without one, ``critic`` holds unused defaults."""
         return self.algorithm.advantage.uses_critic
 
     @property
@@ -157,7 +157,7 @@ class Config(Section):
 
     @property
     def max_sequence_length(self) -> int:
-        """Longest prompt plus longest response, in tokens, what an environment writes between the turns included."""
+        """Longest prompt plus longest response in tokens, including an environment's observations."""
         environment = self.rollout.environment
         observations = (environment.max_turns - 1) * environment.max_observation_length if environment is not None else 0
         return self.data.max_prompt_length + self.rollout.max_response_length + observations

@@ -38,7 +38,7 @@ class ProcessConfig(Section):
 
 
 class CustomEstimatorConfig(Section):
-    """A user's advantage estimator (extending.md)."""
+    """A user-defined advantage estimator (extending.md)."""
 
     function: Reference  # package.module:name or path/to/file.py:name; its parameters say what it reads
     critic: bool = False  # build a critic, trained on lambda_critic's returns, whose values the function may read
@@ -71,7 +71,7 @@ class AdvantageConfig(Section):
 
 
 class ImportanceCorrectionConfig(Section):
-    """Correction of the gap between the rollout's and the trainer's old log-probs.
+    """Correction of the difference between the rollout's and the trainer's old log-probs.
 
     ``token_truncate`` weights by min(ratio, cap); the masks drop tokens or sequences whose ratio is outside [low, cap]: the token's, the
     geometric mean over the response, or their product, which then is the weight of all its tokens (``sequence_product_mask``).
@@ -83,24 +83,24 @@ class ImportanceCorrectionConfig(Section):
 
 
 class CustomLossConfig(Section):
-    """A user's objective in place of the surrogate (extending.md): one number a token, weighed by ``aggregation``."""
+    """A user-defined objective that replaces the surrogate (extending.md): one value per token, weighted by ``aggregation``."""
 
     function: Reference  # package.module:name or path/to/file.py:name; its parameters say what it reads
     options: dict[str, Any] = Field({})  # its keyword-only parameters
 
 
 class CovarianceConfig(Section):
-    """Of ``clip_cov`` and ``kl_cov``: which tokens of a mini-batch they treat apart, by the covariance of log-prob and advantage."""
+    """Choice of the tokens that ``clip_cov`` leaves out or ``kl_cov`` penalises, by the covariance of log-prob and advantage."""
 
     fraction: Annotated[float, Field(gt=0, le=1)] = 2.0e-4  # fraction of the mini-batch's tokens, at least one token
-    low: float = 1.0  # clip_cov draws from the tokens with a covariance above low
-    high: float = 5.0  # and below high
+    low: float = 1.0  # clip_cov draws from the tokens with a covariance above low and
+    high: float = 5.0  # below high
     kl_coef: PositiveFloat = 1.0  # kl_cov: coefficient of |log ratio| at these tokens
 
 
 class PolicyLossConfig(Section):
     # Clipped token ratios; clipped ratio of the whole response (arXiv 2507.18071); clipped weights of log-probs (arXiv 2506.13585);
-    # unclipped ratios, some tokens of high covariance left out or held by a KL term (arXiv 2505.22617).
+    # unclipped ratios, some tokens of high covariance left out or penalised by a KL term (arXiv 2505.22617).
     kind: Literal["ppo", "gspo", "cispo", "clip_cov", "kl_cov", "custom"] = "ppo"
     custom: CustomLossConfig | None = None
     covariance: CovarianceConfig = CovarianceConfig()
@@ -110,6 +110,11 @@ class PolicyLossConfig(Section):
     # Mean over tokens; over responses of their token means; of their token sums; of these by rollout.max_response_length.
     aggregation: Literal["token", "sequence", "sequence_sum", "fixed_length"] = "token"
     importance_correction: ImportanceCorrectionConfig = ImportanceCorrectionConfig()
+
+    @property
+    def sequence_level(self) -> bool:
+        """Return whether the ratio is that of the whole response."""
+        return self.kind == "gspo"
 
 
 class ValueLossConfig(Section):
@@ -139,7 +144,7 @@ def _has_an_effect(coef: float) -> float:
 
 
 class LossTermConfig(Section):
-    """A term of the user's in the policy's loss: loss += coef x sum of w_t term_t, w_t the weights of ``policy_loss.aggregation``."""
+    """A user-defined term of the policy's loss: loss += coef x sum of w_t term_t, w_t the weights of ``policy_loss.aggregation``."""
 
     name: Name  # names its metric, policy/term/<name>
     function: Reference  # package.module:name or path/to/file.py:name; its parameters say what it reads
@@ -148,17 +153,17 @@ class LossTermConfig(Section):
 
 
 class SelfImitationConfig(Section):
-    """Correct responses of the run are kept and imitated: a separate NLL step on some of them (Oh et al., arXiv 1806.05635)."""
+    """Keeps correct responses of the run and trains on some of them in separate NLL steps (Oh et al., arXiv 1806.05635)."""
 
     capacity: PositiveInt = 512  # responses kept
-    # Which stay: the best of all time, the newest, or the first ones (of value pretraining, if there is one), permanently.
+    # Which responses are kept: the best of the run, the newest, or permanently the first ones (of value pretraining, if there is one).
     keep: Literal["top_reward", "fifo", "frozen"] = "top_reward"
     skip_overlong: bool = False  # exclude truncated responses and those penalised for length (reward.overlong)
     top_k: PositiveInt = 1  # best responses kept per prompt and rollout
     every_steps: PositiveInt = 1  # RL steps between imitation steps
     batch_size: PositiveInt = 64  # responses per imitation step, drawn uniformly
-    coef: PositiveFloat = 1.0  # of their mean NLL; it acts through clip_grad and the second moment, which both losses share
-    lr: PositiveFloat | None = None  # null: the policy's rate at that time
+    coef: PositiveFloat = 1.0  # coefficient of their mean NLL; acts through clip_grad and the second moment, which both losses share
+    lr: PositiveFloat | None = None  # null: the policy's current rate
     value_coef: NonNegativeFloat = 0.0  # coefficient of the value loss on the same responses, in a critic step; 0: none
 
 

@@ -43,7 +43,7 @@ class CriticStuckRule(Section):
 
 class ValueLossRule(Section):
     window: PositiveInt = 5  # RL steps
-    rise: Ratio = 2.0  # relative to the best window before; both losses divided by that of the best constant prediction
+    rise: Ratio = 2.0  # relative to the best earlier window; both losses divided by that of the best constant prediction
 
 
 class EntropyRule(Section):
@@ -58,7 +58,7 @@ class LengthRule(Section):
 
 class TruncationRule(Section):
     window: PositiveInt = 5  # RL steps
-    rise: UnitFloat = 0.1  # of the mean response/truncated_frac over its lowest window before
+    rise: UnitFloat = 0.1  # rise of the mean response/truncated_frac over its lowest earlier window
 
 
 class ClipRule(Section):
@@ -76,8 +76,8 @@ class FirstKlRule(Section):
 
 
 class StaleWeightsRule(Section):
-    window: PositiveInt = 2  # RL steps, each of them
-    growth: Ratio = 5.0  # of mismatch/logprob_abs_mean over that of the first step, when both sides had the loaded weights
+    window: PositiveInt = 2  # RL steps, all of which must exceed the limit
+    growth: Ratio = 5.0  # of mismatch/logprob_abs_mean over that of the first step, in which both sides have the loaded weights
 
 
 class LambdaZeroRule(Section):
@@ -96,8 +96,8 @@ class BusiestExpertRule(Section):
 
 
 class CountRule(Section):
-    window: PositiveInt = 1  # steps, of value pretraining too
-    above: NonNegativeFloat = 0.0  # share of what the rule counts
+    window: PositiveInt = 1  # steps, including value pretraining
+    above: NonNegativeFloat = 0.0  # share of the items that the rule counts
 
 
 class GraderRule(CountRule):
@@ -110,12 +110,12 @@ class MissedEndRule(CountRule):
 
 class HorizonBiasRule(Section):
     window: PositiveInt = 10  # RL steps
-    # Bias that the critic's values at cuts put into the mean advantage, relative to advantages/std; by more than twice its standard error.
+    # Bias of the mean advantage from the critic's values at cuts, relative to advantages/std; it must exceed twice its standard error.
     above: PositiveFloat = 0.1
 
 
 class DiagnosisConfig(Section):
-    """Rules over the metrics of past steps. One that holds is printed with its evidence and counted; ``null`` switches it off."""
+    """Rules over the metrics of past steps. A rule that holds is printed with its evidence and counted; ``null`` disables it."""
 
     explained_variance: ExplainedVarianceRule | None = ExplainedVarianceRule()
     critic_stuck: CriticStuckRule | None = CriticStuckRule()
@@ -129,10 +129,10 @@ class DiagnosisConfig(Section):
     stale_weights: StaleWeightsRule | None = StaleWeightsRule()
     lambda_zero: LambdaZeroRule | None = LambdaZeroRule()
     uniform_groups: UniformGroupsRule | None = UniformGroupsRule()
-    busiest_expert: BusiestExpertRule | None = BusiestExpertRule()  # of a mixture
+    busiest_expert: BusiestExpertRule | None = BusiestExpertRule()  # only for mixtures of experts
     grader_failures: GraderRule | None = GraderRule()  # responses without a verdict
     missed_ends: MissedEndRule | None = MissedEndRule()  # truncated responses with an end-of-turn text
-    skipped_updates: CountRule | None = CountRule()  # of updates
-    untrained_minibatches: CountRule | None = CountRule()  # of mini-batches
-    horizon_bias: HorizonBiasRule | None = HorizonBiasRule()  # of rollout.horizon with train: segments
+    skipped_updates: CountRule | None = CountRule()  # share of the updates
+    untrained_minibatches: CountRule | None = CountRule()  # share of the mini-batches
+    horizon_bias: HorizonBiasRule | None = HorizonBiasRule()  # only with rollout.horizon and train: segments
     halt_on: tuple[Illness, ...] = Field(strict=False, default=())  # rules that end the run after their step, with a checkpoint

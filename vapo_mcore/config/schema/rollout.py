@@ -21,44 +21,44 @@ from vapo_mcore.config.schema.base import (
 
 
 class VllmConfig(Section):
-    enforce_eager: bool | None = None  # false: CUDA graphs, which make decoding fast (on CPU: compiled); null: false with CUDA, true on CPU
-    kv_cache_gib: PositiveFloat = 1.0  # on CPU
-    gpu_memory_utilization: Fraction = 0.5  # on GPU
-    max_num_seqs: PositiveInt = 256  # responses that a replica generates at a time
-    max_num_batched_tokens: PositiveInt | None = None  # of one engine step; null: vLLM's own
+    enforce_eager: bool | None = None  # false: CUDA graphs, for fast decoding (on CPU: compilation); null: false with CUDA, true on CPU
+    kv_cache_gib: PositiveFloat = 1.0  # size of the KV cache on CPU
+    gpu_memory_utilization: Fraction = 0.5  # fraction of the GPU memory that vLLM may use
+    max_num_seqs: PositiveInt = 256  # maximum number of responses that a replica generates at a time
+    max_num_batched_tokens: PositiveInt | None = None  # maximum number of tokens of an engine step; null: vLLM's default
     num_gpu_blocks: PositiveInt | None = None  # pins the KV block count, for exact repeats
 
 
 def runs_eagerly(config: VllmConfig, *, cuda: bool) -> bool:
-    """Return whether vLLM runs without CUDA graphs (``rollout.vllm.enforce_eager``; by default on CPU alone)."""
+    """Return whether vLLM runs without CUDA graphs (``rollout.vllm.enforce_eager``; by default on CPU only)."""
     return not cuda if config.enforce_eager is None else config.enforce_eager
 
 
 class DynamicSamplingConfig(Section):
-    """Groups with all verdicts alike are dropped and further prompts drawn (DAPO, arXiv 2503.14476, Eq. 11)."""
+    """Drops groups whose verdicts are all equal and draws further prompts (DAPO, arXiv 2503.14476, Eq. 11)."""
 
-    enabled: bool = False  # not in value pretraining and evaluation
-    # Groups that are kept: with right and wrong verdicts both, or with scores (steps and turns included) that are not all equal.
+    enabled: bool = False  # never in value pretraining and evaluation
+    # Groups to keep: those with right and wrong verdicts, or those whose scores (including steps and turns) are not all equal.
     keep: Literal["mixed_verdicts", "different_scores"] = "mixed_verdicts"
-    max_rounds: PositiveInt = 3  # of sampling in a step, the first included
-    on_exhausted: Literal["train", "stop"] = "train"  # batch not full after max_rounds: train on what there is, or stop the run
+    max_rounds: PositiveInt = 3  # rounds of sampling in a step, including the first
+    on_exhausted: Literal["train", "stop"] = "train"  # if the batch is not full after max_rounds: train on the groups kept, or stop the run
 
 
 class HorizonConfig(Section):
     """A step samples at most ``tokens`` of each open response; unfinished responses continue in the next step (horizon.md)."""
 
-    tokens: PositiveInt  # H: most tokens of a response that a step samples
-    # completed: responses train in the step in which they end (of group estimators, their whole group). segments: the policy trains on the
-    # step's tokens, with the critic's value where a response was cut.
+    tokens: PositiveInt  # H: maximum number of tokens of a response that a step samples
+    # completed: responses train in the step in which they end (with a group estimator, in which their group ends). segments: the policy
+    # trains on the step's tokens; the critic's value replaces the rest of a response that was cut.
     train: Literal["completed", "segments"] = "completed"
-    # With train: segments. ended: the critic trains on all tokens of the responses that have ended; segments: on the step's tokens, with
-    # its own value where a response was cut.
+    # Only with train: segments. ended: the critic trains on all tokens of the responses that have ended; segments: on the step's tokens,
+    # bootstrapping from its value where a response was cut.
     critic: Literal["ended", "segments"] = "ended"
     in_flight: PositiveInt | None = None  # responses open at a time; null: batch.prompts_per_step x batch.responses_per_prompt
-    max_segments: PositiveInt | None = None  # a response is not cut in its segment of this number, but sampled to its end; null: no limit
-    # Oldest tokens that are trained, in steps since they were sampled; null: all.
+    max_segments: PositiveInt | None = None  # segment number from which a response is sampled to its end; null: no limit
+    # Maximum age of trained tokens, in steps since they were sampled; null: no limit.
     max_staleness: NonNegativeInt | None = None
-    stale: Literal["mask", "drop"] = "mask"  # of older tokens: they carry no loss, or their whole response carries none
+    stale: Literal["mask", "drop"] = "mask"  # older tokens carry no loss (mask), or their whole response carries none (drop)
 
 
 def _known_environment(name: str) -> str:
@@ -69,10 +69,10 @@ def _known_environment(name: str) -> str:
 
 
 class EnvironmentConfig(Section):
-    """Multi-turn responses: a tool or game answers what the model writes, and the model continues (environments.md)."""
+    """Multi-turn responses: a tool or game replies to each turn of the model (environments.md)."""
 
     name: Annotated[str, AfterValidator(_known_environment)]  # calculator, or package.module:function
-    max_turns: Annotated[int, Field(ge=2, lt=2**31)] = 4  # of the model; the sampled tokens of all turns share max_response_length
+    max_turns: Annotated[int, Field(ge=2, lt=2**31)] = 4  # turns of the model; the sampled tokens of all turns share max_response_length
     max_observation_length: PositiveInt = 128  # tokens, format included; longer observations are truncated and counted
     # Text around {observation}; null: the chat template's user turn, without a chat template the observation alone.
     format: str | None = None
@@ -93,17 +93,17 @@ def _known_engine(name: str) -> str:
 
 
 class RolloutConfig(Section):
-    # vllm; transformers, for machines without vLLM; or a class of your own: package.module:Class (extending.md).
+    # vllm; transformers, for machines without vLLM; or a user-defined class, package.module:Class (extending.md).
     engine: Annotated[str, AfterValidator(_known_engine)] = "vllm"
     tensor_parallel_size: PositiveInt | None = None  # null: parallel.tensor_model_parallel_size
     max_response_length: PositiveInt  # sampled tokens, EOS included
-    temperature: SamplingTemperature = 1.0  # of training; the trainer's log-probs are at this temperature too
-    top_p: Fraction = 1.0  # 1.0 alone: training samples from the whole distribution
-    top_k: int = -1  # -1 alone, for the same reason
-    old_logprobs: Literal["recompute", "rollout"] = "recompute"  # recompute: by the trainer, in a separate pass; rollout: the sampler's
-    # These end a response, besides the EOS tokens of model and tokenizer and the chat template's end of turn.
+    temperature: SamplingTemperature = 1.0  # of training rollouts and of the trainer's log-probs
+    top_p: Fraction = 1.0  # must be 1.0: training samples from the whole distribution
+    top_k: int = -1  # must be -1, for the same reason
+    old_logprobs: Literal["recompute", "rollout"] = "recompute"  # recompute: in a pass of the trainer; rollout: the engine's
+    # Token ids that end a response, in addition to the EOS tokens of model and tokenizer and the chat template's end of turn.
     stop_token_ids: tuple[NonNegativeInt, ...] = Field(strict=False, default=())
-    # Texts that end a response too: at the token that completes one, which is kept and trained on. Special tokens: stop_token_ids.
+    # Texts that end a response, at the token that completes one; that token is kept and trained on. For special tokens use stop_token_ids.
     stop: Annotated[tuple[str, ...], Field(strict=False), AfterValidator(_not_empty)] = ()
     verify_weights: bool = False  # compare checksums of all tensors in each weight sync
     vllm: VllmConfig = VllmConfig()
@@ -120,8 +120,8 @@ class RolloutConfig(Section):
 class RewardScaleConfig(Section):
     """Affine map of the verifier's score: ``source`` interval onto ``target`` interval."""
 
-    source: Interval = (0.0, 1.0)  # of the verifiers; a score outside is no verdict, the upper end is "correct"
-    target: Interval = (-1.0, 1.0)  # rewards at the ends of source
+    source: Interval = (0.0, 1.0)  # range of the verifiers' scores; a score outside it gives no verdict, its upper end means "correct"
+    target: Interval = (-1.0, 1.0)  # range of the rewards
 
 
 class OverlongConfig(Section):
@@ -149,6 +149,6 @@ class RewardConfig(Section):
 
     @property
     def interval(self) -> tuple[float, float]:
-        """Lowest and highest reward of a verdict, before shaping: verifiers score in [0, 1] where nothing scales."""
+        """Lowest and highest reward of a verdict, before shaping; without ``scale`` the range of scores, [0, 1]."""
         low, high = (0.0, 1.0) if self.scale is None else self.scale.target
         return min(low, high), max(low, high)

@@ -10,7 +10,7 @@ from vapo_mcore.config.schema.base import NonNegativeFloat, NonNegativeInt, Path
 
 
 def _possible_project(name: str) -> str:
-    """W&B's own rule, which it applies when a run starts."""
+    """Check the name by W&B's rule, which W&B applies only when a run starts."""
     found = sorted({character for character in name if character in "/\\#?%:"})
     if found or not 1 <= len(name) <= 128:
         fault = f"has {' '.join(found)}" if found else f"is of {len(name)} characters"
@@ -19,7 +19,7 @@ def _possible_project(name: str) -> str:
 
 
 class WandbConfig(Section):
-    """The run at Weights & Biases, with the id of the run directory; ``--resume`` goes on in the same one (watching.md)."""
+    """Run at Weights & Biases, with the id of the run directory; ``--resume`` continues it (watching.md)."""
 
     project: Annotated[str, AfterValidator(_possible_project)]  # created if it does not exist
     entity: str | None = None  # user or team; null: the owner of the API key
@@ -36,9 +36,10 @@ class RunConfig(Section):
     samples_per_step: NonNegativeInt = 4  # responses written to <dir>/samples each step
     tensorboard: bool | None = None  # null: written when tensorboard is installed; true: required
     wandb: WandbConfig | None = None  # null: off
-    certify: bool = False  # training requires <dir>_certificate of `vapo-mcore certify` for these settings and versions, without a failure
+    # Require a certificate without failures (`vapo-mcore certify`) in <dir>_certificate, for these settings and versions.
+    certify: bool = False
     dump_every_steps: NonNegativeInt = 0  # dump the rollout every N RL steps to <dir>/dumps for `vapo-mcore replay-step`; 0: none
-    dump_steps: tuple[PositiveInt, ...] = Field(strict=False, default=())  # and those of these RL steps
+    dump_steps: tuple[PositiveInt, ...] = Field(strict=False, default=())  # also dump these RL steps
 
     def dumps_step(self, step: int) -> bool:
         """Return whether the rollout of this RL step is dumped."""
@@ -61,9 +62,9 @@ class ModelConfig(Section):
     # te: Transformer Engine, CUDA, float32 without CP; varlen: torch's kernel, CUDA without CP, bfloat16; sdpa: any device; auto: the first
     # of these that can run, for float32 sdpa (te computes float32 in TF32).
     attention: Literal["auto", "te", "varlen", "sdpa"] = "auto"
-    # Activations computed again in the backward pass; selective: the MLP, and attention with sdpa; full: all but each layer's input.
+    # Activations to recompute in the backward pass; selective: the MLP, and attention with sdpa; full: all but each layer's input.
     recompute: Literal["none", "selective", "full"] = "none"
-    offload: bool | None = None  # policy, critic and vLLM take turns on the device, the others wait in host memory; null: with CUDA
+    offload: bool | None = None  # policy, critic and vLLM take turns on the device, the others are in host memory; null: true with CUDA
     router: RouterConfig = RouterConfig()
 
 
@@ -111,10 +112,10 @@ def _derived_data_parallel_size(data: dict[str, Any]) -> int:
 
 
 def minibatch_count(responses: int, size: int) -> int:
-    """Mini-batches of one pass over so many responses: the nearest whole number to responses / size, at least 1.
+    """Return the number of mini-batches of one pass: responses / size, rounded to the nearest whole number, at least 1.
 
-    They are equally large up to one response. A remainder mini-batch would make a whole AdamW step (whose length does not shrink with the
-    gradient) on a few responses.
+    Their sizes differ by at most one response. A small remainder mini-batch would make a full AdamW step, whose length does not shrink with
+    the gradient, on a few responses.
     """
     return max(1, (2 * responses + size) // (2 * size)) if responses else 0
 
@@ -122,7 +123,7 @@ def minibatch_count(responses: int, size: int) -> int:
 class BatchConfig(Section):
     prompts_per_step: PositiveInt = 512  # prompts per rollout
     responses_per_prompt: PositiveInt = 16  # G, the group size
-    # Responses per optimizer step, over all data-parallel ranks; where it does not divide a rollout, its mini-batches are made equal.
+    # Responses per optimizer step, over all data-parallel ranks; if it does not divide a rollout, mini-batches get nearly equal sizes.
     mini_batch_size: PositiveInt = 512
     max_tokens_per_microbatch: PositiveInt  # hard cap on the padded tokens of a packed micro-batch of one data-parallel rank
 
@@ -137,8 +138,8 @@ class BatchConfig(Section):
 
 
 class BestExportConfig(Section):
-    """The best policy so far by an evaluation, in <run.dir>/best_hf with best.json (step and score). It must beat the untrained one, where
-    that is evaluated (eval.at_start)."""
+    """Export of the policy with the best evaluation score to <run.dir>/best_hf, with best.json (step and score). With eval.at_start it
+    must beat the untrained policy."""
 
     metric: str  # a score of the evaluations, such as eval/NAME/avg@1
     mode: Literal["max", "min"] = "max"  # max: higher is better

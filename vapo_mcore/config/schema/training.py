@@ -19,7 +19,7 @@ class OptimizerConfig(Section):
     weight_decay: NonNegativeFloat = 0.1  # for matrices only, not for biases and norms
     clip_grad: PositiveFloat = 1.0  # maximum global gradient norm
     warmup_rollouts: NonNegativeInt = 10  # W is the number of updates in this many rollouts
-    # Main weights and moments stay in host memory and AdamW runs on the CPU: for few devices; an update moves gradients and weights.
+    # Keep main weights and moments in host memory and run AdamW on the CPU, for few devices; an update moves gradients and weights.
     cpu_offload: bool = False
 
 
@@ -34,14 +34,14 @@ class PolicyConfig(Section):
 
 
 class UntilConfig(Section):
-    """Value pretraining ends once every given threshold has held for ``window`` steps in a row, or once the probe's explained variance
+    """Ends value pretraining once all given thresholds have held for ``window`` consecutive steps, or once the probe's explained variance
     has stopped rising (``patience``); at ``max_steps`` at the latest."""
 
     value_loss_below: PositiveFloat | None = None  # threshold of critic/loss
     explained_variance_above: Annotated[float, Field(lt=1)] | None = None  # threshold of critic/explained_variance
     probe_explained_variance_above: Annotated[float, Field(lt=1)] | None = None  # threshold of critic/probe_explained_variance
     window: PositiveInt = 5  # consecutive steps
-    # Ends it as well: this many steps in which critic/probe_explained_variance rose by less than min_rise above its best; null: never.
+    # End after this many steps without a rise of critic/probe_explained_variance by min_rise above its best; null: never.
     patience: PositiveInt | None = None
     min_rise: NonNegativeFloat = 0.01  # minimum rise of the probe's explained variance, for patience
     max_steps: PositiveInt  # stop after this many steps at the latest, with a notice
@@ -67,8 +67,8 @@ class ValuePretrainingConfig(Section):
 
 
 class ProbeConfig(Section):
-    """Explained variance of the critic on held-out prompts: responses of the current policy to the same prompts with the same seeds,
-    against their Monte-Carlo returns. The critic never trains on them."""
+    """Measures the critic's explained variance of Monte-Carlo returns on held-out prompts, from responses of the current policy to the
+    same prompts with the same seeds. The critic never trains on them."""
 
     prompts: PositiveInt = 64  # number of prompts, spread over data.eval; none may be a training prompt
     responses_per_prompt: PositiveInt = 2  # sampled once for all of value pretraining, again in each measured RL step
@@ -77,10 +77,10 @@ class ProbeConfig(Section):
 
 class CategoricalConfig(Section):
     """A head with a logit for each bin of [low, high], trained by cross-entropy on Gaussian histograms of the returns (HL-Gauss,
-    arXiv 2403.03950); the value is the expectation. More than 1 % of returns outside the bounds end the run."""
+    arXiv 2403.03950); the value is the expectation. The run ends if more than 1 % of the returns are outside the bounds."""
 
-    low: float = -1.2  # lower bound: below the lowest return by some sigma, since targets at a bound are cut there
-    high: float = 1.2  # upper bound, above the highest return by as much
+    low: float = -1.2  # lower bound; a few sigma below the lowest return, because targets are truncated at the bounds
+    high: float = 1.2  # upper bound; a few sigma above the highest return
     bins: Annotated[int, Field(ge=2, le=1024)] = 51  # number of bins of equal width
     sigma: PositiveFloat = 0.75  # standard deviation of the targets, in bin widths
 
@@ -104,6 +104,6 @@ class CriticConfig(Section):
 
     @property
     def bins_of_new_head(self) -> tuple[float, float, int, float] | None:
-        """(low, high, bins, sigma) of a categorical head; None of a scalar."""
+        """(low, high, bins, sigma) of a categorical head; None for a scalar head."""
         new = self.categorical
         return None if new is None else (new.low, new.high, new.bins, new.sigma)
