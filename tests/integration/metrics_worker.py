@@ -26,6 +26,7 @@ from vapo_mcore.trainer.main import train
 
 FOLDER = Path(sys.argv[1])
 CP2, PP2, TP2 = (f"parallel.{name}_parallel_size=2" for name in ("context", "pipeline_model", "tensor_model"))
+CRITIC_CP2, CRITIC_PP2, CRITIC_TP2 = (f"critic.{setting}" for setting in (CP2, PP2, TP2))
 SMALL_PACKS, PACKS, LARGE_PACKS = (f"batch.max_tokens_per_microbatch={tokens}" for tokens in (48, 96, 400))
 
 EVERYTHING = (
@@ -58,8 +59,13 @@ CASES: dict[str, tuple[str, ...]] = {
     "dp2": (CORRECTED, PACKS),
     "cp2_large": (CORRECTED, CP2, LARGE_PACKS),
     "pp2_small": (CORRECTED, PP2, SMALL_PACKS),
+    "critic_tp2": (CORRECTED, PACKS, CRITIC_TP2),
+    "critic_pp2": (CORRECTED, PACKS, CRITIC_PP2),
+    "critic_cp2": (CORRECTED, PACKS, CRITIC_CP2),
     "rollout_dp2": (*ROLLOUT_LOGPROBS, PACKS),
     "rollout_tp2_small": (*ROLLOUT_LOGPROBS, TP2, SMALL_PACKS),
+    "rollout_tp2_critic_dp2": (*ROLLOUT_LOGPROBS, TP2, SMALL_PACKS, "critic.parallel={}"),
+    "rollout_tp2_critic_pp2": (*ROLLOUT_LOGPROBS, TP2, SMALL_PACKS, CRITIC_PP2),
 }
 
 

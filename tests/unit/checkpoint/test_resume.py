@@ -32,7 +32,7 @@ def test_shards_of_other_layers_are_refused(saved: str, now: str, tmp_path: Path
     """They hold the parameters in another order; Megatron would fill the wrong ones."""
     names = {"te": "model.attention = te", "local": "model.attention = sdpa or varlen"}
     with pytest.raises(CheckpointError) as caught:
-        _require_loadable(checkpoint(tmp_path, "dp_reshardable", saved), PARALLEL, now)
+        _require_loadable(checkpoint(tmp_path, "dp_reshardable", saved), {"policy": PARALLEL}, now)
     message = str(caught.value)
     assert f"cannot be loaded with other layers ({names[saved]} -> {names[now]})" in message
     assert f"or resume with {names[saved]}, with checkpoint.reshardable_every=1" in message
@@ -48,7 +48,7 @@ def test_shards_of_other_layers_are_refused(saved: str, now: str, tmp_path: Path
     ],
 )
 def test_what_can_be_loaded(form: str, saved: str, updates: int, tmp_path: Path) -> None:
-    _require_loadable(checkpoint(tmp_path, form, saved, updates), PARALLEL, "local")
+    _require_loadable(checkpoint(tmp_path, form, saved, updates), {"policy": PARALLEL}, "local")
 
 
 def test_shards_of_another_layout_are_refused(tmp_path: Path) -> None:
@@ -56,4 +56,4 @@ def test_shards_of_another_layout_are_refused(tmp_path: Path) -> None:
     with pytest.raises(
         CheckpointError, match=r"at another layout \(tensor_model_parallel_size 1 -> 2\); .* or resume at the old layout, with"
     ):
-        _require_loadable(checkpoint(tmp_path, "dp_reshardable", "local"), other, "local")
+        _require_loadable(checkpoint(tmp_path, "dp_reshardable", "local"), {"policy": other}, "local")
