@@ -31,7 +31,18 @@ def rows(folder: Path, name: str) -> list[dict[str, Any]]:
     return found
 
 
-@pytest.mark.parametrize(("one", "other"), [("dp2", "cp2_large"), ("dp2", "pp2_small"), ("rollout_dp2", "rollout_tp2_small")])
+PAIRS = [("dp2", "cp2_large"), ("dp2", "pp2_small"), ("rollout_dp2", "rollout_tp2_small")]
+OF_THE_CRITIC = [
+    ("dp2", "critic_tp2"),
+    ("dp2", "critic_pp2"),
+    ("dp2", "critic_cp2"),
+    ("rollout_dp2", "rollout_tp2_critic_dp2"),
+    ("rollout_tp2_small", "rollout_tp2_critic_pp2"),
+]
+"""A critic in another layout than its policy."""
+
+
+@pytest.mark.parametrize(("one", "other"), PAIRS + OF_THE_CRITIC)
 def test_every_metric_is_the_same(folder: Path, one: str, other: str) -> None:
     for mine, theirs in zip(rows(folder, one), rows(folder, other), strict=True):
         assert mine.keys() == theirs.keys()

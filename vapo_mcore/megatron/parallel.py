@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -59,6 +59,7 @@ class ParallelContext:
     sequence_parallel: bool
     equal_microbatches: bool
     groups: MegatronGroups
+    beside: dict[ParallelConfig, ParallelContext] = field(default_factory=dict)  # other layouts over the same ranks
 
     @contextmanager
     def scope(self, device: torch.device | None = None) -> Iterator[None]:
@@ -156,8 +157,10 @@ def critic_layout(config: Config, policy: ParallelContext) -> ParallelContext:
     """
     if config.critic_parallel == config.parallel:
         return policy
-    with megatron_scope(), beside_the_others():
-        return _create(config.critic_parallel)
+    if config.critic_parallel not in policy.beside:
+        with megatron_scope(), beside_the_others():
+            policy.beside[config.critic_parallel] = _create(config.critic_parallel)
+    return policy.beside[config.critic_parallel]
 
 
 def _create(config: ParallelConfig) -> ParallelContext:
