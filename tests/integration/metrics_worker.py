@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from tests.forks import ROOT
 from tests.process_groups import release_groups
-from tests.training_setup import training_config
+from tests.training_setup import HORIZON, training_config
 from vapo_mcore.data.ragged import segment_positions
 from vapo_mcore.megatron.parallel import initialize_parallel
 from vapo_mcore.trainer import step as step_module
@@ -59,13 +59,29 @@ CASES: dict[str, tuple[str, ...]] = {
     "dp2": (CORRECTED, PACKS),
     "cp2_large": (CORRECTED, CP2, LARGE_PACKS),
     "pp2_small": (CORRECTED, PP2, SMALL_PACKS),
-    "critic_tp2": (CORRECTED, PACKS, CRITIC_TP2),
+    "critic_tp2": (CORRECTED, PACKS, CRITIC_TP2, "model.offload=true"),
     "critic_pp2": (CORRECTED, PACKS, CRITIC_PP2),
     "critic_cp2": (CORRECTED, PACKS, CRITIC_CP2),
     "rollout_dp2": (*ROLLOUT_LOGPROBS, PACKS),
     "rollout_tp2_small": (*ROLLOUT_LOGPROBS, TP2, SMALL_PACKS),
     "rollout_tp2_critic_dp2": (*ROLLOUT_LOGPROBS, TP2, SMALL_PACKS, "critic.parallel={}"),
     "rollout_tp2_critic_pp2": (*ROLLOUT_LOGPROBS, TP2, SMALL_PACKS, CRITIC_PP2),
+}
+
+SEGMENTS = (
+    *HORIZON,
+    "run.steps=2",
+    "checkpoint={at_end: false, every_minutes: 0, every_steps: 0}",
+    "rollout.horizon={tokens: 7, in_flight: 20, train: segments, critic: ended}",
+    "critic={head: mlp, head_init: small, head_bias: mean_return, epochs: 2, value_pretraining: {steps: 1, head_only: true, lr: 0.01}}",
+    "critic.categorical={low: -3.0, high: 3.0}",
+    "algorithm.advantage={truncation: bootstrap, values: after_update}",
+)
+"""Segments of responses, a critic that learns from whole ones, and one that is built anew after value pretraining."""
+SEGMENT_CASES: dict[str, tuple[str, ...]] = {
+    "segments_dp2": SEGMENTS,
+    "segments_critic_tp2": (*SEGMENTS, CRITIC_TP2),
+    "segments_tp2_critic_dp2": (*SEGMENTS, TP2, "critic.parallel={}", "model.offload=true"),
 }
 
 
@@ -101,10 +117,35 @@ def batches_kept(name: str) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def critics_laid_out() -> Iterator[None]:
+    """Whether each critic has the layout, and the rows, that its configuration gives it."""
+    original = step_module.update_critic
+
+    def checked(config: Any, model: Any, experience: Any, *more: Any) -> Any:
+        layout, built = config.critic_parallel, model.chunks[0].config
+        for degree in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"):
+            assert getattr(built, degree) == getattr(layout, degree) == getattr(model.parallel, degree), degree
+        owners = experience.owners.data_parallel_rank
+        assert model.parallel.data_parallel_size == layout.data_parallel_size > int(owners.max())
+        assert len(experience.batch) == int((owners == model.parallel.data_parallel_rank).sum())
+        return original(config, model, experience, *more)
+
+    with mock.patch.object(step_module, "update_critic", checked):
+        yield
+
+
 if __name__ == "__main__":
     for name, settings in CASES.items():
         config = training_config(FOLDER, name, *EVERYTHING, *settings)
-        with sampler_moved(), batches_kept(name):
+        with sampler_moved(), batches_kept(name), critics_laid_out():
+            train(config, initialize_parallel(config.parallel), clean=False)
+        release_groups()
+        if dist.get_rank() == 0:
+            print(f"case {name} ok", flush=True)
+    for name, settings in SEGMENT_CASES.items():
+        config = training_config(FOLDER, name, *settings)
+        with critics_laid_out():
             train(config, initialize_parallel(config.parallel), clean=False)
         release_groups()
         if dist.get_rank() == 0:

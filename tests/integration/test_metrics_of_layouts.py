@@ -44,7 +44,18 @@ OF_THE_CRITIC = [
 
 @pytest.mark.parametrize(("one", "other"), PAIRS + OF_THE_CRITIC)
 def test_every_metric_is_the_same(folder: Path, one: str, other: str) -> None:
-    for mine, theirs in zip(rows(folder, one), rows(folder, other), strict=True):
+    assert_same(rows(folder, one), rows(folder, other))
+
+
+@pytest.mark.parametrize("other", ["segments_critic_tp2", "segments_tp2_critic_dp2"])
+def test_segments_with_a_critic_in_another_layout(folder: Path, other: str) -> None:
+    one = read_metrics(folder / "segments_dp2")
+    assert [row["stage"] for row in one] == ["value_pretraining", "rl", "rl"] and one[2]["horizon/cuts_ended"] > 0
+    assert_same(one, read_metrics(folder / other))
+
+
+def assert_same(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> None:
+    for mine, theirs in zip(one, other, strict=True):
         assert mine.keys() == theirs.keys()
         for name in mine:
             if isinstance(mine[name], list):
