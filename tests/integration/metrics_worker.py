@@ -78,10 +78,25 @@ SEGMENTS = (
     "algorithm.advantage={truncation: bootstrap, values: after_update}",
 )
 """Segments of responses, a critic that learns from whole ones, and one that is built anew after value pretraining."""
-SEGMENT_CASES: dict[str, tuple[str, ...]] = {
+EP2 = "parallel.expert_model_parallel_size=2"
+MIXTURE = (
+    f"model.path={FOLDER / 'mixture'}",
+    "model.router={replay: trainer, balance_coef: 0.01}",
+    "run.steps=2",
+    "data.eval=[]",
+    "critic.value_pretraining.steps=1",
+)
+DENSE_CRITIC = f"critic={{init: reward_model, path: {FOLDER / 'reward_model'}, head_init: null}}"
+"""A mixture as policy, with a critic of the same architecture, or with a dense one of another."""
+OTHER_CASES: dict[str, tuple[str, ...]] = {
     "segments_dp2": SEGMENTS,
     "segments_critic_tp2": (*SEGMENTS, CRITIC_TP2),
     "segments_tp2_critic_dp2": (*SEGMENTS, TP2, "critic.parallel={}", "model.offload=true"),
+    "mixtures_dp2": MIXTURE,
+    "mixtures_ep2_critic_pp2": (*MIXTURE, EP2, CRITIC_PP2),
+    "dense_critic_dp2": (*MIXTURE, DENSE_CRITIC),
+    "ep2_dense_critic_tp2": (*MIXTURE, EP2, DENSE_CRITIC, CRITIC_TP2),
+    "ep2_tp2_dense_critic_dp2": (*MIXTURE, EP2, TP2, "parallel.expert_tensor_parallel_size=1", DENSE_CRITIC, "critic.parallel={}"),
 }
 
 
@@ -143,7 +158,7 @@ if __name__ == "__main__":
         release_groups()
         if dist.get_rank() == 0:
             print(f"case {name} ok", flush=True)
-    for name, settings in SEGMENT_CASES.items():
+    for name, settings in OTHER_CASES.items():
         config = training_config(FOLDER, name, *settings)
         with critics_laid_out():
             train(config, initialize_parallel(config.parallel), clean=False)

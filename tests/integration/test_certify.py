@@ -123,7 +123,7 @@ DEFECTS = {
 LAUNCHES = (
     ("clean",),
     *((case,) for case in DEFECTS),
-    ("categorical_critic", "mlp_critic", "corrected"),
+    ("categorical_critic", "mlp_critic", "corrected", "critic_layout"),
     ("no_critic", "no_engine", "no_data"),
     ("rates",),
     ("one_rank",),
@@ -237,6 +237,14 @@ def test_critics_with_a_categorical_and_a_two_layer_head_hold(folder: Path, case
     assert theirs == {transformers}
     assert {verdict for what, verdict in verdicts.items() if "transformers" not in what} == {"holds"}
     assert len(verdicts) == 6
+
+
+@slow
+def test_a_critic_in_another_layout_holds(folder: Path) -> None:
+    found = checks(folder, "critic_layout")
+    assert {name: entry["verdict"] for name, entry in found.items()} == dict.fromkeys(
+        ("invariance", "offload", "resume", "critic"), "holds"
+    )
 
 
 @slow

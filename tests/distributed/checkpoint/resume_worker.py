@@ -178,7 +178,7 @@ def from_a_checkpoint() -> None:
 
 
 def critic_layouts() -> None:
-    """A critic at TP 2 beside a policy at DP 2: resumed bit for bit; the critic, then the policy, in other layouts; and what shards refuse."""
+    """A critic at TP 2 beside a policy at DP 2: resumed bit for bit, then with other layouts of both; what is refused."""
     shards = (*CRITIC, SHARDS)
     run("critic_whole", *shards, CRITIC_TP2, "run.steps=3")
     run("critic_resumed", *shards, CRITIC_TP2, "run.steps=2")
