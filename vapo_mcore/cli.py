@@ -368,7 +368,7 @@ def _plan(config: Config) -> str:
     """Summarize what a run of ``config`` would do, for ``--dry-run``."""
     p, b = config.parallel, config.batch
     pretraining = config.critic.value_pretraining.max_steps if config.uses_critic else 0
-    critic = f"; critic: {config.critic_parallel.degrees_text}" if config.critic.parallel is not None else ""
+    critic = f"; critic: {config.critic_parallel.degrees_text}" if config.layouts_differ else ""
     return "\n".join(
         (
             f"configuration is valid; nothing was started (run directory {config.run.dir})",

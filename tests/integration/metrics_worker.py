@@ -60,7 +60,7 @@ CASES: dict[str, tuple[str, ...]] = {
     "cp2_large": (CORRECTED, CP2, LARGE_PACKS),
     "pp2_small": (CORRECTED, PP2, SMALL_PACKS),
     "critic_tp2": (CORRECTED, PACKS, CRITIC_TP2, "model.offload=true"),
-    "critic_pp2": (CORRECTED, PACKS, CRITIC_PP2),
+    "critic_pp2": (CORRECTED, PACKS, CRITIC_PP2, "critic.optimizer.cpu_offload=true"),
     "critic_cp2": (CORRECTED, PACKS, CRITIC_CP2),
     "rollout_dp2": (*ROLLOUT_LOGPROBS, PACKS),
     "rollout_tp2_small": (*ROLLOUT_LOGPROBS, TP2, SMALL_PACKS),

@@ -155,7 +155,7 @@ def critic_layout(config: Config, policy: ParallelContext) -> ParallelContext:
     Megatron's RNG tracker keeps the policy's seeds: models have no dropout of Megatron's, and all weights come from files, so nothing
     draws from it.
     """
-    if config.critic_parallel == config.parallel:
+    if not config.layouts_differ:
         return policy
     if config.critic_parallel not in policy.beside:
         with megatron_scope(), beside_the_others():

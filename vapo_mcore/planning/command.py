@@ -182,7 +182,7 @@ def _cluster(options: argparse.Namespace, config: Config) -> Cluster:
 
 def _warnings(subject: Subject, cluster: Cluster) -> Iterator[str]:
     config = subject.config
-    layouts = {"": config.parallel} | ({"critic: ": config.critic_parallel} if config.critic.parallel is not None else {})
+    layouts = {"": config.parallel} | ({"critic: ": config.critic_parallel} if config.layouts_differ else {})
     if subject.is_moe:
         yield (
             f"{subject.policy.family} is a mixture of experts: state sizes are exact, activations are those of tokens spread evenly over "

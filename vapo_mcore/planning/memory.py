@@ -121,7 +121,7 @@ def _vllm_parameters(arch: ModelArchitecture, tp: int) -> float:
 def _residual(config: Config, device: Device) -> float:
     """Return the device memory of CUDA, its libraries and the communicators: the world's and, if > 1, TP, CP, PP, DP of each layout and
     the rollout's TP."""
-    layouts = [config.parallel, *([config.critic_parallel] if config.critic.parallel is not None and config.uses_critic else [])]
+    layouts = [config.parallel, *([config.critic_parallel] if config.layouts_differ else [])]
     degrees = [config.parallel.world_size, config.rollout_tensor_parallel_size]
     for p in layouts:
         degrees += [p.tensor_model_parallel_size, p.context_parallel_size, p.pipeline_model_parallel_size, p.data_parallel_size]

@@ -208,7 +208,7 @@ def _stages_of_ranks(config: Config, roles: Iterable[Role]) -> list[dict[Role, i
 
 
 def _place(config: Config, stages: Mapping[Role, int]) -> str:
-    if config.critic.parallel is None or "critic" not in stages:
+    if not config.layouts_differ:
         return f"pipeline stage {stages['policy']}"
     return f"the policy's pipeline stage {stages['policy']} and the critic's {stages['critic']}"
 
@@ -316,7 +316,7 @@ def candidate_changes(subject: Subject, cluster: Cluster) -> Iterator[list[str]]
     shortest = max(-(-config.max_sequence_length // multiple) * multiple for multiple in multiples)
     if shortest < config.batch.max_tokens_per_microbatch:
         yield [f"batch.max_tokens_per_microbatch={shortest}"]
-    layouts = {"parallel": p} | ({"critic.parallel": config.critic_parallel} if config.critic.parallel is not None else {})
+    layouts = {"parallel": p} | ({"critic.parallel": config.critic_parallel} if config.layouts_differ else {})
     for section, layout in layouts.items():
         for name in ("tensor", "pipeline", "context"):
             key = f"{name}_model_parallel_size" if name != "context" else "context_parallel_size"

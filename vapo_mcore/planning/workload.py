@@ -45,8 +45,7 @@ class Workload:
 
 def workload(config: Config, mean_response_length: int | None) -> Workload:
     """Compute the workload of a recipe's step. ``mean_response_length`` None: ``_MEAN_OF_LONGEST`` of the maximum."""
-    own = config.critic.parallel is not None and config.uses_critic
-    critic = _workload(config, mean_response_length, config.critic_parallel) if own else None
+    critic = _workload(config, mean_response_length, config.critic_parallel) if config.layouts_differ else None
     return replace(_workload(config, mean_response_length, config.parallel), critic=critic)
 
 

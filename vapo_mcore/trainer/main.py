@@ -408,7 +408,7 @@ def _verifier_pool(config: Config) -> VerifierPool:
 
 def _headline(config: Config) -> str:
     p, b, estimator = config.parallel, config.batch, config.algorithm.advantage.estimator
-    critic = f" (critic: {config.critic_parallel.degrees_text})" if config.critic.parallel is not None else ""
+    critic = f" (critic: {config.critic_parallel.degrees_text})" if config.layouts_differ else ""
     return (
         f"vapo-mcore: {config.model.path} ({config.model.dtype}), {estimator}, rollout by {config.rollout.engine}; "
         f"{p.world_size} process{'' if p.world_size == 1 else 'es'} = {p.degrees_text}{critic}; "

@@ -28,7 +28,7 @@ def build_models(config: Config, parallel: ParallelContext, say: Say) -> Models:
     architecture = read_architecture(config.model.path)
     if config.model.dtype == "float32" and config.model.attention == "te":
         say("warning: model.dtype = float32 with model.attention = te: Transformer Engine multiplies float32 in TF32 (10-bit mantissa)")
-    of_critic = critic_layout(config, parallel) if config.uses_critic else parallel
+    of_critic = critic_layout(config, parallel)
     unknown = unknown_token_ids(load_tokenizer(config.model.path), architecture.vocab_size)
     policy = MegatronModel(
         "policy",

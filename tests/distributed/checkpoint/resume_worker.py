@@ -179,7 +179,7 @@ def from_a_checkpoint() -> None:
 
 def critic_layouts() -> None:
     """A critic at TP 2 beside a policy at DP 2: resumed bit for bit, then with other layouts of both; what is refused."""
-    shards = (*CRITIC, SHARDS)
+    shards = (*CRITIC, SHARDS, "model.dtype=bfloat16")
     run("critic_whole", *shards, CRITIC_TP2, "run.steps=3")
     run("critic_resumed", *shards, CRITIC_TP2, "run.steps=2")
     manifest = files.Manifest.read(files.list_checkpoints(FOLDER / "critic_resumed")[-1])

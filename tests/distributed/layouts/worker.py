@@ -313,7 +313,9 @@ def critic_beside(policy: ParallelContext, degrees: dict[str, int]) -> ParallelC
     names = {"tp": "tensor_model_parallel_size", "pp": "pipeline_model_parallel_size", "cp": "context_parallel_size"}
     names |= {"vpp": "virtual_pipeline_model_parallel_size", "ep": "expert_model_parallel_size"}
     settings = {names[name]: degree for name, degree in degrees.items()}
-    config = SimpleNamespace(parallel=None, critic_parallel=ParallelConfig(world_size=policy.world_size, timeout_minutes=5, **settings))
+    config = SimpleNamespace(
+        layouts_differ=True, critic_parallel=ParallelConfig(world_size=policy.world_size, timeout_minutes=5, **settings)
+    )
     critic = critic_layout(config, policy)  # type: ignore[arg-type]
     assert critic_layout(config, policy) is critic  # type: ignore[arg-type]
     assert not parallel_state.model_parallel_is_initialized()

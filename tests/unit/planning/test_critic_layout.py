@@ -64,14 +64,19 @@ def test_work_of_the_critic_by_hand() -> None:
     assert workload(config_of(), 4000).of("critic") == workload(config_of(), 4000)
 
 
-def test_the_same_layout_written_out_changes_only_what_two_layouts_take() -> None:
+def test_the_same_layout_written_out_is_no_second_one() -> None:
     shared, own = plan_of(), plan_of(SAME)
-    assert own.host == shared.host and own.parameters == shared.parameters and own.step.communication == shared.step.communication
-    assert {name for name, seconds in own.step.phases.items() if seconds != shared.step.phases[name]} <= {"generate"}  # by the KV cache
+    assert (own.ranks, own.step, own.host, own.work) == (shared.ranks, shared.step, shared.host, shared.work)
+
+
+def test_what_a_second_layout_takes() -> None:
+    """Communicators of the critic's two groups larger than one, and the tokens that its data-parallel ranks own."""
+    device = DEVICES["h100"]
+    shared, own = plan_of(), plan_of("critic.parallel={pipeline_model_parallel_size: 4}")
+    more = own.work.of("critic").tokens_per_data_rank * (8 + 2 + 8 + 8 + 1 + 8 + 5 * 8 + 1)  # and the same again in micro-batches
     for mine, theirs in zip(own.ranks, shared.ranks, strict=True):
-        for stage, memory in mine.items():
-            different = {name for name, value in memory.parts.items() if value != theirs[stage].parts[name]}
-            assert different <= {"CUDA, NCCL", "rollout batch", "KV cache"}, stage
+        assert mine["values"].parts["CUDA, NCCL"] - theirs["values"].parts["CUDA, NCCL"] == pytest.approx(2 * device.nccl_bytes)
+        assert mine["values"].parts["rollout batch"] - theirs["values"].parts["rollout batch"] == more
 
 
 def test_a_dense_critic_in_its_layout() -> None:

@@ -152,6 +152,11 @@ class Config(Section):
             return self.parallel
         return ParallelConfig(world_size=self.parallel.world_size, timeout_minutes=self.parallel.timeout_minutes, **own.model_dump())
 
+    @property
+    def layouts_differ(self) -> bool:
+        """Whether there is a critic with another layout than the policy's."""
+        return self.uses_critic and self.critic_parallel != self.parallel
+
     def parallel_of(self, role: str) -> ParallelConfig:
         """The layout of a model: ``policy`` or ``critic``."""
         return self.critic_parallel if role == "critic" else self.parallel
