@@ -172,8 +172,7 @@ class MegatronModel:
     def _make_trainable(self, settings: OptimizerConfig, warmup_updates: int) -> None:
         with self.parallel.groups.put_in_place():
             self.wrapped = wrap_chunks(self.chunks)
-            # Megatron's wrapper and its hooks on gradients refer to each other through autograd nodes, which Python's collector does not
-            # see.
+            # Megatron's wrapper and its hooks on gradients refer to each other through autograd nodes, unseen by Python's collector.
             weakref.finalize(self, _forget_hooks, [chunk.grad_accs for chunk in self.wrapped]).atexit = False
             self.optimizer = Optimizer(self.wrapped, settings, self.config, warmup_updates)
         self.config.finalize_model_grads_func = _finalize_gradients

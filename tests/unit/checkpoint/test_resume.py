@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from vapo_mcore.checkpoint.resume import _require_loadable
+from vapo_mcore.checkpoint.resume import _different_degrees, _require_loadable
 from vapo_mcore.checkpoint_files import Manifest
 from vapo_mcore.errors import CheckpointError
 
@@ -57,3 +57,21 @@ def test_shards_of_another_layout_are_refused(tmp_path: Path) -> None:
         CheckpointError, match=r"at another layout \(tensor_model_parallel_size 1 -> 2\); .* or resume at the old layout, with"
     ):
         _require_loadable(checkpoint(tmp_path, "dp_reshardable", "local"), {"policy": other}, "local")
+
+
+def test_degrees_of_both_models_are_compared_with_those_that_each_was_saved_in() -> None:
+    tp2: Any = SimpleNamespace(**{**PARALLEL.__dict__, "tensor_model_parallel_size": 2})
+    pp2: Any = SimpleNamespace(**{**PARALLEL.__dict__, "pipeline_model_parallel_size": 2})
+    one, two = "tensor_model_parallel_size", "pipeline_model_parallel_size"
+
+    def different(critic_layout: dict[str, int] | None, policy: Any, critic: Any, critic_updates: int = 3) -> list[str]:
+        updates = {"policy": 3, "critic": critic_updates}
+        manifest = Manifest("rl", 7, "dp_reshardable", updates, {one: 2, two: 1}, {}, "0.1.0", critic_layout=critic_layout)
+        return _different_degrees(manifest, {"policy": policy, "critic": critic})
+
+    assert different(None, tp2, tp2) == []
+    assert different(None, PARALLEL, PARALLEL) == [f"{one} 2 -> 1"]  # of both
+    assert different(None, tp2, PARALLEL) == [f"{one} 2 -> 1 of the critic"]
+    assert different({one: 1, two: 1}, tp2, tp2) == [f"{one} 1 -> 2 of the critic"]
+    assert different({one: 1, two: 2}, tp2, pp2) == []
+    assert different({one: 1, two: 2}, tp2, tp2, critic_updates=0) == []  # no optimizer state is saved
