@@ -46,7 +46,7 @@ class Manifest:
         stage, step: the checkpoint holds the state after this step of this stage.
         optimizer_format: format of the optimizer folders, see ``checkpoint.models``.
         updates: scheduled optimizer updates of each model with an optimizer.
-        layout: parallel degrees it was saved with.
+        layout: parallel degrees it was saved with; ``critic_layout``: of the critic, None if it shares the policy's.
         metrics: numbers of the step's row, for ``keep_best`` and for inspection.
         files: relative path -> (bytes, SHA-256).
         unscheduled_updates: unscheduled optimizer updates (self-imitation) of the same models. Absent, meaning 0, in checkpoints written
@@ -65,6 +65,11 @@ class Manifest:
     format_version: int = FORMAT_VERSION
     unscheduled_updates: dict[str, int] = field(default_factory=dict)
     layers: str = ""
+    critic_layout: dict[str, int] | None = None
+
+    def layout_of(self, role: str) -> dict[str, int]:
+        """Return the degrees that a model was saved with."""
+        return self.critic_layout if role == "critic" and self.critic_layout is not None else self.layout
 
     def has_optimizer(self, role: str) -> bool:
         """Return whether the model's optimizer is saved, that is, whether it has made any update."""

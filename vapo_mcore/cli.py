@@ -376,11 +376,11 @@ def _plan(config: Config) -> str:
     """Summarize what a run of ``config`` would do, for ``--dry-run``."""
     p, b = config.parallel, config.batch
     pretraining = config.critic.value_pretraining.max_steps if config.uses_critic else 0
+    critic = f"; critic: {config.critic_parallel.degrees_text}" if config.layouts_differ else ""
     return "\n".join(
         (
             f"configuration is valid; nothing was started (run directory {config.run.dir})",
-            f"processes: {p.world_size} = tensor {p.tensor_model_parallel_size} x pipeline {p.pipeline_model_parallel_size}"
-            f" x context {p.context_parallel_size} x data {p.data_parallel_size}{p.experts_text}",
+            f"processes: {p.world_size} = {p.degrees_text}{critic}",
             f"per step: {b.prompts_per_step} prompts x {b.responses_per_prompt} responses = {b.responses_per_step} responses,"
             f" {b.updates_per_step * config.policy.epochs} policy updates in mini-batches of {b.mini_batch_size}",
             f"steps: {pretraining} of value pretraining, then {config.run.steps}",

@@ -75,6 +75,6 @@ def test_one_process_equals_float64(workdir: Path) -> None:
     check(json.loads((workdir / "world1.json").read_text()), 27, bfloat16=1, longest=1, replay=3)
 
 
-@pytest.mark.parametrize(("world", "cases", "bfloat16", "longest", "replay"), [(2, 56, 4, 3, 5), (4, 35, 1, 0, 6), (8, 5, 0, 0, 1)])
+@pytest.mark.parametrize(("world", "cases", "bfloat16", "longest", "replay"), [(2, 64, 4, 3, 5), (4, 39, 1, 0, 6), (8, 6, 0, 0, 1)])
 def test_layouts_equal_one_process(workdir: Path, world: int, cases: int, bfloat16: int, longest: int, replay: int) -> None:
     check(run(world, workdir), cases, bfloat16, longest, replay)

@@ -13,7 +13,8 @@ from tests.training_setup import exported_weights, read_metrics, repeatable_rows
 pytestmark = pytest.mark.slow
 
 HERE = Path(__file__).parent
-CASES = ("other_layouts", "same_layout", "abandoned", "full_disk", "damage", "refused", "from_a_checkpoint")
+OF_THE_CURVE = ("policy/loss", "critic/loss", "policy/entropy", "critic/grad_norm", "policy/grad_norm", "reward/mean", "policy/lr")
+CASES = ("other_layouts", "same_layout", "abandoned", "full_disk", "damage", "refused", "from_a_checkpoint", "critic_layouts")
 
 
 @pytest.fixture(scope="module")
@@ -26,24 +27,29 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     return folder, result.stdout
 
 
-def test_tp2_then_pp2_then_dp2_follows_the_curve_of_tp2(runs: tuple[Path, str]) -> None:
+@pytest.mark.parametrize(("name", "reshaped", "steps"), [("tp2", "reshaped", 6), ("critic_shared", "critic_reshaped", 4)])
+def test_a_run_in_changing_layouts_follows_the_curve_of_one(runs: tuple[Path, str], name: str, reshaped: str, steps: int) -> None:
+    """Policy and critic at TP 2, then PP 2, then DP 2; a critic in layouts that are not the policy's."""
     folder, _ = runs
-    one, other = repeatable_rows(folder / "tp2"), repeatable_rows(folder / "reshaped")
+    one, other = repeatable_rows(folder / name), repeatable_rows(folder / reshaped)
     assert [(row["stage"], row["step"]) for row in one] == [(row["stage"], row["step"]) for row in other]
-    assert len(one) == 8
+    assert len(one) == 2 + steps
     compared = 0
     for row, again in zip(one, other, strict=True):
-        for key in ("policy/loss", "critic/loss", "policy/entropy", "critic/grad_norm", "policy/grad_norm", "reward/mean", "policy/lr"):
-            if key in row:
+        for key in (*OF_THE_CURVE, "critic/probe_explained_variance"):
+            if row.get(key) is not None:
                 assert again[key] == pytest.approx(row[key], abs=1e-5, rel=1e-5), (row["step"], key)
                 compared += 1
-    assert compared >= 6 * 7
-    first, second = (load_file(next((folder / name / "export/hf").glob("*.safetensors"))) for name in ("tp2", "reshaped"))
+    assert compared >= steps * len(OF_THE_CURVE)
+    first, second = (load_file(next((folder / run / "export/hf").glob("*.safetensors"))) for run in (name, reshaped))
     assert first.keys() == second.keys()
     assert max(float((first[name] - second[name]).abs().max()) for name in first) < 1e-5
 
 
-@pytest.mark.parametrize(("whole", "name"), [("whole", "stopped"), ("whole", "pretraining"), ("unbroken", "abandoned")])
+@pytest.mark.parametrize(
+    ("whole", "name"),
+    [("whole", "stopped"), ("whole", "pretraining"), ("unbroken", "abandoned"), ("critic_whole", "critic_resumed")],
+)
 def test_a_continued_run_equals_the_uninterrupted_one_bit_for_bit(runs: tuple[Path, str], whole: str, name: str) -> None:
     folder, _ = runs
     expected = repeatable_rows(folder / whole)
@@ -64,6 +70,7 @@ def test_what_a_person_is_told(runs: tuple[Path, str]) -> None:
         "has changed since it was written",
         "nothing to resume:",
         "configuration changed: parallel.pipeline_model_parallel_size: 1 -> 2",
+        "configuration changed: critic.parallel.tensor_model_parallel_size: 2 -> 1",
         "(allowed by --allow-config-change)",
         "training prompts: restarted (--restart-data)",
         "checkpoint step_000003 is newer than the one the run resumes from; renamed to step_000003.set_aside",

@@ -341,6 +341,7 @@ CASES: Mapping[str, Case] = {
     "critic_head": Case(("critic",), defect=lambda folder: loaded(head_of_the_policy(folder))),
     "categorical_critic": Case(("critic",), ("critic.categorical.low=-1.5", "critic.categorical.high=1.5", "critic.categorical.bins=31")),
     "mlp_critic": Case(("critic",), ("critic.head=mlp",)),
+    "critic_layout": Case(("invariance", "offload", "resume", "critic"), ("critic.parallel.tensor_model_parallel_size=2",)),
     "ascent": Case(("critic",), defect=lambda _: ascent()),
     "misfit": Case(("machine",), ("rollout.engine=vllm", "rollout.vllm.kv_cache_gib=100000")),
     "grader": Case(("graders",), ("data.train.0.verifier=tests.integration.certify_checks:everything_right",)),

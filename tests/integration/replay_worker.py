@@ -44,6 +44,7 @@ CASES: dict[str, tuple[tuple[str, ...], PretrainOptions]] = {
     "dp2": (CRITIC, PretrainOptions((f"{FOLDER}/scored.jsonl",), passes=20)),
     "tp2": ((*CRITIC, "parallel.tensor_model_parallel_size=2"), PretrainOptions((f"{FOLDER}/scored.jsonl",), passes=2)),
     "dumps": (CRITIC, PretrainOptions((f"{FOLDER}/run",), fraction=0.3, passes=1)),
+    "critic_tp2": ((*CRITIC, "critic.parallel.tensor_model_parallel_size=2"), PretrainOptions((f"{FOLDER}/scored.jsonl",), passes=2)),
     "saved": ((SAVED,), PretrainOptions((f"{FOLDER}/scored.jsonl",), passes=1)),
 }
 
@@ -54,10 +55,16 @@ if __name__ == "__main__":
     for name, step, checkpoint in (("first", 1, None), ("third", 3, None), ("older", 3, "step_000001")):
         replay(config, parallel, ReplayOptions(step, checkpoint=checkpoint, json_path=str(FOLDER / f"{name}.json")))
         dist.barrier()
+    release_groups()
+    config = training_config(FOLDER, "critic_layout", *SETTINGS, "run.steps=1", "critic.parallel.pipeline_model_parallel_size=2")
+    parallel = initialize_parallel(config.parallel)
+    train(config, parallel, clean=False)
+    replay(config, parallel, ReplayOptions(1, json_path=str(FOLDER / "critic_layout.json")))
+    dist.barrier()
     for name, (settings, options) in CASES.items():
         release_groups()
         config = training_config(FOLDER, name, *settings)
-        parallel = initialize_parallel(config.parallel)
+        parallel = initialize_parallel(config.critic_parallel)
         metrics = pretrain(config, parallel, options)
         if parallel.rank == 0:
             (FOLDER / f"{name}_passes.json").write_text(json.dumps(metrics))

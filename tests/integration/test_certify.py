@@ -132,7 +132,7 @@ DEFECTS = {
 }
 
 
-TOGETHER = (("categorical_critic", "mlp_critic", "corrected"), ("no_critic", "no_engine", "no_data"))
+TOGETHER = (("categorical_critic", "mlp_critic", "corrected", "critic_layout"), ("no_critic", "no_engine", "no_data"))
 """Cases that share a launch."""
 BEFORE = {"swapped_rows": "clean"}
 """Cases whose certificate is compared with another's."""
@@ -269,6 +269,14 @@ def test_critics_with_a_categorical_and_a_two_layer_head_hold(folder: Path, case
     assert verdicts.pop("values after head-only training") == "not applicable"  # known for a linear head of one output alone
     assert {verdict for what, verdict in verdicts.items() if "transformers" not in what} == {"holds"}
     assert len(verdicts) == 6
+
+
+@slow
+def test_a_critic_in_another_layout_holds(folder: Path) -> None:
+    found = checks(folder, "critic_layout")
+    assert {name: entry["verdict"] for name, entry in found.items()} == dict.fromkeys(
+        ("invariance", "offload", "resume", "critic"), "holds"
+    )
 
 
 @slow

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from tests.forks import run_ranks
-from tests.training_setup import assert_same_means, read_metrics, write_setup
+from tests.rollout_models import write_model, write_reward_model
+from tests.training_setup import assert_same_means, read_metrics, write_setup, write_tokenizer
 
 WORKER = Path(__file__).with_name("metrics_worker.py")
 OF_THE_LAYOUT = ("time/", "memory/", "packing/", "generate/", "tokens/per_second")
@@ -20,6 +21,9 @@ OF_THE_LAYOUT = ("time/", "memory/", "packing/", "generate/", "tokens/per_second
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = write_setup(tmp_path_factory.mktemp("metrics"))
+    write_model("qwen3_moe", folder / "mixture")
+    write_tokenizer(folder / "mixture")
+    write_reward_model(folder / "model", folder / "reward_model")
     result = run_ranks(WORKER, 2, str(folder), timeout=600)
     assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-8000:]
     return folder
@@ -31,9 +35,44 @@ def rows(folder: Path, name: str) -> list[dict[str, Any]]:
     return found
 
 
-@pytest.mark.parametrize(("one", "other"), [("dp2", "cp2_large"), ("dp2", "pp2_small"), ("rollout_dp2", "rollout_tp2_small")])
+PAIRS = [("dp2", "cp2_large"), ("dp2", "pp2_small"), ("rollout_dp2", "rollout_tp2_small")]
+OF_THE_CRITIC = [
+    ("dp2", "critic_tp2"),
+    ("dp2", "critic_pp2"),
+    ("dp2", "critic_cp2"),
+    ("rollout_dp2", "rollout_tp2_critic_dp2"),
+    ("rollout_tp2_small", "rollout_tp2_critic_pp2"),
+]
+"""A critic in another layout than its policy."""
+
+
+@pytest.mark.parametrize(("one", "other"), PAIRS + OF_THE_CRITIC)
 def test_every_metric_is_the_same(folder: Path, one: str, other: str) -> None:
-    for mine, theirs in zip(rows(folder, one), rows(folder, other), strict=True):
+    assert_same(rows(folder, one), rows(folder, other))
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("segments_dp2", "segments_critic_tp2"),
+        ("segments_dp2", "segments_tp2_critic_dp2"),
+        ("mixtures_dp2", "mixtures_ep2_critic_pp2"),
+        ("dense_critic_dp2", "ep2_dense_critic_tp2"),
+        ("dense_critic_dp2", "ep2_tp2_dense_critic_dp2"),
+    ],
+)
+def test_two_layouts_with_segments_and_beside_a_mixture(folder: Path, one: str, other: str) -> None:
+    """Critics of the policy's architecture in another layout, and a dense one beside a mixture; two RL steps."""
+    mine = read_metrics(folder / one)
+    assert [row["stage"] for row in mine] == ["value_pretraining", "rl", "rl"]
+    shown = {"segments_dp2": "horizon/cuts_ended", "mixtures_dp2": "critic/experts_replayed_frac"}.get(one, "policy/experts_replayed_frac")
+    assert mine[2][shown] > 0
+    assert ("critic/experts_replayed_frac" in mine[2]) == (one == "mixtures_dp2")
+    assert_same(mine, read_metrics(folder / other))
+
+
+def assert_same(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> None:
+    for mine, theirs in zip(one, other, strict=True):
         assert mine.keys() == theirs.keys()
         for name in mine:
             if isinstance(mine[name], list):

@@ -50,9 +50,12 @@ def compared(path: Path) -> tuple[bool, dict[str, dict[str, Any]]]:
     return content["exact"], content["metrics"]
 
 
-@pytest.mark.parametrize("name", ["first", "third"])
+@pytest.mark.parametrize("name", ["first", "third", "critic_layout"])
 def test_a_step_right_after_a_checkpoint_replays_with_equal_metrics(folder: Path, name: str) -> None:
-    """The first one follows value pretraining, whose critic had another optimizer; heads with dropout draw random numbers."""
+    """The first one follows value pretraining, whose critic had another optimizer; heads with dropout draw random numbers.
+
+    ``critic_layout``: the first step of a run whose critic has two pipeline stages beside a policy on two data-parallel ranks.
+    """
     exact, metrics = compared(folder / f"{name}.json")
     assert exact
     different = {key: entry for key, entry in metrics.items() if entry["recorded"] != entry["replayed"]}
@@ -186,8 +189,9 @@ def test_the_saved_critic_is_the_best_one_and_transformers_gives_its_explained_v
     assert not (folder / "dp2" / "critic_pretrained" / "hf.old").exists()
 
 
-def test_layouts_agree(folder: Path) -> None:
-    for one, other in zip(passes(folder, "dp2"), passes(folder, "tp2"), strict=False):
+@pytest.mark.parametrize("layout", ["tp2", "critic_tp2"])
+def test_layouts_agree(folder: Path, layout: str) -> None:
+    for one, other in zip(passes(folder, "dp2"), passes(folder, layout), strict=False):
         for name in (PROBE, "critic/loss", "critic/explained_variance", "critic/grad_norm", "reward/mean"):
             assert one[name] == pytest.approx(other[name], rel=1e-3, abs=1e-5), name
     assert passes(folder, "dp2")[1]["critic/updates"] == 2 * 11, "180 responses in mini-batches of about 16: 11 updates a pass"

@@ -61,7 +61,7 @@ def checkpoints(role: str, dtype: str, folder: Path) -> dict[str, Any]:
         model = build(role, parallel, dtype=dtype, attention=writer)
         update(model, parallel, UPDATES)
         extra = [name for name in weights_state(model.chunks)["chunk0"] if name.endswith("_extra_state")]
-        saver = ModelSaver(parallel)
+        saver = ModelSaver()
         for form in ("fully_reshardable", "dp_reshardable"):
             written(model, folder / f"{role}_{dtype}_{writer}_{form}", form, saver)
         before = exported(model, parallel)

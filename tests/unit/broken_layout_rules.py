@@ -9,6 +9,85 @@ MIXTURE: dict[str, object] = {"model_type": "qwen3_moe", "num_experts": 8, "num_
 Case = tuple[str, list[str], dict[str, object], str, str]
 """Name of the rule, settings, changes of the model, key of the fault, what its message contains."""
 
+WORLD2, WORLD4 = "parallel.world_size=2", "parallel.world_size=4"
+CRITIC_LAYOUTS: list[Case] = [
+    (
+        "layout_of_the_critic_divides_the_world",
+        [WORLD2, "critic.parallel={tensor_model_parallel_size: 2, pipeline_model_parallel_size: 2}"],
+        {},
+        "critic.parallel",
+        "parallel.world_size = 2 processes cannot be split into model replicas of tensor 2 x pipeline 2 x context 1 = 4 processes",
+    ),
+    (
+        "sequence_parallel_needs_tensor_parallel",
+        [*TP2, "critic.parallel.sequence_parallel=true"],
+        {},
+        "critic.parallel.sequence_parallel",
+        "but tensor_model_parallel_size = 1; remove it",
+    ),
+    (
+        "virtual_pipeline_needs_pipeline",
+        [WORLD2, "critic.parallel.virtual_pipeline_model_parallel_size=2"],
+        {},
+        "critic.parallel.virtual_pipeline_model_parallel_size",
+        "pipeline_model_parallel_size = 1; use null",
+    ),
+    (
+        "expert_degrees_fill_the_world",
+        [WORLD2, "critic.parallel.expert_model_parallel_size=4"],
+        MIXTURE,
+        "critic.parallel.expert_model_parallel_size",
+        "2 processes cannot be split into copies of the experts over expert-tensor 1 x expert 4 x pipeline 1 = 4 processes",
+    ),
+    (
+        "experts_split_over_their_ranks",
+        [WORLD2, "critic.parallel.expert_model_parallel_size=2"],
+        {},
+        "critic.parallel.expert_model_parallel_size",
+        "expert_model_parallel_size = 2 split the experts of a mixture, but the critic is dense; remove",
+    ),
+    (
+        "mixtures_with_tensor_parallelism_are_sequence_parallel",
+        [WORLD2, "critic.parallel={tensor_model_parallel_size: 2, sequence_parallel: false}"],
+        MIXTURE,
+        "critic.parallel.sequence_parallel",
+        "tensor_model_parallel_size = 2; use true (the default)",
+    ),
+    (
+        "heads_split_over_tensor_parallel",
+        [WORLD2, "critic.parallel.tensor_model_parallel_size=2"],
+        {"num_attention_heads": 3, "num_key_value_heads": 1},
+        "critic.parallel.tensor_model_parallel_size",
+        "2 does not divide the model's 3 attention heads; use 1, 3",
+    ),
+    (
+        "ffn_splits_over_tensor_parallel",
+        [WORLD2, "critic.parallel.tensor_model_parallel_size=2"],
+        {"intermediate_size": 261},
+        "critic.parallel.tensor_model_parallel_size",
+        "feed-forward size 261",
+    ),
+    (
+        "layers_split_over_pipeline",
+        ["parallel.world_size=3", "critic.parallel.pipeline_model_parallel_size=3"],
+        {},
+        "critic.parallel.pipeline_model_parallel_size",
+        "the model's 4 layers do not split evenly over 3 pipeline ranks",
+    ),
+    (
+        "longest_sequence_fits_a_microbatch",
+        [
+            "batch.max_tokens_per_microbatch=225",
+            "data.max_prompt_length=65",
+            WORLD4,
+            "critic.parallel={tensor_model_parallel_size: 2, context_parallel_size: 2}",
+        ],
+        {},
+        "batch.max_tokens_per_microbatch",
+        "65 + 160 = 225, padded to 232 (a multiple of 8 for TP/CP of the critic); use at least 232",
+    ),
+]
+
 BROKEN: list[Case] = [
     (
         "router_settings_need_a_mixture",
@@ -297,6 +376,14 @@ BROKEN: list[Case] = [
         "model.attention",
         "parallel.context_parallel_size = 2; use te, sdpa or auto",
     ),
+    (
+        "varlen_attention_has_no_context_parallelism",
+        ["model.attention=varlen", "model.dtype=bfloat16", "parallel.world_size=2", "critic.parallel.context_parallel_size=2"],
+        {},
+        "model.attention",
+        "critic.parallel.context_parallel_size = 2; use te, sdpa or auto",
+    ),
+    *CRITIC_LAYOUTS,
     (
         "varlen_attention_is_for_bfloat16",
         ["model.attention=varlen", "model.dtype=float32"],

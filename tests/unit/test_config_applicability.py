@@ -35,6 +35,15 @@ WITHOUT_EFFECT = [
     ([f"{CORRECTION}={{kind: token_truncate, low: 0.1}}"], f"{CORRECTION}.low"),
     (["parallel.equal_microbatches=true"], "parallel.equal_microbatches"),
     ([*INTERLEAVED, "parallel.equal_microbatches=true"], "parallel.equal_microbatches"),
+    (["critic.parallel.equal_microbatches=true"], "critic.parallel.equal_microbatches"),
+    (
+        [
+            "parallel.world_size=2",
+            "critic.parallel={pipeline_model_parallel_size: 2, virtual_pipeline_model_parallel_size: 2, equal_microbatches: true}",
+        ],
+        "critic.parallel.equal_microbatches",
+    ),
+    ([CRITIC_FREE, "critic.parallel.tensor_model_parallel_size=1"], "critic.parallel.tensor_model_parallel_size"),
     (["algorithm.kl.coef=0.1"], "algorithm.kl.coef"),
     (["algorithm.kl.kind=k2"], "algorithm.kl.kind"),
     (["algorithm.kl.clamp=10.0"], "algorithm.kl.clamp"),

@@ -79,6 +79,24 @@ def test_loaded_critic_fits_layout_and_tokens(critic: dict[str, object], setting
     assert "critic.path: model folder 'nowhere' does not exist" in fault
 
 
+def test_a_critic_of_another_architecture_in_its_own_layout(tmp_path: Path) -> None:
+    """Each model is checked in its layout alone, and the critic's keys are named."""
+    write_model(tmp_path / "critic", num_attention_heads=3, num_key_value_heads=1, num_hidden_layers=2)
+    loaded = ["critic.init=reward_model", f"critic.path={tmp_path}/critic", "parallel.world_size=4"]
+    config = load(tmp_path, *loaded, "parallel.tensor_model_parallel_size=4", "critic.parallel.pipeline_model_parallel_size=2")
+    assert (config.critic_parallel.data_parallel_size, config.critic_parallel.world_size) == (2, 4)
+    assert config.critic_parallel.timeout_minutes == config.parallel.timeout_minutes
+    (fault,) = faults_of(tmp_path, *loaded, "critic.parallel.tensor_model_parallel_size=2")
+    assert fault.startswith("critic.parallel.tensor_model_parallel_size: 2 does not divide the model's 3 attention heads")
+    write_model(tmp_path / "model", **MIXTURE)
+    load(tmp_path, *loaded, "parallel.expert_model_parallel_size=4", "critic.parallel={}")
+    (fault,) = faults_of(tmp_path, *loaded, "parallel.expert_model_parallel_size=4", "critic.parallel.expert_model_parallel_size=2")
+    assert fault.startswith("critic.parallel.expert_model_parallel_size: ") and "but the critic is dense; remove" in fault
+    write_model(tmp_path / "critic", vocab_size=97)
+    (fault,) = faults_of(tmp_path, *loaded, "critic.parallel={}")
+    assert fault.startswith("critic.path: the critic's vocabulary has 97 entries, the policy's 96")
+
+
 def test_models_of_a_checkpoint_of_a_run(tmp_path: Path) -> None:
     checkpoint = tmp_path / "run" / "checkpoints" / "step_000004"
     for role in ("policy", "critic"):

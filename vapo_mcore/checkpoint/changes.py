@@ -33,6 +33,7 @@ HARMLESS = (
     "model.offload",
     "policy.optimizer.cpu_offload",
     "critic.optimizer.cpu_offload",
+    "critic.parallel",
     "batch.max_tokens_per_microbatch",
     "rollout.vllm",
     "rollout.tensor_parallel_size",

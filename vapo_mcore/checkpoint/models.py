@@ -28,7 +28,6 @@ from vapo_mcore.megatron.engine import MegatronModel
 from vapo_mcore.megatron.host import megatron_scope
 from vapo_mcore.megatron.offload import HostPool
 from vapo_mcore.megatron.optimizer import is_hybrid
-from vapo_mcore.megatron.parallel import ParallelContext
 
 OptimizerFormat = Literal["dp_reshardable", "fully_reshardable"]
 
@@ -65,20 +64,19 @@ class FolderSave:
 class ModelSaver:
     """Takes snapshots of models into reused host buffers; caches Megatron's save plans."""
 
-    def __init__(self, parallel: ParallelContext) -> None:
-        self.parallel = parallel
+    def __init__(self) -> None:
         self.pool = HostPool()
         self._strategies: dict[tuple[str, str], tuple[SnapshotSave, Any]] = {}  # by owner and form
 
     def weights(self, model: MegatronModel, folder: Path) -> FolderSave:
         """Take a snapshot of the weights, to be written into ``folder``, which must exist on rank 0. A collective."""
-        with megatron_scope():
-            return self._save(f"{model.role}/{WEIGHTS}", weights_state(model.chunks), folder)
+        with model.parallel.scope():
+            return self._save(model, WEIGHTS, weights_state(model.chunks), folder)
 
     def optimizer(self, model: MegatronModel, folder: Path, form: OptimizerFormat) -> FolderSave:
         """Take a snapshot of the optimizer's state, like :meth:`weights`."""
-        with megatron_scope():
-            return self._save(f"{model.role}/{OPTIMIZER}", optimizer_state(model, form, is_loading=False), folder, form)
+        with model.parallel.scope():
+            return self._save(model, OPTIMIZER, optimizer_state(model, form, is_loading=False), folder, form)
 
     def forget(self, role: str) -> None:
         """Drop plans and buffers of a model that was rebuilt with new tensors."""
@@ -86,12 +84,13 @@ class ModelSaver:
             del self._strategies[owner, form]
             self.pool.release(owner)
 
-    def _save(self, owner: str, state: Any, folder: Path, form: str = "") -> FolderSave:
+    def _save(self, model: MegatronModel, kind: str, state: Any, folder: Path, form: str = "") -> FolderSave:
+        owner = f"{model.role}/{kind}"
         known = (owner, form) in self._strategies
         if not known:
             base = SnapshotSave(self.pool, owner)
             # Each data-parallel replica writes a part of the weights.
-            group = self.parallel.data_context_parallel_group
+            group = model.parallel.data_context_parallel_group
             self._strategies[owner, form] = (
                 base,
                 dist_checkpointing.FullyParallelSaveStrategyWrapper(base, group, do_cache_distribution=True),
@@ -140,7 +139,7 @@ def _clear_padding(shards: dict[Any, Any]) -> None:
 
 @torch.no_grad()
 def fill_chunks(chunks: Sequence[Any], folder: str | Path) -> None:
-    """Fill a model's chunks from a ``weights`` folder saved at any layout. A collective.
+    """Fill a model's chunks from a ``weights`` folder saved at any layout, in the scope of the model's layout. A collective.
 
     Raises CheckpointError on all ranks if a tensor is missing, unexpected, damaged or of the wrong shape.
     """
@@ -157,9 +156,9 @@ def fill_chunks(chunks: Sequence[Any], folder: str | Path) -> None:
 @torch.no_grad()
 def load_weights(model: MegatronModel, folder: str | Path) -> None:
     """Load weights like :func:`fill_chunks`, and update the main parameters of the model's optimizer, if any."""
-    fill_chunks(model.chunks, folder)
-    if model.optimizer is not None:
-        with megatron_scope():
+    with model.parallel.scope():
+        fill_chunks(model.chunks, folder)
+        if model.optimizer is not None:
             model.optimizer.megatron.reload_model_params()
 
 
@@ -170,7 +169,7 @@ def load_optimizer(model: MegatronModel, folder: str | Path, form: OptimizerForm
     A collective; raises the same errors as :func:`load_weights`.
     """
     assert model.optimizer is not None
-    with megatron_scope():
+    with model.parallel.scope():
         for optimizer in _inner(model):
             _allocate(optimizer)
         loaded = _load(optimizer_state(model, form, is_loading=True), folder)

@@ -88,7 +88,7 @@ def leave_newer(run_dir: str, chosen: Checkpoint, say: Say) -> None:
             say(f"checkpoint {path.name} is newer than the one the run resumes from; renamed to {files.set_aside(path).name}")
 
 
-def load_models(config: Config, models: Models, parallel: ParallelContext, checkpoint: Checkpoint) -> None:
+def load_models(config: Config, models: Models, checkpoint: Checkpoint) -> None:
     """Load weights, optimizers and schedules of policy and critic. A collective.
 
     Raises CheckpointError if the checkpoint has other models or optimizer state that cannot be loaded at this layout.
@@ -102,7 +102,7 @@ def load_models(config: Config, models: Models, parallel: ParallelContext, check
             f"{checkpoint.path} holds {' and '.join(manifest.updates)}, the configuration trains {' and '.join(present)}; resume with the "
             "estimator of the run"
         )
-    _require_loadable(checkpoint, parallel, models.policy.layers)
+    _require_loadable(checkpoint, {role: model.parallel for role, model in present.items()}, models.policy.layers)
     form: OptimizerFormat = manifest.optimizer_format  # type: ignore[assignment]
     for role, model in present.items():
         models.residency.enter("policy_update" if role == "policy" else "critic_update")
@@ -114,7 +114,7 @@ def load_models(config: Config, models: Models, parallel: ParallelContext, check
     models.residency.enter("generate")
 
 
-def _require_loadable(checkpoint: Checkpoint, parallel: ParallelContext, layers: str) -> None:
+def _require_loadable(checkpoint: Checkpoint, layouts: Mapping[str, ParallelContext], layers: str) -> None:
     """Raise CheckpointError for optimizer shards of another layout or of layers with another order of parameters.
 
     ``dp_reshardable`` stores buffers as they are in memory: Megatron would load them into the wrong parameters, without an error.
@@ -122,11 +122,7 @@ def _require_loadable(checkpoint: Checkpoint, parallel: ParallelContext, layers:
     manifest = checkpoint.manifest
     if manifest.optimizer_format == "fully_reshardable" or not any(map(manifest.has_optimizer, manifest.updates)):
         return
-    different = [
-        f"{name} {manifest.layout[name]} -> {getattr(parallel, name) or 1}"
-        for name in _SAME_FOR_SHARDS
-        if name in manifest.layout and manifest.layout[name] != (getattr(parallel, name) or 1)  # older ones have no experts
-    ]
+    different = _different_degrees(manifest, layouts)
     what, old = "at another layout", "at the old layout"
     if not different and manifest.layers and manifest.layers != layers:
         kinds = {"te": "model.attention = te", "local": "model.attention = sdpa or varlen"}
@@ -139,6 +135,19 @@ def _require_loadable(checkpoint: Checkpoint, parallel: ParallelContext, layers:
         f"{checkpoint.path} holds optimizer state that cannot be loaded {what} ({', '.join(different)}); {way}, or resume {old}, "
         "with checkpoint.reshardable_every=1, and let it save once"
     )
+
+
+def _different_degrees(manifest: Manifest, layouts: Mapping[str, ParallelContext]) -> list[str]:
+    """List the degrees of saved optimizer shards that differ from those of the models; a difference of both models is listed once."""
+    found: list[str] = []
+    for role, parallel in layouts.items():
+        saved = manifest.layout_of(role)
+        for name in _SAME_FOR_SHARDS if manifest.has_optimizer(role) else ():
+            before, now = saved.get(name), getattr(parallel, name) or 1  # older checkpoints have no degrees of experts
+            change = f"{name} {before} -> {now}"
+            if before is not None and before != now and change not in found:
+                found.append(change if role == "policy" else f"{change} of the critic")
+    return found
 
 
 def _format(path: Path) -> str | None:

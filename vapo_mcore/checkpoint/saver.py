@@ -79,7 +79,7 @@ class Checkpointer:
         self.say = say
         self.failures = 0
         self.published: tuple[Stage, int] | None = None if resumed is None else (resumed.stage, resumed.step)
-        self._saver = ModelSaver(parallel)
+        self._saver = ModelSaver()
         self._critic: MegatronModel | None = models.critic
         self._pending: _Save | None = None
         self._begun: _Save | None = None
@@ -127,10 +127,11 @@ class Checkpointer:
             optimizer_format="fully_reshardable" if reshardable else "dp_reshardable",
             updates={role: optimizer.updates for role, optimizer in optimizers.items()},
             unscheduled_updates={role: optimizer.unscheduled_updates for role, optimizer in optimizers.items()},
-            layout={name: getattr(self.parallel, name) or 1 for name in LAYOUT},
+            layout=_layout_of(self.parallel),
             metrics={},
             package_version=__version__,
             layers=self._models()["policy"].layers,
+            critic_layout=self._own_layout_of_critic(),
         )
         temporary = files.incomplete(self.config.run.dir, manifest.name)
         try:
@@ -206,6 +207,10 @@ class Checkpointer:
             models["critic"] = self.models.critic
         return models
 
+    def _own_layout_of_critic(self) -> dict[str, int] | None:
+        critic = self.models.critic
+        return None if critic is None or critic.parallel is self.parallel else _layout_of(critic.parallel)
+
     def _snapshots(self, folder: Path, manifest: Manifest) -> dict[str, FolderSave]:
         """Take the snapshots model by model, with one model on the device at a time, as in an update."""
         if self.models.critic is not self._critic:
@@ -226,7 +231,7 @@ class Checkpointer:
         mine = 0
         for model in self._models().values():
             for parameter in (parameter for chunk in model.chunks for parameter in chunk.parameters()):
-                share = parameter.numel() / (self.parallel.data_parallel_size * self.parallel.context_parallel_size)
+                share = parameter.numel() / (model.parallel.data_parallel_size * model.parallel.context_parallel_size)
                 mine += int(share * (parameter.element_size() + (12 if parameter.requires_grad else 0)))
         total = sum(all_gather_objects(mine))
         with fail_together():
@@ -305,6 +310,10 @@ class Checkpointer:
             shutil.rmtree(folder, ignore_errors=True)
         steps = "step" if self._retry_after == 1 else f"{self._retry_after} steps"
         self.say(f"warning: checkpoint {manifest.name} failed: {message}; retrying after the next {steps}")
+
+
+def _layout_of(parallel: ParallelContext) -> dict[str, int]:
+    return {name: getattr(parallel, name) or 1 for name in LAYOUT}
 
 
 def keep(run_dir: str, keep_last: int, keep_best: int, best_metric: str | None) -> None:

@@ -46,7 +46,7 @@ BEFORE = f"{PROBE}_before"
 def run_pretraining(config: Config, options: PretrainOptions) -> int:
     """Pretrain in this process, one of ``parallel.world_size``. Returns the exit code 0; raises VapoError if the user can fix the error."""
     configure_logging()
-    parallel = initialize_parallel(config.parallel)
+    parallel = initialize_parallel(config.critic_parallel)  # there is no policy
     with ending_together():
         pretrain(config, parallel, options)
     return 0

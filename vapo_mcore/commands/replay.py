@@ -91,7 +91,7 @@ def replay(config: Config, parallel: ParallelContext, options: ReplayOptions) ->
     checkpoint = None if name is None else choose(config.run.dir, name, console.print)
     models = build_models(config, parallel, console.print)
     if checkpoint is not None:
-        load_models(config, models, parallel, checkpoint)
+        load_models(config, models, checkpoint)
     trainer = ReplayStepRunner(config, parallel, models, dump)
     if checkpoint is not None:
         trainer.load(load_state(checkpoint)["objects"])

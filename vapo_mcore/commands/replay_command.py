@@ -13,7 +13,7 @@ from vapo_mcore.errors import ConfigError
 from vapo_mcore.interrupts import importing
 
 if TYPE_CHECKING:
-    from vapo_mcore.config.schema import Config
+    from vapo_mcore.config.schema import Config, CriticParallelConfig, ParallelConfig
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,15 +33,22 @@ def _reset_derived(file: str, overrides: Sequence[str]) -> list[str]:
 
     The resolved configuration also contains settings derived from its layout. Those with their derived value must be derived again.
     """
-    if not any(override.partition("=")[0].strip().split(".")[0] == "parallel" for override in overrides):
+    changed = {override.partition("=")[0].strip() for override in overrides}
+    sections = [name for name in ("parallel", "critic.parallel") if any(key == name or key.startswith(f"{name}.") for key in changed)]
+    if not sections:
         return []
     from vapo_mcore.config import load_config
-    from vapo_mcore.config.schema import ParallelConfig
 
-    derived = {name for name, field in ParallelConfig.model_fields.items() if field.default_factory is not None}
-    recorded = load_config(file, check_paths=False).parallel
-    own = ParallelConfig(**recorded.model_dump(exclude=derived))
-    return [f"parallel.{name}=null" for name in sorted(derived) if getattr(recorded, name) == getattr(own, name)]
+    config = load_config(file, check_paths=False)
+    recorded = {"parallel": config.parallel, "critic.parallel": config.critic.parallel}
+    return [reset for name in sections if (section := recorded[name]) is not None for reset in _resets(name, section)]
+
+
+def _resets(name: str, recorded: ParallelConfig | CriticParallelConfig) -> list[str]:
+    layout = type(recorded)
+    derived = {key for key, field in layout.model_fields.items() if field.default_factory is not None}
+    own = layout(**recorded.model_dump(exclude=derived))
+    return [f"{name}.{key}=null" for key in sorted(derived) if getattr(recorded, key) == getattr(own, key)]
 
 
 def run(options: argparse.Namespace, arguments: list[str], load: Callable[[argparse.Namespace, Sequence[str]], Config]) -> int:

@@ -173,6 +173,18 @@ INAPPLICABLE: tuple[Inapplicable, ...] = (
         "interleaved stages always use micro-batches of equal size",
     ),
     Inapplicable(
+        ("critic.parallel.equal_microbatches",),
+        ("critic.parallel.pipeline_model_parallel_size",),
+        lambda c: c.critic.parallel is not None and c.critic.parallel.pipeline_model_parallel_size == 1,
+        "without pipeline parallelism ranks exchange no shapes",
+    ),
+    Inapplicable(
+        ("critic.parallel.equal_microbatches",),
+        ("critic.parallel.virtual_pipeline_model_parallel_size",),
+        lambda c: c.critic.parallel is not None and c.critic.parallel.virtual_pipeline_model_parallel_size is not None,
+        "interleaved stages always use micro-batches of equal size",
+    ),
+    Inapplicable(
         ("algorithm.kl.kind", "algorithm.kl.coef", "algorithm.kl.clamp"),
         ("algorithm.kl.place",),
         lambda c: not c.uses_reference,

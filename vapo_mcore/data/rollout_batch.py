@@ -295,6 +295,10 @@ class RolloutBatch:
     def __contains__(self, name: str) -> bool:
         return name in self.tensors
 
+    def only(self, names: Sequence[str]) -> RolloutBatch:
+        """Return the batch with these tensors alone."""
+        return RolloutBatch(self.rows, self.cu_seqlens, {name: self.tensors[name] for name in names}, self.row_ids)
+
     def select(self, index: Tensor | Sequence[int]) -> RolloutBatch:
         """Return the local rows at ``index`` (0 .. n - 1, distinct), in that order, with their tokens."""
         chosen = torch.as_tensor(index, dtype=torch.int64)

@@ -69,6 +69,23 @@ class MiniBatch:
         return self.denominators.tokens == 0
 
 
+@dataclass(frozen=True)
+class RowOwners:
+    """The ranks that own each row in a layout, replicated.
+
+    ``data_parallel_rank``: int64 [n], -1 for rows that are not trained on; ``dp_rank_of_rank``: data-parallel rank of each rank.
+    """
+
+    data_parallel_rank: Tensor
+    dp_rank_of_rank: Sequence[int]
+
+    @property
+    def first_ranks(self) -> Tensor:
+        """int64 [n]: the first rank that owns each row; -1: none."""
+        first = torch.tensor([self.dp_rank_of_rank.index(number) for number in range(max(self.dp_rank_of_rank) + 1)])
+        return torch.where(self.data_parallel_rank >= 0, first[self.data_parallel_rank.clamp(min=0)], -1)
+
+
 @dataclass
 class Experience:
     """A graded, packed and distributed rollout.
@@ -83,6 +100,8 @@ class Experience:
         bootstrap_values: float32 [rows of batch], the critic's output at each last token; only with ``truncation: bootstrap``.
         skipped: int64 [n], replicated: leading sampled tokens of each row that carry no loss: too old (``horizon.max_staleness``), or
             of earlier steps (``horizon.train: segments``; there ``positive_mask`` covers them nevertheless).
+        owners: the ranks that own each row; None if it was not distributed.
+        elsewhere: the same rows as the critic's layout owns them; None if it is the policy's.
     """
 
     rows: Rows
@@ -92,6 +111,13 @@ class Experience:
     minibatches: list[MiniBatch]
     bootstrap_values: Tensor | None = None
     skipped: Tensor | None = None  # None: 0
+    owners: RowOwners | None = None
+    elsewhere: Experience | None = None
+
+    @property
+    def of_critic(self) -> Experience:
+        """The rows as the critic's layout owns them."""
+        return self if self.elsewhere is None else self.elsewhere
 
     @property
     def mask(self) -> Tensor:
@@ -266,7 +292,8 @@ def distribute(
         )
         for scheduled in plan.minibatches
     ]
-    return Experience(rows, trainable, owned, cu_seqlens, minibatches, skipped=skipped)
+    owners = RowOwners(plan.owner, dp_rank_of_rank)
+    return Experience(rows, trainable, owned, cu_seqlens, minibatches, skipped=skipped, owners=owners)
 
 
 def leading_tokens(mask: Tensor, counts: Tensor, cu_seqlens: Tensor) -> Tensor:

@@ -157,7 +157,8 @@ class MegatronModel:
         self.layers = layer_kind(choose_attention(model.attention, parallel.context_parallel_size, model.dtype))
         self.softmax_size, self.excluded_columns = _softmax_columns(architecture.vocab_size, unknown_token_ids, parallel)
         self.chunks = build_chunks(role, architecture, model, parallel, head_dropout=head_dropout)
-        load_weights(self.chunks)
+        with parallel.groups.put_in_place():
+            load_weights(self.chunks)
         self.optimizer: Optimizer | None = None
         self.wrapped: list[Any] = self.chunks
         self.config = self.chunks[0].config
@@ -169,10 +170,11 @@ class MegatronModel:
             self._make_trainable(optimizer, warmup_updates)
 
     def _make_trainable(self, settings: OptimizerConfig, warmup_updates: int) -> None:
-        self.wrapped = wrap_chunks(self.chunks)
-        # Megatron's wrapper and its hooks on gradients refer to each other through autograd nodes, which Python's collector does not see.
-        weakref.finalize(self, _forget_hooks, [chunk.grad_accs for chunk in self.wrapped]).atexit = False
-        self.optimizer = Optimizer(self.wrapped, settings, self.config, warmup_updates)
+        with self.parallel.groups.put_in_place():
+            self.wrapped = wrap_chunks(self.chunks)
+            # Megatron's wrapper and its hooks on gradients refer to each other through autograd nodes, unseen by Python's collector.
+            weakref.finalize(self, _forget_hooks, [chunk.grad_accs for chunk in self.wrapped]).atexit = False
+            self.optimizer = Optimizer(self.wrapped, settings, self.config, warmup_updates)
         self.config.finalize_model_grads_func = _finalize_gradients
         no_sync = [chunk.no_sync for chunk in self.wrapped]
         self.config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
@@ -288,7 +290,8 @@ class MegatronModel:
             fault = Skipped.LOSS
         elif is_spike(metrics["loss"]):
             fault = Skipped.SPIKE
-        grad_norm, skipped = self.optimizer.step(fault, unscheduled_lr=unscheduled_lr)
+        with self.parallel.groups.put_in_place():
+            grad_norm, skipped = self.optimizer.step(fault, unscheduled_lr=unscheduled_lr)
         return StepResult(metrics, grad_norm, self.optimizer.learning_rate if unscheduled_lr is None else unscheduled_lr, skipped)
 
     def accumulate(
@@ -344,7 +347,8 @@ class MegatronModel:
             if isinstance(head := getattr(chunk, "output_layer", None), ValueHead):
                 head.bias.copy_(torch.full_like(head.bias, value) if bins is None else bias_of_mean(value, bins))
         if self.optimizer is not None:
-            self.optimizer.megatron.reload_model_params()
+            with self.parallel.groups.put_in_place():
+                self.optimizer.megatron.reload_model_params()
 
     # ------------------------------------------------------------------ shared
 
@@ -366,7 +370,7 @@ class MegatronModel:
                 output = self._call_chunk(chunk, feed, number)
             return output, lambda tensor, non_loss_data=False: finish(tensor, number)
 
-        with megatron_scope(), self._model_pass(feed, training=not forward_only):
+        with self.parallel.scope(), self._model_pass(feed, training=not forward_only):
             return get_forward_backward_func()(
                 forward_step_func=forward_step,
                 data_iterator=feed.iterators(len(self.wrapped)),

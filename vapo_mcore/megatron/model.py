@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from vapo_mcore.config.architecture import ModelArchitecture, padded_vocab_size
 from vapo_mcore.errors import ConfigError
 from vapo_mcore.megatron.attention import RMSNorm, SegmentAttention, VarlenAttention
-from vapo_mcore.megatron.host import HAS_CUDA, megatron_scope
+from vapo_mcore.megatron.host import HAS_CUDA
 from vapo_mcore.megatron.rope import RotaryTable, inverse_frequencies, softmax_scale
 
 if TYPE_CHECKING:
@@ -302,7 +302,7 @@ def build_chunks(
     """
     if for_training:
         _refuse_unsupported(architecture)
-    with megatron_scope(device):
+    with parallel.scope(device):
         config = transformer_config(architecture, model, parallel)
         attention = choose_attention(model.attention, parallel.context_parallel_size, model.dtype)
         stages = parallel.virtual_pipeline_model_parallel_size

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from vapo_mcore.megatron.host import HAS_CUDA, megatron_scope
+from vapo_mcore.megatron.host import HAS_CUDA
 from vapo_mcore.megatron.optimizer import hybrid_optimizers
 
 if TYPE_CHECKING:
@@ -259,7 +259,7 @@ class ModelOffloader:
     def _offload_buffers(self, part: Part) -> None:
         params = part == "params"
         keep = params and "params" in self._on_host
-        with megatron_scope():
+        with self.model.parallel.scope():
             for number, buffer in enumerate(self._buffers):
                 if keep:  # what Megatron does, without the copy
                     buffer.param_data_size = buffer.param_data.numel()
@@ -275,7 +275,7 @@ class ModelOffloader:
 
     def _reload_buffers(self, part: Part) -> None:
         params = part == "params"
-        with megatron_scope():
+        with self.model.parallel.scope():
             for buffer in self._buffers:
                 buffer.reload_from_cpu(move_params=params, move_grads=not params)
                 if params:

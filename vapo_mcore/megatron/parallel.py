@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -13,15 +15,18 @@ from torch.distributed.rendezvous import rendezvous
 
 from vapo_mcore.errors import ConfigError
 from vapo_mcore.megatron.devices import device_fault, installed_versions, transformer_engine_fault
+from vapo_mcore.megatron.groups import MegatronGroups, beside_the_others
 from vapo_mcore.megatron.host import HAS_CUDA, compute_device, import_megatron, megatron_scope
 
 if TYPE_CHECKING:
-    from vapo_mcore.config.schema import ParallelConfig
+    from vapo_mcore.config.schema import Config, ParallelConfig
 
 
 @dataclass(frozen=True)
 class ParallelContext:
-    """Parallel degrees, this process's ranks, and the process groups; policy and critic share one layout.
+    """One layout: parallel degrees, this process's ranks, and the process groups. Policy and critic share it, or have one each.
+
+    Code of Megatron-Core that works on a model runs inside ``scope`` of the model's layout.
 
     Ranks are in Megatron's default order tp-cp-dp-pp: TP neighbours are contiguous. "Model parallel" are the TP x CP x PP ranks of one
     data-parallel index, which hold the same sequences. Experts have separate groups over the same ranks, in the order
@@ -53,6 +58,14 @@ class ParallelContext:
     expert_tensor_parallel_group: dist.ProcessGroup
     sequence_parallel: bool
     equal_microbatches: bool
+    groups: MegatronGroups
+    beside: dict[ParallelConfig, ParallelContext] = field(default_factory=dict)  # other layouts over the same ranks
+
+    @contextmanager
+    def scope(self, device: torch.device | None = None) -> Iterator[None]:
+        """Run Megatron-Core code on a model of this layout: its groups are in Megatron's global state. ``device``: see megatron_scope."""
+        with megatron_scope(device), self.groups.put_in_place():
+            yield
 
     @property
     def variable_lengths(self) -> bool:
@@ -131,17 +144,39 @@ def initialize_parallel(config: ParallelConfig) -> ParallelContext:
         )
     with megatron_scope():
         ps.destroy_model_parallel()
-        ps.initialize_model_parallel(
-            tensor_model_parallel_size=config.tensor_model_parallel_size,
-            pipeline_model_parallel_size=config.pipeline_model_parallel_size,
-            virtual_pipeline_model_parallel_size=config.virtual_pipeline_model_parallel_size,
-            context_parallel_size=config.context_parallel_size,
-            expert_model_parallel_size=config.expert_model_parallel_size,
-            expert_tensor_parallel_size=config.expert_tensor_parallel_size,
-            distributed_timeout_minutes=max(1, int(config.timeout_minutes)),
-            create_gloo_process_groups=False,
-        )
+        parallel = _create(config)
         _seed_rng_tracker()
+    return parallel
+
+
+def critic_layout(config: Config, policy: ParallelContext) -> ParallelContext:
+    """Return the critic's layout: the policy's or, with ``critic.parallel``, a second one over the same ranks. Collective.
+
+    Megatron's RNG tracker keeps the policy's seeds: models have no dropout of Megatron's, and all weights come from files, so nothing
+    draws from it.
+    """
+    if not config.layouts_differ:
+        return policy
+    if config.critic_parallel not in policy.beside:
+        with megatron_scope(), beside_the_others():
+            policy.beside[config.critic_parallel] = _create(config.critic_parallel)
+    return policy.beside[config.critic_parallel]
+
+
+def _create(config: ParallelConfig) -> ParallelContext:
+    """Create Megatron's process groups where there are none, and return the layout."""
+    from megatron.core import parallel_state as ps
+
+    ps.initialize_model_parallel(
+        tensor_model_parallel_size=config.tensor_model_parallel_size,
+        pipeline_model_parallel_size=config.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=config.virtual_pipeline_model_parallel_size,
+        context_parallel_size=config.context_parallel_size,
+        expert_model_parallel_size=config.expert_model_parallel_size,
+        expert_tensor_parallel_size=config.expert_tensor_parallel_size,
+        distributed_timeout_minutes=max(1, int(config.timeout_minutes)),
+        create_gloo_process_groups=False,
+    )
     tp = config.tensor_model_parallel_size
     sequence_parallel = config.sequence_parallel if config.sequence_parallel is not None else tp > 1
     return ParallelContext(
@@ -170,6 +205,7 @@ def initialize_parallel(config: ParallelConfig) -> ParallelContext:
         expert_tensor_parallel_group=ps.get_expert_tensor_parallel_group(),
         sequence_parallel=sequence_parallel and tp > 1,
         equal_microbatches=config.equal_microbatches,
+        groups=MegatronGroups(),
     )
 
 

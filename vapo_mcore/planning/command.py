@@ -181,17 +181,19 @@ def _cluster(options: argparse.Namespace, config: Config) -> Cluster:
 
 
 def _warnings(subject: Subject, cluster: Cluster) -> Iterator[str]:
-    p = subject.config.parallel
+    config = subject.config
+    layouts = {"": config.parallel} | ({"critic: ": config.critic_parallel} if config.layouts_differ else {})
     if subject.is_moe:
         yield (
             f"{subject.policy.family} is a mixture of experts: state sizes are exact, activations are those of tokens spread evenly over "
             "the experts, and times are those of a dense model of the active size, without the exchanges of routing"
         )
-    if p.tensor_model_parallel_size * p.context_parallel_size > cluster.processes_per_node:
-        yield (
-            f"tensor {p.tensor_model_parallel_size} x context {p.context_parallel_size} spans nodes of {cluster.processes_per_node}: "
-            "the communication time is underestimated"
-        )
+    for whose, p in layouts.items():
+        if p.tensor_model_parallel_size * p.context_parallel_size > cluster.processes_per_node:
+            yield (
+                f"{whose}tensor {p.tensor_model_parallel_size} x context {p.context_parallel_size} spans nodes of "
+                f"{cluster.processes_per_node}: the communication time is underestimated"
+            )
     if subject.config.rollout.horizon is not None:
         yield "rollout.horizon: memory and times are those of a step without it; --horizon TOKENS estimates the time of steps with one"
     if subject.config.rollout.dynamic_sampling.enabled:

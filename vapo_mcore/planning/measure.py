@@ -181,7 +181,7 @@ class ActivationProbe:
         on_gpu: bool,
     ) -> ChunkActivations:
         stages = 1 if first and last else 2 if first or last else 3
-        given, arch = config.parallel, replace(arch, rope_scaling=None)  # scaling does not change the number of frequencies
+        given, arch = config.parallel_of(role), replace(arch, rope_scaling=None)  # scaling does not change the number of frequencies
         frozen = trains_head_only(config, role)
         if not (last or frozen):
             role = "policy"  # below the head both models are the same, except for tied embeddings, which save nothing

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -24,6 +24,7 @@ STAGES: tuple[Stage, ...] = ("generate", "values", "critic_update", "logprobs", 
 """The stages in the order of a step."""
 VLLM_BLOCK = 16  # tokens of a KV block
 _BATCH_BYTES_A_TOKEN = 8 + 2 * 1 + 7 * 4  # ids, two masks, seven float32 columns
+_CRITIC_BATCH_BYTES_A_TOKEN = 8 + 2 * 1 + 2 * 4  # of a critic with another layout: ids, two masks, values and returns
 # In the micro-batches: ids and mask again, positions in the batch, the layout's five columns of indices and its mask.
 _PACKED_BYTES_A_TOKEN = 8 + 1 + 8 + 5 * 8 + 1
 _VLLM_BATCHED_TOKENS = {True: 16384, False: 8192}  # vLLM's default tokens per engine step, on a large GPU and on CPU
@@ -34,7 +35,7 @@ class RankModel:
     """One model on one pipeline rank: its state on the fullest data-parallel rank, and the activations of each chunk.
 
     ``reduction``: bytes of the gradient reduction, when all activations are freed. ``hidden_size``, ``head_dim``: those of the model.
-    ``choice_bytes_a_token``: of the experts that router replay repeats.
+    ``choice_bytes_a_token``: of the experts that router replay repeats. ``stage``: the rank's pipeline stage in the model's layout.
     """
 
     state: StateBytes
@@ -43,6 +44,7 @@ class RankModel:
     hidden_size: int = 0
     head_dim: int = 0
     choice_bytes_a_token: int = 0
+    stage: int = 0
 
 
 @dataclass
@@ -117,16 +119,12 @@ def _vllm_parameters(arch: ModelArchitecture, tp: int) -> float:
 
 
 def _residual(config: Config, device: Device) -> float:
-    """Return the device memory of CUDA, its libraries and the layout's communicators (world, TP, CP, PP, DP and rollout TP, if > 1)."""
-    p = config.parallel
-    degrees = (
-        p.world_size,
-        p.tensor_model_parallel_size,
-        p.context_parallel_size,
-        p.pipeline_model_parallel_size,
-        p.data_parallel_size,
-        config.rollout_tensor_parallel_size,
-    )
+    """Return the device memory of CUDA, its libraries and the communicators: the world's and, if > 1, TP, CP, PP, DP of each layout and
+    the rollout's TP."""
+    layouts = [config.parallel, *([config.critic_parallel] if config.layouts_differ else [])]
+    degrees = [config.parallel.world_size, config.rollout_tensor_parallel_size]
+    for p in layouts:
+        degrees += [p.tensor_model_parallel_size, p.context_parallel_size, p.pipeline_model_parallel_size, p.data_parallel_size]
     return device.context_bytes + device.nccl_bytes * sum(degree > 1 for degree in degrees)
 
 
@@ -135,11 +133,9 @@ def offload_enabled(config: Config, device: Device) -> bool:
     return device.is_gpu if config.model.offload is None else config.model.offload
 
 
-def rank_memory(
-    config: Config, models: dict[Role, RankModel], vllm: Vllm, workload: Workload, device: Device, stage_of_rank: int
-) -> dict[Stage, StageMemory]:
-    """Compute the device memory of a rank of one pipeline stage, for every stage of a step."""
-    return {stage: _stage_memory(config, models, vllm, workload, device, stage_of_rank, stage) for stage in STAGES}
+def rank_memory(config: Config, models: dict[Role, RankModel], vllm: Vllm, workload: Workload, device: Device) -> dict[Stage, StageMemory]:
+    """Compute the device memory of the rank with these models, for every stage of a step."""
+    return {stage: _stage_memory(config, models, vllm, workload, device, stage) for stage in STAGES}
 
 
 def build_bytes(config: Config, models: dict[Role, RankModel], device: Device) -> float:
@@ -160,7 +156,7 @@ def build_bytes(config: Config, models: dict[Role, RankModel], device: Device) -
 
 
 def _stage_memory(
-    config: Config, models: dict[Role, RankModel], vllm: Vllm, workload: Workload, device: Device, pp_rank: int, stage: Stage
+    config: Config, models: dict[Role, RankModel], vllm: Vllm, workload: Workload, device: Device, stage: Stage
 ) -> StageMemory:
     memory = StageMemory()
     memory.add("CUDA, NCCL", _residual(config, device))
@@ -169,13 +165,15 @@ def _stage_memory(
         memory.add(f"{role} weights", model.state.params if "params" in parts else 0)
         memory.add(f"{role} gradients", model.state.grads if "grads" in parts else 0)
         memory.add(f"{role} optimizer", model.state.optimizer if "optimizer" in parts else 0)
-    _add_activations(memory, config, models, workload, device, pp_rank, stage)
+    _add_activations(memory, config, models, workload, device, stage)
     memory.add("rotary tables", _rotary_bytes(config, models))
     if stage in ("generate", "sync") and not offload_enabled(config, device):
         memory.add("gather buffer", _gather_bytes(config, models))
     _add_choices(memory, config, models, workload, stage)
     if stage not in ("generate", "sync"):
         memory.add("rollout batch", workload.tokens_per_data_rank * (_BATCH_BYTES_A_TOKEN + _PACKED_BYTES_A_TOKEN))
+        if workload.critic is not None:
+            memory.add("rollout batch", workload.critic.tokens_per_data_rank * (_CRITIC_BATCH_BYTES_A_TOKEN + _PACKED_BYTES_A_TOKEN))
     sleeps = device.is_gpu and engine_traits(config.rollout.engine).sleeps  # vLLM's CPU backend cannot free its memory
     if stage in ("generate", "sync") or not sleeps:
         memory.add("vLLM weights", vllm.weight_bytes)
@@ -188,12 +186,12 @@ def _stage_memory(
     return memory
 
 
-def choice_bytes_a_token(config: Config, arch: ModelArchitecture) -> int:
+def choice_bytes_a_token(config: Config, arch: ModelArchitecture, role: Role = "policy") -> int:
     """Return the bytes per token in which router replay keeps the experts of one pipeline rank's layers; 0 without it."""
     if config.model.router.replay == "off" or not arch.is_moe:
         return 0
     assert arch.expert_choices is not None
-    return arch.expert_choices.bytes_a_token // config.parallel.pipeline_model_parallel_size
+    return arch.expert_choices.bytes_a_token // config.parallel_of(role).pipeline_model_parallel_size
 
 
 def choices_host_bytes(config: Config, archs: Sequence[ModelArchitecture], workload: Workload, processes: int) -> float:
@@ -203,14 +201,18 @@ def choices_host_bytes(config: Config, archs: Sequence[ModelArchitecture], workl
     a model's are stored, those of its micro-batches are there as well. With ``replay: engine`` each rank has the engine's choices too until
     the policy's pass, and the ranks that sampled them keep all layers' for a dump. ``archs``: the policy's first.
     """
-    sizes = [choice_bytes_a_token(config, arch) for arch in archs]
+    roles: tuple[Role, ...] = ("policy", "critic")
+    sizes = [
+        workload.of(role).tokens_per_data_rank * choice_bytes_a_token(config, arch, role)
+        for role, arch in zip(roles, archs, strict=False)  # without a critic the policy's alone
+    ]
     kept = sum(sizes) if config.algorithm.kl.place == "reward" else max(sizes)
-    stored = processes * workload.tokens_per_data_rank * (kept + max(sizes))
+    stored = processes * (kept + max(sizes))
     shape = archs[0].expert_choices
     if config.model.router.replay != "engine" or shape is None:
         return stored
     sampled = workload.tokens * shape.bytes_a_token * processes / config.parallel.world_size
-    return stored + processes * workload.tokens_per_data_rank * sizes[0] + sampled
+    return stored + processes * sizes[0] + sampled
 
 
 def _add_choices(memory: StageMemory, config: Config, models: dict[Role, RankModel], workload: Workload, stage: Stage) -> None:
@@ -221,8 +223,9 @@ def _add_choices(memory: StageMemory, config: Config, models: dict[Role, RankMod
     role = _ROLES.get(stage)
     if role not in models:
         return
+    parallel, workload = config.parallel_of(role), workload.of(role)
     if stage in ("values", "logprobs"):  # each rank's own tokens, gathered after the pass
-        tokens = workload.tokens_per_data_rank / (config.parallel.tensor_model_parallel_size * config.parallel.context_parallel_size)
+        tokens = workload.tokens_per_data_rank / (parallel.tensor_model_parallel_size * parallel.context_parallel_size)
         tokens += workload.tokens_per_data_rank if stage == "logprobs" and config.model.router.replay == "engine" else 0
     else:
         tokens = workload.tokens_per_data_rank / workload.updates
@@ -239,14 +242,17 @@ def _gather_bytes(config: Config, models: dict[Role, RankModel]) -> float:
 
     It is part of the activations while a model runs; entering a stage with ``model.offload`` frees it.
     """
-    if not config.parallel.sequence_parallel:
-        return 0.0
-    tokens = config.batch.max_tokens_per_microbatch / config.parallel.context_parallel_size
-    return tokens * max(model.hidden_size for model in models.values()) * ITEM_BYTES[config.model.dtype]
+
+    def widths() -> Iterator[float]:
+        for role, model in models.items():
+            parallel = config.parallel_of(role)
+            yield model.hidden_size / parallel.context_parallel_size if parallel.sequence_parallel else 0.0
+
+    return config.batch.max_tokens_per_microbatch * max(widths()) * ITEM_BYTES[config.model.dtype]
 
 
 def _add_activations(
-    memory: StageMemory, config: Config, models: dict[Role, RankModel], workload: Workload, device: Device, pp_rank: int, stage: Stage
+    memory: StageMemory, config: Config, models: dict[Role, RankModel], workload: Workload, device: Device, stage: Stage
 ) -> None:
     role = _ROLES.get(stage)
     if role not in models:
@@ -255,8 +261,8 @@ def _add_activations(
     if stage in ("values", "logprobs"):
         total, running = forward_peak(chunks)
     else:
-        stages = config.parallel.pipeline_model_parallel_size
-        total, running = training_peak(chunks, pp_rank, stages, workload.microbatches_per_update)
+        stages = config.parallel_of(role).pipeline_model_parallel_size
+        total, running = training_peak(chunks, models[role].stage, stages, workload.of(role).microbatches_per_update)
         total = max(total, models[role].reduction)
     memory.add("logits", running.logits)
     memory.add("activations", (total - running.logits) * (1 + device.slack))

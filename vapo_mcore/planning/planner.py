@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -31,7 +31,7 @@ from vapo_mcore.planning.state import (
     configured_state,
     cpu_offload,
     fullest_node,
-    host_bytes_by_data_rank,
+    host_bytes_by_rank,
     reduction_copy_bytes,
     snapshot_host_bytes,
     trains_head_only,
@@ -83,7 +83,11 @@ class Subject:
 
 @dataclass(frozen=True)
 class Plan:
-    """Result of planning. ``ranks[stage]`` is the fullest rank of a pipeline stage; ``misfits``: sentences, empty if everything fits."""
+    """Result of planning. ``misfits``: sentences, empty if everything fits.
+
+    ``ranks``: the fullest rank of each pipeline stage or, where policy and critic have different layouts, of the ranks with the same
+    stages of both, in rank order.
+    """
 
     subject: Subject
     cluster: Cluster
@@ -119,18 +123,21 @@ class Planner:
         config, device = subject.config, cluster.device
         work = workload(config, subject.mean_response_length)
         vllm = vllm_memory(config, subject.policy, device)
-        ranks, by_stage, parameters, building = [], [], [], []
-        fullest: dict[Role, RankModel] = {}
-        for stage in range(config.parallel.pipeline_model_parallel_size):
-            states = dict(self._states(subject, stage, device, build=build))
-            models = {role: self._model(subject, role, by_rank, work, stage, device) for role, (by_rank, _) in states.items()}
-            fullest = {role: max((model, fullest.get(role, model)), key=lambda m: m.state.params) for role, model in models.items()}
-            ranks.append(rank_memory(config, models, vllm, work, device, stage))
+        ranks, parameters, building = [], [], []
+        states = self._states(subject, device, build=build)
+        by_stage = {
+            role: [self._model(subject, role, by_data_rank, work, stage, device) for stage, (by_data_rank, _) in enumerate(of_role)]
+            for role, of_role in states.items()
+        }
+        fullest = {role: max(reversed(models), key=lambda model: model.state.params) for role, models in by_stage.items()}
+        stages_of_ranks = _stages_of_ranks(config, subject.roles)
+        for stages in stages_of_ranks:
+            models = {role: by_stage[role][stage] for role, stage in stages.items()}
+            ranks.append(rank_memory(config, models, vllm, work, device))
             building.append(build_bytes(config, models, device))
-            by_role = {role: by_rank for role, (by_rank, _) in states.items()}
-            by_stage.append(host_bytes_by_data_rank(config, by_role, models_move=offload_enabled(config, device)))
-            parameters.append({role: count for role, (_, count) in states.items()})
-        offloaded = fullest_node(by_stage, config.parallel.tensor_model_parallel_size, cluster.processes_per_node)
+            parameters.append({role: states[role][stage][1] for role, stage in stages.items()})
+        held = {role: [by_data_rank for by_data_rank, _ in of_role] for role, of_role in states.items()}
+        offloaded = fullest_node(host_bytes_by_rank(config, held, models_move=offload_enabled(config, device)), cluster.processes_per_node)
         snapshots = snapshot_host_bytes(
             config, subject.policy, subject.critic, processes_per_node=cluster.processes_per_node, cuda=device.is_gpu
         )
@@ -141,42 +148,48 @@ class Planner:
         step = timer.estimate(fullest, vllm, cluster.processes_per_node)
         capacity = device.memory if device.is_gpu else (device.node_memory - host.total) / cluster.processes_per_node
         disk = disk_bytes(config, subject.policy, subject.critic)
-        misfits = list(_misfits(config, ranks, building, vllm, host, capacity, cluster))
+        places = [_place(config, stages) for stages in stages_of_ranks]
+        misfits = list(_misfits(config, ranks, building, places, vllm, host, capacity, cluster))
         return Plan(subject, cluster, work, ranks, parameters, capacity, vllm, host, disk, step, timer.run(step), misfits)
 
-    def _states(
-        self, subject: Subject, stage: int, device: Device, *, build: bool
-    ) -> Iterator[tuple[Role, tuple[Sequence[StateBytes], int]]]:
+    def _states(self, subject: Subject, device: Device, *, build: bool) -> dict[Role, list[tuple[Sequence[StateBytes], int]]]:
+        """Return each model's state by data-parallel rank, and its parameters (0 unless built), by pipeline stage."""
         config = subject.config
-        if not build:
-            for role, arch in subject.roles.items():
-                yield role, (configured_state(config, arch, role, stage=stage, overlap=device.is_gpu), 0)
-            return
-        with pipeline_rank(config.parallel, stage) as parallel:
-            for role, arch in subject.roles.items():
-                built = build_state(config, role, arch, parallel, on_gpu=device.is_gpu)
-                yield role, (built.by_data_rank, built.parameters)
+        found: dict[Role, list[tuple[Sequence[StateBytes], int]]] = {role: [] for role in subject.roles}
+        for role, arch in subject.roles.items():
+            layout = config.parallel_of(role)
+            for stage in range(layout.pipeline_model_parallel_size):
+                if not build:
+                    found[role].append((configured_state(config, arch, role, stage=stage, overlap=device.is_gpu), 0))
+                    continue
+                with pipeline_rank(layout, stage) as parallel:
+                    built = build_state(config, role, arch, parallel, on_gpu=device.is_gpu)
+                found[role].append((built.by_data_rank, built.parameters))
+        return found
 
     def _model(self, subject: Subject, role: Role, states: Sequence[StateBytes], work: Workload, stage: int, device: Device) -> RankModel:
         config, arch = subject.config, subject.roles[role]
         frozen = trains_head_only(config, role)
         reduction = (
-            0 if device.is_gpu else reduction_copy_bytes(arch, role, config.model.dtype, config.parallel, stage=stage, head_only=frozen)
+            0
+            if device.is_gpu
+            else reduction_copy_bytes(arch, role, config.model.dtype, config.parallel_of(role), stage=stage, head_only=frozen)
         )
         largest = max(states, key=lambda state: state.optimizer + state.host)
         chunks = self._chunks(subject, role, work, stage, device)
         head_dim = int(arch.head_dim * arch.rotary_percent)
-        return RankModel(largest, chunks, reduction, arch.hidden_size, head_dim, choice_bytes_a_token(config, arch))
+        return RankModel(largest, chunks, reduction, arch.hidden_size, head_dim, choice_bytes_a_token(config, arch, role), stage)
 
     def _chunks(self, subject: Subject, role: Role, work: Workload, stage: int, device: Device) -> tuple[ChunkActivations, ...]:
         config, arch = subject.config, subject.roles[role]
-        pp, virtual = config.parallel.pipeline_model_parallel_size, config.parallel.virtual_pipeline_model_parallel_size or 1
+        parallel = config.parallel_of(role)
+        pp, virtual = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size or 1
         return tuple(
             self.probe.chunk(
                 config,
                 role,
                 arch,
-                packed_lengths(config, work),
+                packed_lengths(config, work, role),
                 first=stage == 0 and number == 0,
                 last=stage == pp - 1 and number == virtual - 1,
                 layers=arch.num_layers // (pp * virtual),
@@ -186,10 +199,25 @@ class Planner:
         )
 
 
+def _stages_of_ranks(config: Config, roles: Iterable[Role]) -> list[dict[Role, int]]:
+    """Return the pipeline stages of both models on each rank, those that occur, in rank order: pipeline stages are outermost."""
+    world = config.parallel.world_size
+    layouts = {role: config.parallel_of(role) for role in roles}
+    found = [{role: rank * parallel.pipeline_model_parallel_size // world for role, parallel in layouts.items()} for rank in range(world)]
+    return [stages for number, stages in enumerate(found) if number == 0 or stages != found[number - 1]]
+
+
+def _place(config: Config, stages: Mapping[Role, int]) -> str:
+    if not config.layouts_differ:
+        return f"pipeline stage {stages['policy']}"
+    return f"the policy's pipeline stage {stages['policy']} and the critic's {stages['critic']}"
+
+
 def _misfits(
     config: Config,
     ranks: list[dict[Stage, StageMemory]],
     building: list[float],
+    places: list[str],
     vllm: Vllm,
     host: HostMemory,
     capacity: float,
@@ -198,7 +226,7 @@ def _misfits(
     device = cluster.device
     if max(building) > capacity:
         yield (
-            f"building the models: {max(building) / GIB:.1f} GiB on a rank of pipeline stage {building.index(max(building))}, "
+            f"building the models: {max(building) / GIB:.1f} GiB on a rank of {places[building.index(max(building))]}, "
             f"{capacity / GIB:.1f} GiB are available (weights twice, in modules and in flat buffers, and gradients)"
         )
     for stage in ranks[0]:
@@ -208,7 +236,7 @@ def _misfits(
             largest = sorted(memory.parts.items(), key=lambda part: -part[1])[:3]
             named = ", ".join(f"{name} {value / GIB:.1f}" for name, value in largest)
             yield (
-                f"{stage}: {memory.total / GIB:.1f} GiB on a rank of pipeline stage {number}, {capacity / GIB:.1f} GiB are available "
+                f"{stage}: {memory.total / GIB:.1f} GiB on a rank of {places[number]}, {capacity / GIB:.1f} GiB are available "
                 f"(largest: {named})"
             )
     longest = config.max_sequence_length
@@ -284,14 +312,16 @@ def candidate_changes(subject: Subject, cluster: Cluster) -> Iterator[list[str]]
     on_device = [role for role in subject.roles if not cpu_offload(config, role)]
     if cluster.device.is_gpu and on_device:
         yield [f"{role}.optimizer.cpu_offload=true" for role in on_device]
-    multiple = p.microbatch_multiple
-    shortest = -(-config.max_sequence_length // multiple) * multiple
+    multiples = [config.parallel_of(role).microbatch_multiple for role in subject.roles]
+    shortest = max(-(-config.max_sequence_length // multiple) * multiple for multiple in multiples)
     if shortest < config.batch.max_tokens_per_microbatch:
         yield [f"batch.max_tokens_per_microbatch={shortest}"]
-    for name in ("tensor", "pipeline", "context"):
-        key = f"{name}_model_parallel_size" if name != "context" else "context_parallel_size"
-        for factor in (2, 4, 8):
-            yield [f"parallel.{key}={getattr(p, key) * factor}"]
+    layouts = {"parallel": p} | ({"critic.parallel": config.critic_parallel} if config.layouts_differ else {})
+    for section, layout in layouts.items():
+        for name in ("tensor", "pipeline", "context"):
+            key = f"{name}_model_parallel_size" if name != "context" else "context_parallel_size"
+            for factor in (2, 4, 8):
+                yield [f"{section}.{key}={getattr(layout, key) * factor}"]
     for factor in (2, 4):
         yield [f"parallel.world_size={p.world_size * factor}"]
     for degree in (2, 4, 8):

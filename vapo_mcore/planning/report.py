@@ -9,6 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from vapo_mcore.config.schema import ParallelConfig
 from vapo_mcore.planning.devices import GIB
 from vapo_mcore.planning.horizons import HorizonStep
 from vapo_mcore.planning.memory import STAGES
@@ -30,24 +31,15 @@ def to_json(
 ) -> dict[str, Any]:
     """Return the contents of the text report, with bytes and seconds as numbers."""
     config, cluster = plan.subject.config, plan.cluster
-    p = config.parallel
     return {
         "model": {
             role: {"parameters": num_parameters(arch, role), "family": arch.family, "layers": arch.num_layers}
             for role, arch in plan.subject.roles.items()
         },
         "cluster": {"nodes": cluster.nodes, "processes_per_node": cluster.processes_per_node, "device": asdict(cluster.device)},
-        "layout": {
-            "tensor": p.tensor_model_parallel_size,
-            "pipeline": p.pipeline_model_parallel_size,
-            "virtual_pipeline": p.virtual_pipeline_model_parallel_size,
-            "context": p.context_parallel_size,
-            "data": p.data_parallel_size,
-            "expert": p.expert_model_parallel_size,
-            "rollout_tensor": config.rollout_tensor_parallel_size,
-            "recompute": config.model.recompute,
-        },
-        "workload": asdict(plan.work),
+        "layout": _layout(config.parallel) | {"rollout_tensor": config.rollout_tensor_parallel_size, "recompute": config.model.recompute},
+        **({} if plan.work.critic is None else {"critic_layout": _layout(config.critic_parallel)}),
+        "workload": {name: value for name, value in asdict(plan.work).items() if value is not None},
         "capacity_bytes": plan.capacity,
         "pipeline_ranks": [
             {
@@ -75,6 +67,17 @@ def to_json(
     }
 
 
+def _layout(p: ParallelConfig) -> dict[str, Any]:
+    return {
+        "tensor": p.tensor_model_parallel_size,
+        "pipeline": p.pipeline_model_parallel_size,
+        "virtual_pipeline": p.virtual_pipeline_model_parallel_size,
+        "context": p.context_parallel_size,
+        "data": p.data_parallel_size,
+        "expert": p.expert_model_parallel_size,
+    }
+
+
 def _change(change: Change) -> dict[str, Any]:
     plan = change.plan
     return {
@@ -88,15 +91,14 @@ def _change(change: Change) -> dict[str, Any]:
 
 def print_plan(console: Console, plan: Plan, notes: Sequence[str]) -> None:
     config, cluster, work = plan.subject.config, plan.cluster, plan.work
-    p = config.parallel
     models = ", ".join(f"{role} {num_parameters(arch, role):,} parameters" for role, arch in plan.subject.roles.items())
-    virtual = f" ({p.virtual_pipeline_model_parallel_size} chunks)" if p.virtual_pipeline_model_parallel_size else ""
     console.print(f"{config.model.path} ({config.model.dtype}): {models}")
     console.print(
-        f"{cluster.nodes} node{'s' * (cluster.nodes > 1)} x {cluster.processes_per_node} {cluster.device.name}: tensor "
-        f"{p.tensor_model_parallel_size} x pipeline {p.pipeline_model_parallel_size}{virtual} x context {p.context_parallel_size} x data "
-        f"{p.data_parallel_size}{p.experts_text}; rollout tensor {config.rollout_tensor_parallel_size}; recompute {config.model.recompute}"
+        f"{cluster.nodes} node{'s' * (cluster.nodes > 1)} x {cluster.processes_per_node} {cluster.device.name}: "
+        f"{config.parallel.degrees_text}; rollout tensor {config.rollout_tensor_parallel_size}; recompute {config.model.recompute}"
     )
+    if work.critic is not None:
+        console.print(f"critic: {config.critic_parallel.degrees_text}; {work.critic.microbatches_per_update} micro-batches per rank")
     console.print(
         f"per step: {work.responses:,} responses of {work.response_length:,} tokens (assumed mean; maximum "
         f"{config.rollout.max_response_length:,}) after prompts of {work.prompt_length:,}, {work.updates} updates of "

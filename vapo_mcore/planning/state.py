@@ -334,7 +334,7 @@ def configured_state(config: Config, arch: ModelArchitecture, role: Role, *, sta
         arch,
         role,
         config.model.dtype,
-        config.parallel,
+        config.parallel_of(role),
         stage=stage,
         overlap=overlap,
         cpu_offload=cpu_offload(config, role),
@@ -436,13 +436,14 @@ def offload_host_bytes(
     ``megatron.offload.HostPool`` allocates them. CPU optimizers are included independent of ``models_move``, which is whether
     ``model.offload`` is enabled (default: with CUDA).
     """
-    parallel = config.parallel
-    roles = _models(config, architecture, critic_architecture)
-    by_stage: list[list[int]] = []
-    for stage in range(parallel.pipeline_model_parallel_size):
-        states = {role: configured_state(config, arch, role, stage=stage, overlap=True) for role, arch in roles}
-        by_stage.append(host_bytes_by_data_rank(config, states, models_move=models_move))
-    return fullest_node(by_stage, parallel.tensor_model_parallel_size, processes_per_node)
+    states = {
+        role: [
+            configured_state(config, arch, role, stage=stage, overlap=True)
+            for stage in range(config.parallel_of(role).pipeline_model_parallel_size)
+        ]
+        for role, arch in _models(config, architecture, critic_architecture)
+    }
+    return fullest_node(host_bytes_by_rank(config, states, models_move=models_move), processes_per_node)
 
 
 def snapshot_host_bytes(
@@ -454,15 +455,15 @@ def snapshot_host_bytes(
     cuda: bool = False,
 ) -> int:
     """Compute the host memory of checkpoint copies on the fullest node, in bytes; needed with and without offloading."""
-    parallel = config.parallel
-    by_stage = []
-    for stage in range(parallel.pipeline_model_parallel_size):
-        copies = [
-            snapshot_bytes(arch, role, config.model.dtype, parallel, stage=stage, overlap=cuda, head_only=trains_head_only(config, role))
-            for role, arch in _models(config, architecture, critic_architecture)
+    copies = []
+    for role, arch in _models(config, architecture, critic_architecture):
+        parallel, frozen = config.parallel_of(role), trains_head_only(config, role)
+        by_stage = [
+            snapshot_bytes(arch, role, config.model.dtype, parallel, stage=stage, overlap=cuda, head_only=frozen)
+            for stage in range(parallel.pipeline_model_parallel_size)
         ]
-        by_stage.append([sum(of_rank) for of_rank in zip(*copies, strict=True)])
-    return fullest_node(by_stage, parallel.tensor_model_parallel_size, processes_per_node)
+        copies.append(by_rank(by_stage, parallel))
+    return fullest_node([sum(of_rank) for of_rank in zip(*copies, strict=True)], processes_per_node)
 
 
 def _models(
@@ -474,17 +475,24 @@ def _models(
     return roles
 
 
-def host_bytes_by_data_rank(config: Config, states: Mapping[Role, Sequence[StateBytes]], *, models_move: bool) -> list[int]:
-    """Compute the offloaded bytes of one pipeline stage, by data-parallel rank, from the states of its models."""
-    totals = [0] * len(states["policy"])
-    for role, by_rank in states.items():
+def host_bytes_by_rank(config: Config, states: Mapping[Role, Sequence[Sequence[StateBytes]]], *, models_move: bool) -> list[int]:
+    """Compute the offloaded bytes of each rank from the states of its models, given by pipeline stage and data-parallel rank."""
+    totals = [0] * config.parallel.world_size
+    for role, by_stage in states.items():
         copies = 2 if role == "policy" and config.uses_reference else 1
-        moved = [copies * state.params + state.optimizer if models_move else 0 for state in by_rank]
-        totals = [total + mine + state.host for total, mine, state in zip(totals, moved, by_rank, strict=True)]
+        held = [
+            [(copies * state.params + state.optimizer if models_move else 0) + state.host for state in by_data_rank]
+            for by_data_rank in by_stage
+        ]
+        totals = [total + mine for total, mine in zip(totals, by_rank(held, config.parallel_of(role)), strict=True)]
     return totals
 
 
-def fullest_node(by_stage: Iterable[Sequence[int]], tp: int, processes_per_node: int) -> int:
-    """Return the largest sum over a node's ranks; rank order is TP, then context and data parallelism, then pipeline stages."""
-    ranks = [value for stage in by_stage for value in stage for _ in range(tp)]
+def by_rank(by_stage: Iterable[Sequence[int]], parallel: ParallelConfig) -> list[int]:
+    """Lay out numbers by pipeline stage and data-parallel rank over all ranks: TP is innermost, pipeline stages outermost."""
+    return [value for stage in by_stage for value in stage for _ in range(parallel.tensor_model_parallel_size)]
+
+
+def fullest_node(ranks: Sequence[int], processes_per_node: int) -> int:
+    """Return the largest sum of the ranks' numbers over a node."""
     return max(sum(ranks[begin : begin + processes_per_node]) for begin in range(0, len(ranks), processes_per_node))

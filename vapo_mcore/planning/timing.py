@@ -166,8 +166,8 @@ class StepTimer:
 
     def model_pass(self, role: Role, *, training: bool, times: int) -> PassCost:
         """Estimate ``times`` passes over all tokens of a step."""
-        config, device, work, arch = self.config, self.device, self.work, self.architectures[role]
-        p = config.parallel
+        config, device, work, arch = self.config, self.device, self.work.of(role), self.architectures[role]
+        p = config.parallel_of(role)
         tp, pp, cp = p.tensor_model_parallel_size, p.pipeline_model_parallel_size, p.context_parallel_size
         products, attention = self._forward_operations(role)
         once = products + attention
@@ -194,7 +194,8 @@ class StepTimer:
 
     def _data_parallel_bytes(self, role: Role, model: RankModel) -> float:
         """Return the bytes of reduce-scattering float32 gradients and all-gathering parameters in all updates of a step."""
-        ranks = self.config.parallel.data_parallel_size * self.config.parallel.context_parallel_size
+        parallel = self.config.parallel_of(role)
+        ranks = parallel.data_parallel_size * parallel.context_parallel_size
         epochs = self.config.policy.epochs if role == "policy" else self.config.critic.epochs
         return self.work.updates * epochs * (model.state.grads + model.state.params) * (ranks - 1) / ranks
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from vapo_mcore.config.schema import Config
+    from vapo_mcore.config.schema import Config, ParallelConfig
 
 _MEAN_OF_LONGEST = 0.4
 """Default mean response length, as a fraction of the maximum."""
@@ -22,6 +22,7 @@ class Workload:
         response_length, sequence_length: assumed means in tokens, with prompts at half of their limit.
         tokens: tokens of all sequences; tokens_per_data_rank: of one data-parallel rank.
         microbatches_per_update: micro-batches of one rank per optimizer step; updates: optimizer steps per epoch.
+        critic: the critic's workload where its layout is not the policy's.
     """
 
     responses: int
@@ -31,6 +32,11 @@ class Workload:
     tokens_per_data_rank: int
     microbatches_per_update: int
     updates: int
+    critic: Workload | None = None
+
+    def of(self, role: str) -> Workload:
+        """Return the workload of a model."""
+        return self.critic if role == "critic" and self.critic is not None else self
 
     @property
     def sequence_length(self) -> int:
@@ -39,7 +45,12 @@ class Workload:
 
 def workload(config: Config, mean_response_length: int | None) -> Workload:
     """Compute the workload of a recipe's step. ``mean_response_length`` None: ``_MEAN_OF_LONGEST`` of the maximum."""
-    batch, parallel = config.batch, config.parallel
+    critic = _workload(config, mean_response_length, config.critic_parallel) if config.layouts_differ else None
+    return replace(_workload(config, mean_response_length, config.parallel), critic=critic)
+
+
+def _workload(config: Config, mean_response_length: int | None, parallel: ParallelConfig) -> Workload:
+    batch = config.batch
     longest = config.rollout.max_response_length
     response = max(1, min(longest, mean_response_length or round(_MEAN_OF_LONGEST * longest)))
     prompt = max(1, config.data.max_prompt_length // 2)
@@ -61,9 +72,9 @@ def workload(config: Config, mean_response_length: int | None) -> Workload:
     )
 
 
-def packed_lengths(config: Config, work: Workload) -> list[int]:
-    """Return lengths of sequences of mean length that fill a micro-batch up to its cap."""
-    cap, multiple = config.batch.max_tokens_per_microbatch, config.parallel.sequence_multiple
+def packed_lengths(config: Config, work: Workload, role: str = "policy") -> list[int]:
+    """Return lengths of sequences of mean length that fill a micro-batch of a model up to its cap."""
+    cap, multiple = config.batch.max_tokens_per_microbatch, config.parallel_of(role).sequence_multiple
     length = max(multiple, work.sequence_length // multiple * multiple)
     count, rest = divmod(cap // multiple * multiple, length)
     return [length] * count + ([rest] if rest else [])

@@ -54,7 +54,7 @@ def probe_prompts(config: Config, train: PromptDataset, held_out: PromptDataset 
 
 
 class CriticProbe:
-    """Samples held-out responses and measures the critic on them. Every method is a collective over all ranks."""
+    """Samples held-out responses and measures the critic on them, in its layout. Every method is a collective over all ranks."""
 
     def __init__(self, config: Config, prompts: Sequence[Prompt], parallel: ParallelContext, sampler: ResponseSampler) -> None:
         self.config = config

@@ -136,7 +136,7 @@ def train(config: Config, parallel: ParallelContext, *, clean: bool, resume: Res
         with console.waiting("building the models"):
             models = build_models(config, parallel, console.print)
         if past is not None:
-            load_models(config, models, parallel, past.checkpoint)
+            load_models(config, models, past.checkpoint)
         sync = WeightSync(models.policy, engine, models.residency, verify=config.rollout.verify_weights)
         recovery, end_texts = EngineRecovery(engine, sync.run, config.faults.engine_rebuilds), end_of_turn_texts(config, tokenizer)
         sampler = ResponseSampler(engine, verifiers, tokenizer, config.seed, multi_turn, region, end_texts, recovery)
@@ -149,7 +149,7 @@ def train(config: Config, parallel: ParallelContext, *, clean: bool, resume: Res
             sampler,
             sync,
             prompts.next_batch,
-            probe=CriticProbe(config, probed, parallel, sampler) if probed else None,
+            probe=CriticProbe(config, probed, models.critic.parallel, sampler) if probed and models.critic is not None else None,
             open_responses=None if config.rollout.horizon is None else build_open_responses(config, engine, tokenizer, prompts),
             before_sync=checkpointer.snapshot_if_due,
         )
@@ -415,9 +415,9 @@ def _verifier_pool(config: Config) -> VerifierPool:
 
 def _headline(config: Config) -> str:
     p, b, estimator = config.parallel, config.batch, config.algorithm.advantage.estimator
-    degrees = f"tensor {p.tensor_model_parallel_size} x pipeline {p.pipeline_model_parallel_size} x context {p.context_parallel_size}"
+    critic = f" (critic: {config.critic_parallel.degrees_text})" if config.layouts_differ else ""
     return (
         f"vapo-mcore: {config.model.path} ({config.model.dtype}), {estimator}, rollout by {config.rollout.engine}; "
-        f"{p.world_size} process{'' if p.world_size == 1 else 'es'} = {degrees} x data {p.data_parallel_size}{p.experts_text}; "
+        f"{p.world_size} process{'' if p.world_size == 1 else 'es'} = {p.degrees_text}{critic}; "
         f"{b.prompts_per_step} prompts x {b.responses_per_prompt} responses a step; run directory {config.run.dir}"
     )

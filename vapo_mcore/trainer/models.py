@@ -16,7 +16,7 @@ from vapo_mcore.errors import ConfigError
 from vapo_mcore.megatron.engine import MegatronModel, output_row_norms
 from vapo_mcore.megatron.host import HAS_CUDA
 from vapo_mcore.megatron.offload import Residency
-from vapo_mcore.megatron.parallel import ParallelContext
+from vapo_mcore.megatron.parallel import ParallelContext, critic_layout
 from vapo_mcore.megatron.roles import Models, build_critic
 from vapo_mcore.weights.loader import LoadReport, load_hf_into
 
@@ -28,6 +28,7 @@ def build_models(config: Config, parallel: ParallelContext, say: Say) -> Models:
     architecture = read_architecture(config.model.path)
     if config.model.dtype == "float32" and config.model.attention == "te":
         say("warning: model.dtype = float32 with model.attention = te: Transformer Engine multiplies float32 in TF32 (10-bit mantissa)")
+    of_critic = critic_layout(config, parallel)
     unknown = unknown_token_ids(load_tokenizer(config.model.path), architecture.vocab_size)
     policy = MegatronModel(
         "policy",
@@ -48,14 +49,14 @@ def build_models(config: Config, parallel: ParallelContext, say: Say) -> Models:
         residency.enter("sync")
         reference = residency.offloaders["policy"].copy_params("reference")
         residency.enter("generate")
-    critic = _first_critic(config, architecture, parallel, say) if config.uses_critic else None
+    critic = _first_critic(config, architecture, of_critic, say) if config.uses_critic else None
     if critic is not None:
         residency.add(critic)
     return Models(architecture, policy, critic, reference, residency)
 
 
 def build_critic_alone(config: Config, parallel: ParallelContext, say: Say) -> Models:
-    """Build the critic without a policy, for training it on stored responses. ``Models.policy`` is missing."""
+    """Build the critic without a policy, for training it on stored responses. ``parallel``: its layout. ``Models.policy`` is missing."""
     architecture = read_architecture(config.model.path)
     residency = Residency(enabled=False)  # nothing else needs the device
     critic = _first_critic(config, architecture, parallel, say)

@@ -93,7 +93,7 @@ class SelfImitation:
         assert policy.optimizer is not None
         loss = SupervisedLoss(self.config.rollout.temperature)
         rate = self.settings.lr if self.settings.lr is not None else policy.optimizer.learning_rate
-        result = policy.train_step(self._microbatches(sample, "loss_weights", self.settings.coef), loss, unscheduled_lr=rate)
+        result = policy.train_step(self._microbatches(policy, sample, "loss_weights", self.settings.coef), loss, unscheduled_lr=rate)
         tokens = result.metrics["tokens"]
         metrics.put("imitation/responses", len(sample.prompt_ids))
         metrics.put("imitation/nll", result.metrics["nll"] / tokens)
@@ -106,7 +106,8 @@ class SelfImitation:
         assert critic.optimizer is not None
         coef = self.settings.value_coef
         loss = CriticLoss(None, critic.architecture.value_bins)
-        result = critic.train_step(self._microbatches(sample, "value_weights", coef), loss, unscheduled_lr=critic.optimizer.learning_rate)
+        microbatches = self._microbatches(critic, sample, "value_weights", coef)
+        result = critic.train_step(microbatches, loss, unscheduled_lr=critic.optimizer.learning_rate)
         metrics.put("imitation/value_loss", result.metrics["loss"] / coef)
         return result.skipped is None
 
@@ -126,14 +127,14 @@ class SelfImitation:
         """Restore saved contents, except those that the current settings would not keep."""
         self.buffer.load_state_dict(state)
 
-    def _microbatches(self, sample: ReplaySample, weights: str, coef: float) -> list[MicroBatch]:
+    def _microbatches(self, model: MegatronModel, sample: ReplaySample, weights: str, coef: float) -> list[MicroBatch]:
         """Return this rank's micro-batches of the responses, with weight coef / (number of response tokens) at each response token."""
         batch = replay_batch(sample)
         count = len(batch)
         batch[weights] = coef * token_weights(batch["response_mask"], batch.cu_seqlens, "token")
-        plan = plan_rows(self.config, self.architecture, self.parallel, batch.lengths, torch.arange(count), count, seed=0)
+        plan = plan_rows(self.config, self.architecture, model.parallel, batch.lengths, torch.arange(count), count, seed=0)
         return pack_microbatches(
-            plan.minibatches[0], batch, torch.arange(count), self.parallel, ("tokens", "response_mask", "returns", weights)
+            plan.minibatches[0], batch, torch.arange(count), model.parallel, ("tokens", "response_mask", "returns", weights)
         )
 
 

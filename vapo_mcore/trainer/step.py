@@ -25,6 +25,7 @@ from vapo_mcore.diagnosis.monitor import Monitor
 from vapo_mcore.errors import StepBroken, TrainingError
 from vapo_mcore.experience.batches import Experience, distribute, plan_minibatches
 from vapo_mcore.experience.collecting import SamplingCounts, collect
+from vapo_mcore.experience.critic_rows import CriticRows
 from vapo_mcore.experience.open_responses import OpenResponses
 from vapo_mcore.experience.sampling import ResponseSampler, Round, ended_responses
 from vapo_mcore.experience.step_dump import StepDump, dump_folder, save_step
@@ -122,6 +123,7 @@ class StepRunner:
             self.state.register(OPEN_RESPONSES, open_responses)
         self.rollouts = 0  # over both stages; seeds the sampling and the mini-batch shuffle
         self.dp_rank_of_rank = all_gather_objects(parallel.data_parallel_rank)
+        self.critic_rows = CriticRows(config, models, parallel)
         self.segments = config.rollout.trains_segments
 
     def rl_step(self, number: int) -> StepOutcome:
@@ -196,10 +198,11 @@ class StepRunner:
         assert self.models.critic is not None
         self.models.residency.enter("critic_update")
         with step.timer.phase("critic_update"):
-            stopped = update_critic(self.config, self.models.critic, experience, step.metrics, self.guards["critic"])
-            experience.batch.drop(choices_name("critic"))
+            learned = self.critic_rows.with_returns(experience)
+            stopped = update_critic(self.config, self.models.critic, learned, step.metrics, self.guards["critic"])
+            learned.batch.drop(choices_name("critic"))
             self.models.residency.mark_changed("critic")
-            self._stop_updates(step, experience, "critic", stopped)
+            self._stop_updates(step, learned, "critic", stopped)
 
     def _stop_updates(self, step: StepState, experience: Experience, role: str, stopped: StoppedUpdate | None) -> None:
         """Save the batch, make no further update and stop after this step if too many consecutive updates were skipped."""
@@ -232,8 +235,10 @@ class StepRunner:
     def _keep_batch(self, step: StepState, experience: Experience, update: BadUpdate, stopped: StoppedUpdate) -> str:
         """Write the batch of a skipped update and the rollout of its step. Returns a sentence with their paths or the failure."""
         folder, failure = faults_folder(self.config.run.dir), None
+        model = self.models.critic if update.role == "critic" else self.models.policy
+        assert model is not None
         try:
-            save_bad_batch(folder, update, experience.rows, experience.batch.row_ids, stopped.microbatches, self.parallel)
+            save_bad_batch(folder, update, experience.rows, experience.batch.row_ids, stopped.microbatches, model.parallel)
         except (OSError, SafetensorError) as error:
             failure = str(error)
         failures = [text for text in all_gather_objects(failure) if text is not None]
@@ -312,7 +317,9 @@ class StepRunner:
         plan = plan_minibatches(config, self.models.architecture, parallel, rows, self.rollouts)
         positive = imitable_rows(config, rows, skip_overlong=config.algorithm.positive_lm.skip_overlong)
         trainable, whole = trainable_rows(config, rows), self.segments
-        return plan, distribute(sampled, rows, trainable, positive, plan, parallel, ranks, skipped, whole_positive=whole)
+        experience = distribute(sampled, rows, trainable, positive, plan, parallel, ranks, skipped, whole_positive=whole)
+        self.critic_rows.distribute(sampled, experience, self.rollouts)
+        return plan, experience
 
     def _sample(self, step: StepState, *, dynamic: bool) -> tuple[Round, SamplingCounts]:
         """Sample new responses, then put the rollout engine to sleep."""
@@ -385,12 +392,11 @@ class StepRunner:
         with step.timer.phase("values"):
             names = ("values", "bootstrap_values") if bootstrap else ("values",)
             replays = before_update and repeats_choices(self.config, self.models.critic)
-            found = self.models.critic.forward(experience.microbatches(), outputs=names, record_choices=replays)
+            own = experience.of_critic
+            found = self.models.critic.forward(own.microbatches(), outputs=names, record_choices=replays)
             if replays:
-                experience.store(choices_name("critic"), found.pop(choices_name("critic")))
-            experience.store("values", found["values"])
-            if bootstrap:
-                experience.bootstrap_values = experience.store_rows(found["bootstrap_values"])
+                own.store(choices_name("critic"), found[choices_name("critic")])
+            self.critic_rows.store_values(experience, found)
 
     def _record_values(self, step: StepState, experience: Experience) -> None:
         monte_carlo = self.estimator.monte_carlo_returns(experience)

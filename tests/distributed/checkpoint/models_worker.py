@@ -129,8 +129,8 @@ def resharding(role: str, dtype: str) -> dict[str, Any]:
     tp2 = context(tensor_model_parallel_size=2)
     model = build(role, dtype, tp2)
     train(model, tp2, UPDATES)
-    save(model, f"{name}_tp2", "fully_reshardable", ModelSaver(tp2))
-    save(model, f"{name}_same", "dp_reshardable", ModelSaver(tp2))
+    save(model, f"{name}_tp2", "fully_reshardable", ModelSaver())
+    save(model, f"{name}_same", "dp_reshardable", ModelSaver())
     again = loaded(role, dtype, tp2, f"{name}_same", "dp_reshardable")
     norms = {"tp2": train(model, tp2, 2)}
     exact = train(again, tp2, 2) == norms["tp2"] and all(
@@ -143,7 +143,7 @@ def resharding(role: str, dtype: str) -> dict[str, Any]:
     for layout, degrees in (("pp2", {"pipeline_model_parallel_size": 2}), ("dp2", {}), ("cp2", {"context_parallel_size": 2})):
         parallel = context(**degrees)
         other = loaded(role, dtype, parallel, previous, "fully_reshardable")
-        saver = ModelSaver(parallel)
+        saver = ModelSaver()
         save(other, f"{name}_{layout}", "fully_reshardable", saver)
         save(other, f"{name}_{layout}_shards", "dp_reshardable", saver)
         copies[layout] = copied(saver, role, dtype, parallel)
@@ -160,8 +160,8 @@ def mixture(role: str, dtype: str) -> dict[str, Any]:
     ep2 = context(expert_model_parallel_size=2)
     model = build(role, dtype, ep2, model=layouts.problem.MIXTURE)
     train(model, ep2, UPDATES)
-    save(model, f"{name}_ep2", "fully_reshardable", ModelSaver(ep2))
-    save(model, f"{name}_same", "dp_reshardable", ModelSaver(ep2))
+    save(model, f"{name}_ep2", "fully_reshardable", ModelSaver())
+    save(model, f"{name}_same", "dp_reshardable", ModelSaver())
     again = loaded(role, dtype, ep2, f"{name}_same", "dp_reshardable", **options)
     norms = {"ep2": train(model, ep2, 2)}
     exact = train(again, ep2, 2) == norms["ep2"]
@@ -170,7 +170,7 @@ def mixture(role: str, dtype: str) -> dict[str, Any]:
     for layout, degrees in (("tp2", half), ("pp2", {"pipeline_model_parallel_size": 2}), ("dp2", {})):
         parallel = context(**degrees)
         other = loaded(role, dtype, parallel, previous, "fully_reshardable", **options)
-        save(other, f"{name}_{layout}", "fully_reshardable", ModelSaver(parallel))
+        save(other, f"{name}_{layout}", "fully_reshardable", ModelSaver())
         if dist.get_rank() == 0:
             faults[layout] = different(previous, f"{name}_{layout}", "weights") + different(previous, f"{name}_{layout}", "optimizer")
         norms[layout] = train(other, parallel, 2)
@@ -207,9 +207,9 @@ def head_only_pipeline() -> dict[str, Any]:
     train(model, parallel, UPDATES)
     result = {}
     for form in ("dp_reshardable", "fully_reshardable"):
-        save(model, f"head_{form}", form, ModelSaver(parallel))
+        save(model, f"head_{form}", form, ModelSaver())
         again = loaded("critic", "float32", parallel, f"head_{form}", form, head_only=True)
-        save(again, f"head_{form}_again", form, ModelSaver(parallel))
+        save(again, f"head_{form}_again", form, ModelSaver())
         if dist.get_rank() == 0:
             result[form] = different(f"head_{form}", f"head_{form}_again", "optimizer") + different(
                 f"head_{form}", f"head_{form}_again", "weights"

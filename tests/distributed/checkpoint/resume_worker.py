@@ -26,6 +26,8 @@ from vapo_mcore.trainer.step import StepOutcome, StepRunner
 FOLDER = Path(sys.argv[1])
 TP2 = "parallel.tensor_model_parallel_size=2"
 PP2 = "parallel.pipeline_model_parallel_size=2"
+CRITIC_TP2, CRITIC_PP2 = f"critic.{TP2}", f"critic.{PP2}"
+CRITIC = ("critic.probe={prompts: 5, responses_per_prompt: 2, every_steps: 1}", "model.offload=true")
 COMMON = ("eval.at_end=false", "eval.at_start=false", "policy.optimizer.warmup_rollouts=3", "export.at_end=true")
 SHARDS = "checkpoint={every_steps: 1, reshardable_every: 0, keep_last: 9}"
 GATHERED = "checkpoint={every_steps: 2, reshardable_every: 1}"
@@ -175,7 +177,25 @@ def from_a_checkpoint() -> None:
     run("started", f"policy.path={checkpoint}", critic, "run.steps=1", "eval.at_start=true")
 
 
-CASES: list[Callable[[], None]] = [other_layouts, same_layout, abandoned, full_disk, damage, refused, from_a_checkpoint]
+def critic_layouts() -> None:
+    """A critic at TP 2 beside a policy at DP 2: resumed bit for bit, then with other layouts of both; what is refused."""
+    shards = (*CRITIC, SHARDS, "model.dtype=bfloat16")
+    run("critic_whole", *shards, CRITIC_TP2, "run.steps=3")
+    run("critic_resumed", *shards, CRITIC_TP2, "run.steps=2")
+    manifest = files.Manifest.read(files.list_checkpoints(FOLDER / "critic_resumed")[-1])
+    assert [manifest.layout_of(role)["tensor_model_parallel_size"] for role in ("policy", "critic")] == [1, 2]
+    words = ("tensor_model_parallel_size 2 -> 1 of the critic, pipeline_model_parallel_size 1 -> 2 of the critic", "at the old layout")
+    expected(CheckpointError, words, "critic_resumed", *shards, CRITIC_PP2, "run.steps=3", resume=ResumeOptions())
+    words = ("(tensor_model_parallel_size 2 -> 1 of the critic)",)
+    expected(CheckpointError, words, "critic_resumed", *shards, "run.steps=3", resume=ResumeOptions())
+    run("critic_resumed", *shards, CRITIC_TP2, "run.steps=3", resume=ResumeOptions())
+    run("critic_reshaped", *CRITIC, GATHERED, CRITIC_TP2, "run.steps=2")
+    run("critic_reshaped", *CRITIC, GATHERED, CRITIC_PP2, TP2, "run.steps=3", resume=ResumeOptions())
+    run("critic_reshaped", *CRITIC, GATHERED, "run.steps=4", resume=ResumeOptions())
+    run("critic_shared", *CRITIC, GATHERED, "run.steps=4")
+
+
+CASES: list[Callable[[], None]] = [other_layouts, same_layout, abandoned, full_disk, damage, refused, from_a_checkpoint, critic_layouts]
 
 if __name__ == "__main__":
     for case in [case for case in CASES if not sys.argv[2:] or case.__name__ in sys.argv[2:]]:

@@ -29,6 +29,8 @@ class Case:
     replay: bool = False  # routers repeat the choices of a pass with other weights and other micro-batches (``replay.py``)
     attention: str = "auto"
     parts_of_dp: int = 1  # one process takes the micro-batches of so many data-parallel ranks
+    critic: dict[str, int] | None = None  # degrees of the critic's layout; None: the policy's
+    critic_model: str | None = None  # the critic's model; None: the policy's
 
     @property
     def name(self) -> str:
@@ -43,7 +45,16 @@ class Case:
         parts += [self.dtype] if self.dtype != "float32" else []
         parts += [self.attention] if self.attention != "auto" else []
         parts += ["replay"] if self.replay else []
+        if self.critic is not None:
+            parts += ["critic", *(f"{name}{degree}" for name, degree in self.critic.items())]
+            parts += [self.critic_model] if self.critic_model else []
         return "-".join([self.model, *parts, f"mb{self.microbatches}", self.aggregation])
+
+    @property
+    def pipelines(self) -> list[tuple[int, int | None]]:
+        """(pipeline size, chunks per rank) of both models."""
+        critic = {"pp": self.pp, "vpp": self.vpp} if self.critic is None else self.critic
+        return [(self.pp, self.vpp), (critic.get("pp", 1) or 1, critic.get("vpp"))]
 
 
 BF16 = "bfloat16"
@@ -80,6 +91,30 @@ def replay_cases(world: int) -> list[Case]:
     }
     result = [Case(problem.MIXTURE, **degrees, replay=True) for degrees in layouts[world]]
     return result + ([Case(problem.MIXTURES[1], replay=True)] if world == 1 else [])
+
+
+def critic_cases(world: int) -> list[Case]:
+    """A critic with another layout than the policy's, and of another architecture beside a mixture."""
+    layouts: dict[int, tuple[Case, ...]] = {
+        2: (
+            Case("qwen2", tp=2, critic={"pp": 2}),
+            Case("qwen2", tp=2, critic={}),
+            Case("qwen2_tied", critic={"tp": 2}),
+            Case("qwen3", pp=2, vpp=2, critic={"cp": 2}),
+            Case(problem.HISTOGRAM_HEAD, cp=2, critic={"pp": 2, "vpp": 2}),
+            Case(problem.MIXTURE, ep=2, critic={"tp": 2}),
+            Case(problem.MIXTURE, ep=2, critic={"tp": 2}, critic_model="qwen2"),
+            Case("qwen2", tp=2, critic={"ep": 2}, critic_model=problem.MIXTURE),
+        ),
+        4: (
+            Case("qwen2", tp=2, pp=2, critic={"tp": 2, "cp": 2}),
+            Case("qwen3", tp=4, critic={"pp": 2}),
+            Case(problem.MIXTURE, tp=2, ep=2, critic={"pp": 2, "ep": 2}),
+            Case(problem.MIXTURE, ep=4, critic={"tp": 2, "pp": 2}, critic_model="qwen3"),
+        ),
+        8: (Case(problem.MIXTURE, tp=2, pp=2, ep=2, critic={"tp": 2, "cp": 2}, critic_model="qwen2"),),
+    }
+    return list(layouts.get(world, ()))
 
 
 def layout_cases(world: int) -> list[Case]:
@@ -119,7 +154,7 @@ def layout_cases(world: int) -> list[Case]:
             Case(problem.MIXTURES[1], ep=2),
             Case("qwen2", ep=2),  # a dense critic beside a mixture
         ]
-        return result
+        return result + critic_cases(2)
     if world == 4:
         degrees4: tuple[dict[str, Any], ...] = (
             {"tp": 2, "pp": 2},
@@ -143,6 +178,7 @@ def layout_cases(world: int) -> list[Case]:
             Case(problem.MIXTURE, ep=4),
             Case(problem.MIXTURE, tp=2, ep=4, etp=1),
             Case(problem.UNKNOWN_MODELS[1], tp=2, pp=2),
+            *critic_cases(4),
         ]
     return [
         Case("qwen2", tp=2, pp=2, cp=2),
@@ -150,4 +186,5 @@ def layout_cases(world: int) -> list[Case]:
         Case("qwen3", tp=2, pp=2, vpp=2),
         Case("one_kv_head", tp=2, cp=2, aggregation="sequence"),
         Case(problem.MIXTURE, tp=2, pp=2, ep=2),
+        *critic_cases(8),
     ]

@@ -240,7 +240,7 @@ def checkpoints(role: str, dtype: str, parallel: ParallelContext, batches: list[
 
     facts: dict[str, Any] = {}
     for source in (ON_CPU, ON_DEVICE):
-        model, saver = build(role, dtype, parallel, source), ModelSaver(parallel)
+        model, saver = build(role, dtype, parallel, source), ModelSaver()
         for _ in range(2):
             model.train_step(batches, loss_of(role))
         for form in ("dp_reshardable", "fully_reshardable"):

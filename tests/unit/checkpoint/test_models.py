@@ -45,7 +45,7 @@ def test_what_was_saved_comes_back_and_training_goes_on_alike(
     model = build(role, folder, parallel, seed=1, dtype=dtype, head_only=head_only)
     update(model, 3, seed=2)
     before = contents(model)
-    save(ModelSaver(parallel), model, tmp_path, form, meanwhile=2)
+    save(ModelSaver(), model, tmp_path, form, meanwhile=2)
     other = build(role, folder, parallel, seed=5, dtype=dtype, head_only=head_only)
     load_weights(other, tmp_path / "weights")
     load_optimizer(other, tmp_path / "optimizer", form, 3)
@@ -61,7 +61,7 @@ def test_weights_alone_give_the_optimizer_its_start(tmp_path: Path, folder: Path
     """Without updates nothing is saved of the optimizer: main parameters follow the loaded weights."""
     model = build("policy", folder, parallel, seed=1, dtype="bfloat16")
     (tmp_path / "weights").mkdir()
-    part = ModelSaver(parallel).weights(model, tmp_path / "weights")
+    part = ModelSaver().weights(model, tmp_path / "weights")
     part.write()
     part.finish()
     other = build("policy", folder, parallel, seed=5, dtype="bfloat16")
@@ -75,7 +75,7 @@ def test_norms_with_an_extra_state_read_weights_without(
     """As Transformer Engine's norms have one (empty without fp8): weights saved by other layers, or converted, are read all the same."""
     model = build("policy", folder, parallel, seed=1)
     (tmp_path / "weights").mkdir()
-    part = ModelSaver(parallel).weights(model, tmp_path / "weights")
+    part = ModelSaver().weights(model, tmp_path / "weights")
     part.write()
     part.finish()
     monkeypatch.setattr(RMSNorm, "get_extra_state", lambda norm: torch.empty(0, dtype=torch.uint8), raising=False)
@@ -97,7 +97,7 @@ def test_warm_up_goes_on_half_done(folder: Path, parallel: ParallelContext) -> N
 
 
 def test_buffers_are_used_again(tmp_path: Path, folder: Path, parallel: ParallelContext) -> None:
-    model, saver = build("policy", folder, parallel, seed=1), ModelSaver(parallel)
+    model, saver = build("policy", folder, parallel, seed=1), ModelSaver()
     update(model, 1, seed=1)
     held = []
     for number in range(3):
@@ -111,7 +111,7 @@ def test_buffers_are_used_again(tmp_path: Path, folder: Path, parallel: Parallel
 def test_what_does_not_fit_is_named(tmp_path: Path, folder: Path, parallel: ParallelContext) -> None:
     model = build("critic", folder, parallel, seed=1)
     update(model, 1, seed=1)
-    save(ModelSaver(parallel), model, tmp_path, "dp_reshardable")
+    save(ModelSaver(), model, tmp_path, "dp_reshardable")
     with pytest.raises(CheckpointError, match=r"surplus: output_layer\.bias"):
         load_weights(build("policy", folder, parallel, seed=1), tmp_path / "weights")
     with pytest.raises(CheckpointError, match="does not match the model"):
@@ -129,7 +129,7 @@ def test_code_in_a_checkpoint_does_not_run(
 ) -> None:
     model = build("policy", folder, parallel, seed=1)
     update(model, 1, seed=1)
-    save(ModelSaver(parallel), model, tmp_path, "dp_reshardable")
+    save(ModelSaver(), model, tmp_path, "dp_reshardable")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
     weights = tmp_path / "weights"

@@ -44,7 +44,7 @@ def loaded(run_dir: Path, name: str, config: Config, tmp_path: Path, parallel: P
     checkpoint = choose(str(run_dir), name, print)
     assert checkpoint is not None
     models = make_models(tmp_path, parallel, seed=50)
-    load_models(config, models, parallel, checkpoint)
+    load_models(config, models, checkpoint)
     restore_random(checkpoint, 0)
     return models, load_state(checkpoint)
 
@@ -84,7 +84,7 @@ def test_models_that_wait_on_the_host_come_for_the_copy_and_go_again(config: Con
     models = make_models(tmp_path, parallel, seed=50, offload=True)
     found = choose(config.run.dir, "step_000001", print)
     assert found is not None
-    load_models(config, models, parallel, found)
+    load_models(config, models, found)
     assert models.residency.device_bytes() == 0
     again = Checkpointer(config, parallel, models, print)
     again.begin("rl", 2)

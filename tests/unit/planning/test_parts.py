@@ -123,7 +123,7 @@ def test_memory_that_stays_between_the_passes() -> None:
         model = replace(_model(1000), hidden_size=5120, head_dim=128)
         models: dict[Role, RankModel] = {"policy": model, "critic": model}
         vllm = vllm_memory(config, find_architecture("qwen2.5-32b"), device)
-        found = rank_memory(config, models, vllm, workload(config, 4000), device, 0)
+        found = rank_memory(config, models, vllm, workload(config, 4000), device)
         return {stage: memory.parts for stage, memory in found.items()}
 
     config = _config()
@@ -215,7 +215,7 @@ def test_stages_hold_what_the_residency_table_says() -> None:
     config, device = _config("model.offload=true"), DEVICES["h100"]
     arch = find_architecture("qwen2.5-32b")
     vllm, work = vllm_memory(config, arch, device), workload(config, None)
-    held = rank_memory(config, {"policy": _model(100), "critic": _model(10_000)}, vllm, work, device, 0)
+    held = rank_memory(config, {"policy": _model(100), "critic": _model(10_000)}, vllm, work, device)
     for stage in STAGES:
         for role in ("policy", "critic"):
             names = {"params": f"{role} weights", "grads": f"{role} gradients", "optimizer": f"{role} optimizer"}
@@ -226,7 +226,7 @@ def test_stages_hold_what_the_residency_table_says() -> None:
     assert held["critic_update"].parts["activations"] == pytest.approx((7 + 11 - 2) * 1.05)
     assert held["values"].parts["activations"] == pytest.approx((5 - 2) * 1.05)
     assert "KV cache" in held["generate"].parts and "KV cache" not in held["sync"].parts
-    everything = rank_memory(_config("model.offload=false"), {"policy": _model(100)}, vllm, work, device, 1)
+    everything = rank_memory(_config("model.offload=false"), {"policy": _model(100)}, vllm, work, device)
     assert all(everything[stage].parts["policy optimizer"] == 300 for stage in STAGES)
 
 
@@ -309,13 +309,13 @@ def test_memory_of_router_replay_by_hand() -> None:
     penalised = _config(layout, "model.router.replay=trainer", "algorithm.kl={place: reward, coef: 0.1}")
     assert choices_host_bytes(penalised, [arch, arch], work, 8) == 8 * tokens * 192 * 3
     models: dict[Role, RankModel] = {"policy": replace(_model(10**9), choice_bytes_a_token=192)}
-    stages = rank_memory(config, models, vllm_memory(config, arch, device), work, device, 0)
+    stages = rank_memory(config, models, vllm_memory(config, arch, device), work, device)
     found = {stage: memory.parts["expert choices"] for stage, memory in stages.items() if "expert choices" in memory.parts}
     assert found == {"logprobs": tokens * 192 / 4, "policy_update": tokens * 192 / 16}
     # The engine's: all layers' where they were sampled, 8 of 16 ranks a node, and this rank's layers until the pass that repeats them.
     config = _config(layout, "model.router.replay=engine")
     assert choices_host_bytes(config, [arch, arch], work, 8) == 8 * tokens * 192 * 3 + 2 * tokens * 384 * 8 / 16
-    stages = rank_memory(config, models, vllm_memory(config, arch, device), work, device, 0)
+    stages = rank_memory(config, models, vllm_memory(config, arch, device), work, device)
     assert stages["logprobs"].parts["expert choices"] == tokens * 192 * (1 + 1 / 4)
     assert stages["policy_update"].parts["expert choices"] == tokens * 192 / 16
 

@@ -41,6 +41,19 @@ def test_another_layout_derives_anew_what_the_layout_of_the_run_gave(tmp_path: P
     assert _reset_derived("not read", ["seed=2"]) == []
 
 
+def test_another_layout_of_the_critic_derives_anew_what_its_own_gave(tmp_path: Path) -> None:
+    write_base(tmp_path)
+    resolved = tmp_path / "config.yaml"
+    key = "critic.parallel.tensor_model_parallel_size"
+    resolved.write_text(dump_yaml(load(tmp_path, "parallel.world_size=2", f"{key}=2")))
+    for overrides, expected in (([f"{key}=1"], False), ([f"{key}=2"], True), (["critic.parallel={}"], True)):
+        config = load_config(resolved, [*_reset_derived(str(resolved), overrides), *overrides])
+        assert config.critic.parallel is not None and config.critic.parallel.sequence_parallel is expected
+    alone = ["critic.parallel=null", "parallel.world_size=1"]
+    config = load_config(resolved, [*_reset_derived(str(resolved), alone), *alone])
+    assert config.critic.parallel is None and config.critic_parallel == config.parallel
+
+
 def test_a_comparison_that_cannot_be_written_is_refused_before_a_model_loads(tmp_path: Path) -> None:
     write_base(tmp_path)
     config = load(tmp_path)

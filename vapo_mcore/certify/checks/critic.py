@@ -40,9 +40,9 @@ def run(bench: Bench) -> list[Measurement]:
         raise NotApplicable(f"the estimator {bench.config.algorithm.advantage.estimator} has no critic")
     found = [_head(bench)]
     copy = _copy(bench)
-    before = _values(copy, bench.microbatches(bench.sequences))
+    before = _values(copy, bench.microbatches(bench.sequences, parallel=copy.parallel))
     found.append(_train_head(bench, copy))
-    values = _values(copy, bench.microbatches(bench.sequences))
+    values = _values(copy, bench.microbatches(bench.sequences, parallel=copy.parallel))
     found.append(_towards_returns(copy, before, values))
     found += _export(bench, copy, values)
     found += _packing(bench, copy, values)
@@ -53,7 +53,7 @@ def run(bench: Bench) -> list[Measurement]:
 
 def _exported(bench: Bench, model: MegatronModel) -> dict[str, Tensor]:
     """Head and output layer as Hugging Face tensors, float32 on the host. A collective."""
-    exporter = Exporter(model.chunks, model.architecture, bench.parallel, role=model.role)  # type: ignore[arg-type]
+    exporter = Exporter(model.chunks, model.architecture, model.parallel, role=model.role)  # type: ignore[arg-type]
     wanted = (HEAD_PREFIX, "lm_head.", "model.embed_tokens.")
     return {name: tensor.float().cpu().clone() for bucket in exporter.buckets() for name, tensor in bucket if name.startswith(wanted)}
 
@@ -95,7 +95,7 @@ def _copy(bench: Bench) -> MegatronModel:
                 for name, parameter in new.named_parameters():
                     parameter.copy_(own[name])
 
-        return build_critic(bench.config, critic.architecture, bench.parallel, fill, bench.config.critic.optimizer, head_only=True)
+        return build_critic(bench.config, critic.architecture, critic.parallel, fill, bench.config.critic.optimizer, head_only=True)
 
 
 def _checksums(model: MegatronModel, *, head: bool) -> dict[str, str]:
@@ -120,7 +120,7 @@ def _train_head(bench: Bench, critic: MegatronModel) -> Measurement:
     before = _checksums(critic, head=False), _checksums(critic, head=True)
     total = sum(map(len, bench.sequences))
     batches = []
-    for microbatch in bench.microbatches(bench.sequences):
+    for microbatch in bench.microbatches(bench.sequences, parallel=critic.parallel):
         ones = torch.ones_like(microbatch.tensors["tokens"], dtype=torch.float32)
         mask = ones.bool()
         mask[microbatch.layout.cu_seqlens[:-1]] = False
@@ -176,15 +176,15 @@ def _export(bench: Bench, critic: MegatronModel, values: dict[int, Tensor]) -> l
     """Write the critic as a Hugging Face folder, load it again, and have transformers compute the values of the same folder."""
     folder = bench.scratch / "critic"
     origin = model_folder(bench.config.critic.path or bench.config.model.path, "critic")
-    save_hf(Exporter(critic.chunks, critic.architecture, bench.parallel, role="critic"), origin, folder)
+    save_hf(Exporter(critic.chunks, critic.architecture, critic.parallel, role="critic"), origin, folder)
     again = MegatronModel(
         "critic",
         critic.architecture,
         bench.config.model,
-        bench.parallel,
-        load_weights=lambda chunks: load_hf_into(chunks, folder, critic.architecture, bench.parallel, role="critic"),
+        critic.parallel,
+        load_weights=lambda chunks: load_hf_into(chunks, folder, critic.architecture, critic.parallel, role="critic"),
     )
-    reloaded = _values(again, bench.microbatches(bench.sequences))
+    reloaded = _values(again, bench.microbatches(bench.sequences, parallel=critic.parallel))
     different = sum(int((values[number] != reloaded[number]).sum()) for number in values)
     what, tolerance = "value head round trip", "equal bits after export and loading"
     remedy = "export and loader do not agree on the critic's tensors: look at score.* in the exported folder"
@@ -228,11 +228,14 @@ def _against_transformers(bench: Bench, folder: Path, bins: ValueBins | None, va
 
 def _packing(bench: Bench, critic: MegatronModel, alone: dict[int, Tensor]) -> list[Measurement]:
     """Compare values of sequences alone with those of one pack in reverse order, and of sequences with trailing pads."""
-    packed = _values(critic, bench.microbatches(bench.sequences, [list(range(len(bench.sequences)))[::-1]]))
-    multiple = 8 * bench.parallel.context_parallel_size * bench.parallel.tensor_model_parallel_size
+    packs = [list(range(len(bench.sequences)))[::-1]]
+    packed = _values(critic, bench.microbatches(bench.sequences, packs, critic.parallel))
+    multiple = 8 * critic.parallel.context_parallel_size * critic.parallel.tensor_model_parallel_size
     longest = max(map(len, bench.sequences)) + 2 * multiple
     size = -(-longest // multiple) * multiple
-    padded = [replace(batch, layout=batch.layout.with_padding(size)) for batch in bench.microbatches(bench.sequences)]
+    padded = [
+        replace(batch, layout=batch.layout.with_padding(size)) for batch in bench.microbatches(bench.sequences, parallel=critic.parallel)
+    ]
     remedy = "a sequence sees its neighbours or its pads: look at the attention's bounds of packed sequences (model.attention)"
     return [
         judge(f"values {how}", _gap(alone, other), "critic/packing", bench.dtype, remedy=remedy, suffix=" of their rms")

@@ -38,23 +38,28 @@ def run(bench: Bench) -> list[Measurement]:
 
     Data-parallel ranks hold different sequences: a rank that is left out, or counted for another, changes loss and norm between layouts.
     """
-    ranks = bench.parallel.data_parallel_size
-    alone, packed = None, [list(range(len(_texts(bench))))[rank::ranks] for rank in range(ranks)]
-    first = _policy_step(bench, bench.models.policy, bench.parallel, alone)
+    first = _policy_step(bench, bench.models.policy, bench.parallel, None)
     found = [_ratio(first), _surrogate(bench, first), *_weights(bench, first)]
-    other = _policy_step(bench, bench.models.policy, bench.parallel, packed)
+    other = _policy_step(bench, bench.models.policy, bench.parallel, _all_packed(bench, bench.parallel))
     found += _same(bench, "policy, each sequence alone and all packed", first, other)
     values: list[StepResult] = []
-    if bench.config.uses_critic:
-        values = [_critic_step(bench, packs) for packs in (alone, packed)]
+    if bench.models.critic is not None:
+        values = [_critic_step(bench, packs) for packs in (None, _all_packed(bench, bench.models.critic.parallel))]
         found += _same(bench, "critic, each sequence alone and all packed", *values)
     return found + _layouts(bench, first, values[0] if values else None)
 
 
 def _texts(bench: Bench) -> list[list[int]]:
     """Return some of the fixed texts: prompts and drawn ones, one for each data-parallel rank if there are enough."""
-    count = min(len(bench.sequences), max(TEXTS, bench.parallel.data_parallel_size))
+    layouts = [bench.parallel, *([bench.models.critic.parallel] if bench.models.critic is not None else [])]
+    count = min(len(bench.sequences), max(TEXTS, *(layout.data_parallel_size for layout in layouts)))
     return [*bench.sequences[: count - 2], *bench.sequences[-2:]]
+
+
+def _all_packed(bench: Bench, parallel: ParallelContext) -> list[list[int]]:
+    """Return the texts in one pack for each data-parallel rank of a layout."""
+    ranks = parallel.data_parallel_size
+    return [list(range(len(_texts(bench))))[rank::ranks] for rank in range(ranks)]
 
 
 def _ratio(step: StepResult) -> Measurement:
@@ -144,12 +149,12 @@ def _without_update(model: MegatronModel, batches: list[MicroBatch], loss: LossF
 def _critic_step(bench: Bench, packs: Any) -> StepResult:
     with bench.on_device("critic_update") as models:
         assert models.critic is not None
-        return _step_of_critic(bench, models.critic, bench.parallel, packs)
+        return _step_of_critic(bench, models.critic, packs)
 
 
-def _step_of_critic(bench: Bench, critic: MegatronModel, parallel: ParallelContext, packs: Any) -> StepResult:
+def _step_of_critic(bench: Bench, critic: MegatronModel, packs: Any) -> StepResult:
     loss = CriticLoss(None, critic.architecture.value_bins)
-    batches = critic_batches(critic, bench.microbatches(_texts(bench), packs, parallel, shared=True), _trained(bench))
+    batches = critic_batches(critic, bench.microbatches(_texts(bench), packs, critic.parallel, shared=True), _trained(bench))
     with _filled_head(critic):
         return _without_update(critic, batches, loss)
 
@@ -226,7 +231,7 @@ def _layouts(bench: Bench, policy: StepResult, critic: StepResult | None) -> lis
             if critic is not None and number == 0:
                 other = build_critic_alone(bench.config, parallel, lambda _: None).critic
                 assert other is not None
-                found += _same(bench, f"critic, {named}", critic, _step_of_critic(bench, other, parallel, None))
+                found += _same(bench, f"critic, {named}", critic, _step_of_critic(bench, other, None))
                 del other
                 release_free_memory()
     finally:

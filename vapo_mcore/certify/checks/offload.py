@@ -65,6 +65,7 @@ def _after_updates(bench: Bench) -> dict[str, str]:
         with bench.on_device("critic_update") as models:
             assert models.critic is not None
             loss = CriticLoss(None, models.critic.architecture.value_bins)
+            microbatches = bench.microbatches(bench.sequences[-2:], [[0, 1]], models.critic.parallel)
             models.critic.train_step(critic_batches(models.critic, microbatches), loss, unscheduled_lr=0.0)
             models.residency.mark_changed("critic")
             found |= resident_checksums(models, "critic")

@@ -64,7 +64,7 @@ def _measure(bench: Bench) -> list[Measurement]:
     del runner
     release_free_memory()
     with without_gradients(models):
-        load_models(config, models, parallel, checkpoint)
+        load_models(config, models, checkpoint)
     release_free_memory()
     found = [_restored(differing(saved, state_checksums(models)), len(saved))]
     again = ReplayStepRunner(config, parallel, models, second)

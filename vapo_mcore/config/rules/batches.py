@@ -23,14 +23,18 @@ def mini_batch_fits_the_rollout(s: Subject) -> str | None:
     "rollout.max_response_length",
     "parallel.tensor_model_parallel_size",
     "parallel.context_parallel_size",
+    "critic.parallel",
 )
 def longest_sequence_fits_a_microbatch(s: Subject) -> str | None:
     c = s.config
     longest = c.max_sequence_length
-    padded = -(-longest // c.parallel.microbatch_multiple) * c.parallel.microbatch_multiple
+    multiples = {"": c.parallel.microbatch_multiple, " of the critic": c.critic_parallel.microbatch_multiple if c.uses_critic else 1}
+    padded, multiple, whose = max((-(-longest // multiple) * multiple, multiple, whose) for whose, multiple in multiples.items())
+    if whose and multiple == c.parallel.microbatch_multiple:
+        whose = ""
     if padded <= c.batch.max_tokens_per_microbatch:
         return None
-    padding = f", padded to {padded} (a multiple of {c.parallel.microbatch_multiple} for TP/CP)" if padded != longest else ""
+    padding = f", padded to {padded} (a multiple of {multiple} for TP/CP{whose})" if padded != longest else ""
     return (
         f"{c.batch.max_tokens_per_microbatch} tokens cannot hold the longest sequence: {_longest_sequence(c)}{padding}; "
         f"use at least {padded}"

@@ -55,6 +55,7 @@ from vapo_mcore.config.schema.run import (
 from vapo_mcore.config.schema.training import (
     CriticConfig,
     CriticOptimizerConfig,
+    CriticParallelConfig,
     OptimizerConfig,
     PolicyConfig,
     ProbeConfig,
@@ -72,6 +73,7 @@ __all__ = [
     "Config",
     "CriticConfig",
     "CriticOptimizerConfig",
+    "CriticParallelConfig",
     "CustomEstimatorConfig",
     "CustomSource",
     "DataConfig",
@@ -141,6 +143,23 @@ class Config(Section):
     def uses_critic(self) -> bool:
         """Return whether the run has a critic. Without one, ``critic`` holds unused defaults."""
         return self.algorithm.advantage.uses_critic
+
+    @property
+    def critic_parallel(self) -> ParallelConfig:
+        """The critic's layout: ``critic.parallel`` over the run's ranks, or the policy's."""
+        own = self.critic.parallel
+        if own is None:
+            return self.parallel
+        return ParallelConfig(world_size=self.parallel.world_size, timeout_minutes=self.parallel.timeout_minutes, **own.model_dump())
+
+    @property
+    def layouts_differ(self) -> bool:
+        """Whether there is a critic with another layout than the policy's."""
+        return self.uses_critic and self.critic_parallel != self.parallel
+
+    def parallel_of(self, role: str) -> ParallelConfig:
+        """The layout of a model: ``policy`` or ``critic``."""
+        return self.critic_parallel if role == "critic" else self.parallel
 
     @property
     def critic_updates_per_step(self) -> int:

@@ -69,7 +69,7 @@ class ModelConfig(Section):
 
 
 class ParallelConfig(Section):
-    """Degrees of both models; policy and critic share one layout."""
+    """The ranks, and the policy's layout over them; the critic's too, unless ``critic.parallel`` gives it another."""
 
     world_size: PositiveInt = 1  # processes, one per GPU
     tensor_model_parallel_size: PositiveInt = 1  # ranks that share each layer
@@ -88,6 +88,16 @@ class ParallelConfig(Section):
     equal_microbatches: bool = False
     # Timeout of collectives; must exceed the longest skew between ranks in generation.
     timeout_minutes: Annotated[float, Field(gt=0, le=100_000)] = 30.0
+
+    @property
+    def degrees_text(self) -> str:
+        """Describe the degrees, whose product is the number of processes."""
+        chunks = self.virtual_pipeline_model_parallel_size
+        pipeline = f"{self.pipeline_model_parallel_size}{f' ({chunks} chunks)' if chunks else ''}"
+        return (
+            f"tensor {self.tensor_model_parallel_size} x pipeline {pipeline} x context {self.context_parallel_size} x data "
+            f"{self.data_parallel_size}{self.experts_text}"
+        )
 
     @property
     def experts_text(self) -> str:

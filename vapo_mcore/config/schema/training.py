@@ -85,6 +85,21 @@ class CategoricalConfig(Section):
     sigma: PositiveFloat = 0.75  # standard deviation of the targets, in bin widths
 
 
+class CriticParallelConfig(Section):
+    """A layout of the critic over the ranks of ``parallel``, for the same settings there. A degree that is not given is 1, not the
+    policy's; data parallelism takes the ranks that the degrees leave."""
+
+    tensor_model_parallel_size: PositiveInt = 1  # ranks that share each layer of the critic
+    pipeline_model_parallel_size: PositiveInt = 1  # stages that the critic's layers are split into
+    virtual_pipeline_model_parallel_size: PositiveInt | None = None  # chunks of the critic per pipeline rank
+    context_parallel_size: PositiveInt = 1  # ranks that share each sequence in the critic's passes
+    expert_model_parallel_size: PositiveInt = 1  # ranks that share the experts of each layer of a critic that is a mixture
+    expert_tensor_parallel_size: PositiveInt | None = None  # ranks that share each expert; null: the critic's tensor_model_parallel_size
+    # Split the critic's activations between layers over TP; default: true with TP.
+    sequence_parallel: bool = Field(default_factory=lambda data: data["tensor_model_parallel_size"] > 1)
+    equal_microbatches: bool = False  # the critic's micro-batches of an optimizer step padded to one size
+
+
 class CriticConfig(Section):
     epochs: PositiveInt = 1  # passes over each rollout
     # Optimizer steps per rollout instead of whole epochs, cycling through its mini-batches; null: use epochs.
@@ -99,6 +114,7 @@ class CriticConfig(Section):
     categorical: CategoricalConfig | None = None  # categorical new head; null: a scalar head, trained by regression
     head_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0  # dropout before both layers of an mlp head, in training steps
     optimizer: CriticOptimizerConfig = CriticOptimizerConfig()
+    parallel: CriticParallelConfig | None = None
     value_pretraining: ValuePretrainingConfig = ValuePretrainingConfig()
     probe: ProbeConfig | None = None  # null: no held-out measurement
 
