@@ -76,11 +76,14 @@ def _measure(bench: Bench) -> list[Measurement]:
 
 
 def _save(config: Config, bench: Bench, runner: ReplayStepRunner) -> None:
-    """Save a checkpoint of step 1, as at the end of a run. A collective."""
+    """Save a checkpoint of step 1 in the format that most checkpoints of a run have. A collective.
+
+    ``checkpoint.reshardable_every: 1`` gives the other format, for which all optimizer state is gathered first.
+    """
     checkpointer = Checkpointer(config, bench.parallel, bench.models, lambda _: None)
     try:
         with without_gradients(bench.models):
-            checkpointer.begin("rl", 1, final=True)
+            checkpointer.begin("rl", 1)
             checkpointer.commit({"objects": runner.state.state_dict(), "files": {}, "run_id": "certify"}, {})
             checkpointer.wait()
     finally:
