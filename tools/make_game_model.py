@@ -1,90 +1,173 @@
-"""Make the starting model and prompts of the critic_game recipes: a tiny language model that plays "doors and dice" badly.
+"""Make the starting model and prompts of the critic_game or maze recipes: a tiny language model that plays the game badly.
 
     python tools/make_game_model.py --output models/tiny_game [--seed 0] [--steps 400]
+    python tools/make_game_model.py --game maze --output models/tiny_maze
 
-A Qwen2-architecture model of 20,000 parameters with a character tokenizer is trained, supervised, to answer a door correctly with
-probability 0.30 and with one fixed wrong answer with probability 0.40 (rules: examples/extensions/doors_and_dice.py). The folder contains
-the model, the tokenizer, and disjoint ``train.jsonl`` and ``heldout.jsonl``; it is written atomically. Prints the cross-entropy of the
-model's answers, whose optimum is 1.297 nats.
+A Qwen2-architecture model of 20,000 parameters with a character tokenizer is trained, supervised, on the games of a bad player. In
+doors_and_dice it answers a door correctly with probability 0.30 and with one fixed wrong answer with probability 0.40; in maze it
+walks at random, and into a wall rarely (rules: examples/extensions/GAME.py). The folder contains the model, the tokenizer, and disjoint
+``train.jsonl`` and ``heldout.jsonl``; it is written atomically. Prints the cross-entropy of the model's answers and that of the player.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import random
 import sys
+from abc import ABC, abstractmethod
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from make_tiny_model import EOS, PAD, require_own_folder
 from toolkit import folder_written_atomically, run
 
 from vapo_mcore.extensions.loading import load_function
 
-GAME = Path(__file__).parent.parent / "examples" / "extensions" / "doors_and_dice.py"
-TRAIN_PROBLEMS, HELDOUT_PROBLEMS = 8000, 200
+EXTENSIONS = Path(__file__).parent.parent / "examples" / "extensions"
 SEQUENCES, LEARNING_RATE = 32, 3e-3
-HELDOUT_FIRST_DOORS = "ADGJMPSV"
-"""First doors, in either case, reserved for held-out games, so that no training prompt equals a held-out one."""
-RIGHT_PROBABILITY, FAVOURITE_PROBABILITY = 0.30, 0.40
+
+
+class Player(ABC):
+    """A bad player of a game, and the game's prompts. ``rules`` is the module of the game as the recipes load it."""
+
+    name: ClassVar[str]
+
+    def __init__(self) -> None:
+        self.rules: Any = sys.modules[load_function(f"{EXTENSIONS / self.name}.py:play").__module__]
+
+    @property
+    @abstractmethod
+    def characters(self) -> str:
+        """All characters of the game's texts; each is a token."""
+
+    @abstractmethod
+    def play(self, rng: random.Random) -> tuple[str, dict[int, float]]:
+        """Play a game. Returns its text, and the probability with which the character at each position was chosen, of the player's own."""
+
+    @abstractmethod
+    def problems(self, rng: random.Random) -> dict[str, list[dict[str, Any]]]:
+        """Return the rows of ``heldout`` and ``train``, which share no prompt."""
+
+
+class DoorsAndDicePlayer(Player):
+    name = "doors_and_dice"
+    HELDOUT_FIRST_DOORS = "ADGJMPSV"
+    """First doors, in either case, reserved for held-out games, so that no training prompt equals a held-out one."""
+    RIGHT_PROBABILITY, FAVOURITE_PROBABILITY = 0.30, 0.40
+    ROWS: ClassVar[dict[str, int]] = {"heldout": 200, "train": 8000}
+
+    @property
+    def characters(self) -> str:
+        return self.rules.DOORS + "".join(self.rules.LEVELS) + self.rules.ANSWERS + "+-*."
+
+    def probabilities(self, door: str) -> list[float]:
+        """Return the probabilities of the four answers to a door: the right one, a wrong favourite, and two rare ones."""
+        right = int(self.rules.RIGHT[door])
+        favourite = (right + 1 + ord(door) % 3) % 4
+        known = {right: self.RIGHT_PROBABILITY, favourite: self.FAVOURITE_PROBABILITY}
+        return [known.get(answer, (1 - sum(known.values())) / 2) for answer in range(4)]
+
+    def play(self, rng: random.Random) -> tuple[str, dict[int, float]]:
+        game, chosen = self.rules, {}
+        text = rng.choice(list(game.LEVELS))
+        for turn in range(game.TURNS):
+            door = rng.choice(game.DOORS)
+            (answer,) = rng.choices(game.ANSWERS, self.probabilities(door))
+            chosen[len(text) + 1] = self.probabilities(door)[int(answer)]
+            die = rng.choice("*.") if turn < game.THROWS else "."
+            text += door + answer + ("+" if answer == game.RIGHT[door] else "-") + die
+        return text, chosen
+
+    def problems(self, rng: random.Random) -> dict[str, list[dict[str, Any]]]:
+        game = self.rules
+        reserved = [door for door in game.DOORS if door.upper() in self.HELDOUT_FIRST_DOORS]
+        first_doors = {"heldout": reserved, "train": [door for door in game.DOORS if door not in reserved]}
+        rows: dict[str, list[dict[str, Any]]] = {name: [] for name in self.ROWS}
+        for name, count in self.ROWS.items():
+            for _ in range(count):
+                level, first = rng.choice(list(game.LEVELS)), rng.choice(first_doors[name])
+                doors = first + "".join(rng.choices(game.DOORS, k=game.TURNS - 1))
+                rows[name].append({"prompt": level + first, "answer": doors, "level": level})
+        return rows
+
+
+class MazePlayer(Player):
+    name = "maze"
+    ANY_MOVE = 0.15
+    """Probability of a move that ignores the walls."""
+    HELDOUT_ROOMS = 8
+
+    @property
+    def characters(self) -> str:
+        return self.rules.ROOMS + self.rules.CLOCK + "".join(self.rules.MOVES) + "+-"
+
+    def probabilities(self, room: str) -> list[float]:
+        """Return the probabilities of the four moves: equal among those that a wall does not stop."""
+        possible = [self.rules.after(room, move) != room for move in self.rules.MOVES]
+        return [self.ANY_MOVE / 4 + (1 - self.ANY_MOVE) * free / sum(possible) for free in possible]
+
+    def play(self, rng: random.Random) -> tuple[str, dict[int, float]]:
+        game, chosen = self.rules, {}
+        room, budget = rng.choice(game.ROOMS[:-1]), rng.choice(game.BUDGETS)
+        text, turns, reply = "", [], room + game.clock(budget)
+        first = room
+        while reply:
+            text += reply
+            (move,) = rng.choices(list(game.MOVES), self.probabilities(room))
+            chosen[len(text)] = self.probabilities(room)[list(game.MOVES).index(move)]
+            text, room = text + move, game.after(room, move)
+            turns.append(move)
+            observed = game.play(turns, first, {"moves": budget})
+            reply = observed.text if observed else ""
+        return text, chosen
+
+    def problems(self, rng: random.Random) -> dict[str, list[dict[str, Any]]]:
+        game = self.rules
+        reserved = set(rng.sample(game.ROOMS[:-1], self.HELDOUT_ROOMS))
+        rows: dict[str, list[dict[str, Any]]] = {"heldout": [], "train": []}
+        for room in game.ROOMS[:-1]:
+            for budget in game.BUDGETS:
+                row = {"prompt": room + game.clock(budget), "answer": room, "moves": budget}
+                rows["heldout" if room in reserved else "train"].append(row)
+        return rows
+
+
+PLAYERS = {player.name: player for player in (DoorsAndDicePlayer, MazePlayer)}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--game", choices=list(PLAYERS), default="doors_and_dice")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=400, help="optimizer steps of the supervised run")
     arguments = parser.parse_args()
     if arguments.steps < 1:
         parser.error("--steps must be at least 1")
     require_own_folder(arguments.output)
-    game = _game()
+    player = PLAYERS[arguments.game]()
     with folder_written_atomically(arguments.output) as folder:
-        loss = train(folder, game, random.Random(arguments.seed), arguments.seed, arguments.steps)
-        write_problems(folder, game, random.Random(f"{arguments.seed}/problems"))
-    print(f"{arguments.output}: answers at {loss:.3f} nats (optimum 1.297, uniform 1.386)")
+        loss, own = train(folder, player, random.Random(arguments.seed), arguments.seed, arguments.steps)
+        write_problems(folder, player, random.Random(f"{arguments.seed}/problems"))
+    print(f"{arguments.output}: answers at {loss:.3f} nats (the imitated player's own: {own:.3f}, uniform {math.log(4):.3f})")
 
 
-def _game() -> Any:
-    """Load the game's module the way the recipes do."""
-    return sys.modules[load_function(f"{GAME}:play").__module__]
-
-
-def tokenizer(game: Any) -> Any:
+def tokenizer(player: Player) -> Any:
     """Build a tokenizer with one token per character. Without an ``unk_token`` transformers adds its own, an id that the model lacks."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    characters = dict.fromkeys(game.DOORS + "".join(game.LEVELS) + game.ANSWERS + "+-*.")
+    characters = dict.fromkeys(player.characters)
     text = Tokenizer(models.WordLevel({token: number for number, token in enumerate([PAD, EOS, *characters])}, unk_token=PAD))
     text.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     text.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(tokenizer_object=text, pad_token=PAD, eos_token=EOS, unk_token=PAD)
 
 
-def answer_probabilities(game: Any, door: str) -> list[float]:
-    """Return the teacher's probabilities of the four answers to a door: the right one, a wrong favourite, and two rare ones."""
-    right = int(game.RIGHT[door])
-    favourite = (right + 1 + ord(door) % 3) % 4
-    rest = (1 - RIGHT_PROBABILITY - FAVOURITE_PROBABILITY) / 2
-    return [RIGHT_PROBABILITY if answer == right else FAVOURITE_PROBABILITY if answer == favourite else rest for answer in range(4)]
-
-
-def played(game: Any, rng: random.Random) -> tuple[str, list[bool]]:
-    """Sample a game played by the teacher. Returns its text and a mask of the characters that are answers."""
-    text, mask = rng.choice(list(game.LEVELS)), [False]
-    for turn in range(game.TURNS):
-        door = rng.choice(game.DOORS)
-        (answer,) = rng.choices(game.ANSWERS, answer_probabilities(game, door))
-        die = rng.choice("*.") if turn < game.THROWS else "."
-        text += door + answer + ("+" if answer == game.RIGHT[door] else "-") + die
-        mask += [False, True, False, False]
-    return text, mask
-
-
-def train(folder: Path, game: Any, rng: random.Random, seed: int, steps: int) -> float:
-    """Train a model on the teacher's games and save it. Returns the mean loss of the last 20 steps."""
+def train(folder: Path, player: Player, rng: random.Random, seed: int, steps: int) -> tuple[float, float]:
+    """Train a model on the player's games and save it. Returns the mean cross-entropy of model and player in the last 20 steps."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
     from transformers.utils.logging import disable_progress_bar
@@ -92,7 +175,7 @@ def train(folder: Path, game: Any, rng: random.Random, seed: int, steps: int) ->
     disable_progress_bar()
     torch.set_num_threads(1)
     torch.manual_seed(seed)
-    text = tokenizer(game)
+    text = tokenizer(player)
     config = Qwen2Config(
         vocab_size=len(text),
         hidden_size=32,  # one head of 32, the minimum of vLLM's CPU attention
@@ -112,31 +195,27 @@ def train(folder: Path, game: Any, rng: random.Random, seed: int, steps: int) ->
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95))
     losses = []
     for _ in range(steps):
-        games = [played(game, rng) for _ in range(SEQUENCES)]
-        tokens = torch.tensor([text.encode(characters) for characters, _ in games])
-        mask = torch.tensor([answers for _, answers in games])[:, 1:]
+        games = [player.play(rng) for _ in range(SEQUENCES)]
+        longest = max(len(characters) for characters, _ in games)
+        tokens = torch.tensor([text.encode(characters.ljust(longest, " ")) for characters, _ in games])  # a space is unknown: padding
+        own = torch.tensor([[chosen.get(position, 0.0) for position in range(1, longest)] for _, chosen in games])
+        mask = own > 0
         logits = model(tokens).logits[:, :-1]
         loss = torch.nn.functional.cross_entropy(logits[mask], tokens[:, 1:][mask])
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
-        losses.append(float(loss.detach()))
+        losses.append((float(loss.detach()), -float(own[mask].log().mean())))
     model.save_pretrained(folder)
     text.save_pretrained(folder)
-    return sum(losses[-20:]) / len(losses[-20:])
+    last = losses[-20:]
+    return sum(loss for loss, _ in last) / len(last), sum(own for _, own in last) / len(last)
 
 
-def write_problems(folder: Path, game: Any, rng: random.Random) -> None:
-    """Write ``train.jsonl`` and ``heldout.jsonl`` with disjoint first doors, and thus disjoint prompts."""
-    reserved = [door for door in game.DOORS if door.upper() in HELDOUT_FIRST_DOORS]
-    others = [door for door in game.DOORS if door not in reserved]
-    for name, count, first_doors in (("heldout", HELDOUT_PROBLEMS, reserved), ("train", TRAIN_PROBLEMS, others)):
-        rows = []
-        for _ in range(count):
-            level, first = rng.choice(list(game.LEVELS)), rng.choice(first_doors)
-            doors = first + "".join(rng.choices(game.DOORS, k=game.TURNS - 1))
-            rows.append(json.dumps({"prompt": level + first, "answer": doors, "level": level}))
-        (folder / f"{name}.jsonl").write_text("\n".join(rows) + "\n", encoding="utf-8")
+def write_problems(folder: Path, player: Player, rng: random.Random) -> None:
+    """Write ``heldout.jsonl`` and ``train.jsonl``, one problem a line."""
+    for name, rows in player.problems(rng).items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
 if __name__ == "__main__":

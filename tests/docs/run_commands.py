@@ -198,15 +198,29 @@ COMMANDS = [
         leaves=("runs/critic_game_vapo/metrics.jsonl", "runs/critic_game_vapo/critic_pretrained/hf/config.json"),
         slow=True,
     ),
+    Command(
+        "python tools/make_game_model.py --game maze --output models/tiny_maze",
+        says=(r"models/tiny_maze: answers at 0\.9\d+ nats",),
+        leaves=("models/tiny_maze/model.safetensors", "models/tiny_maze/heldout.jsonl"),
+        slow=True,
+    ),
+    Command(
+        "vapo-mcore train examples/configs/maze_vapo.yaml",
+        add=SMALL,
+        why=ONE_STEP,
+        says=(HELD_OUT,),
+        leaves=("runs/maze_vapo/metrics.jsonl", "runs/maze_vapo/critic_pretrained/hf/config.json"),
+        slow=True,
+    ),
     *(
         Command(
-            f"vapo-mcore train examples/configs/critic_game_{name}.yaml",
+            f"vapo-mcore train examples/configs/{name}.yaml",
             add=SMALL.replace("critic.value_pretraining.steps=1 critic.probe.prompts=4 ", ""),
             why=ONE_STEP,
-            leaves=(f"runs/critic_game_{name}/metrics.jsonl",),
+            leaves=(f"runs/{name}/metrics.jsonl",),
             slow=True,
         )
-        for name in ("grpo", "dapo")
+        for name in ("critic_game_grpo", "critic_game_dapo", "maze_grpo")
     ),
     # docs/critic.md: a critic from the dumps of a run.
     Command(

@@ -15,7 +15,7 @@ import pytest
 from tests.torchrun import ROOT
 from vapo_mcore.extensions.loading import load_function
 
-GAME: Any = make_game_model._game()
+GAME: Any = make_game_model.DoorsAndDicePlayer().rules
 DOORS = "ABCDEFGHIJKL"
 RIGHT = [GAME.RIGHT[door] for door in DOORS]
 
@@ -68,7 +68,7 @@ def test_the_recipes_load_the_functions_as_environment_and_verifier() -> None:
 
 
 def test_data_of_held_out_games_begin_with_doors_of_their_own(tmp_path: Path) -> None:
-    make_game_model.write_problems(tmp_path, GAME, random.Random("x"))
+    make_game_model.write_problems(tmp_path, make_game_model.DoorsAndDicePlayer(), random.Random("x"))
     rows = {name: [json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()] for name in ("train", "heldout")}
     assert {name: len(found) for name, found in rows.items()} == {"train": 8000, "heldout": 200}
     prompts = {name: {row["prompt"].casefold() for row in found} for name, found in rows.items()}
