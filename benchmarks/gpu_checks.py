@@ -189,7 +189,7 @@ def _timed(run: Callable[[], object]) -> float:
 
 
 def logprob_memory(bench: Bench) -> Measurement:
-    """Measure the peak bytes of log-probs and entropies with gradients over the logits', for half a micro-batch and an eighth of the vocabulary."""
+    """Measure peak bytes of log-probs and entropies over the logits', for half a micro-batch and 1/8 of the vocabulary."""
     _require_cuda()
     tokens = bench.config.batch.max_tokens_per_microbatch // 2
     vocab = max(64, bench.architecture.vocab_size // 8)
