@@ -56,7 +56,9 @@ if __name__ == "__main__":
         replay(config, parallel, ReplayOptions(step, checkpoint=checkpoint, json_path=str(FOLDER / f"{name}.json")))
         dist.barrier()
     release_groups()
-    config = training_config(FOLDER, "critic_layout", *SETTINGS, "run.steps=1", "critic.parallel.pipeline_model_parallel_size=2")
+    config = training_config(
+        FOLDER, "critic_layout", *SETTINGS, "run.steps=1", "run.dump_every_steps=0", "critic.parallel.pipeline_model_parallel_size=2"
+    )
     parallel = initialize_parallel(config.parallel)
     train(config, parallel, clean=False)
     replay(config, parallel, ReplayOptions(1, json_path=str(FOLDER / "critic_layout.json")))

@@ -115,7 +115,7 @@ class Experience:
     elsewhere: Experience | None = None
 
     @property
-    def of_critic(self) -> Experience:
+    def in_critic_layout(self) -> Experience:
         """The rows as the critic's layout owns them."""
         return self if self.elsewhere is None else self.elsewhere
 

@@ -56,8 +56,8 @@ class CriticRows:
         )
 
     def store_values(self, experience: Experience, found: Mapping[str, Sequence[Tensor]]) -> None:
-        """Store the critic's outputs on ``experience.of_critic``, by micro-batch, and send them to the rows' owners for the policy."""
-        own = experience.of_critic
+        """Store the critic's outputs, by micro-batch of its layout, and send them to the owners of the rows in the policy's."""
+        own = experience.in_critic_layout
         own.store("values", found["values"])
         if "bootstrap_values" in found:
             own.bootstrap_values = own.store_rows(found["bootstrap_values"])
@@ -71,7 +71,7 @@ class CriticRows:
 
     def with_returns(self, experience: Experience) -> Experience:
         """Return ``experience`` as the critic's layout owns it, with the returns that its update fits."""
-        own = experience.of_critic
+        own = experience.in_critic_layout
         if own is not experience:
             send_tokens("returns", experience, own)
         return own

@@ -392,7 +392,7 @@ class StepRunner:
         with step.timer.phase("values"):
             names = ("values", "bootstrap_values") if bootstrap else ("values",)
             replays = before_update and repeats_choices(self.config, self.models.critic)
-            own = experience.of_critic
+            own = experience.in_critic_layout
             found = self.models.critic.forward(own.microbatches(), outputs=names, record_choices=replays)
             if replays:
                 own.store(choices_name("critic"), found[choices_name("critic")])

@@ -6,6 +6,7 @@ one tensor, independent of the shard size.
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import json
 import math
@@ -129,9 +130,10 @@ class SafetensorsWriter:
         assert name in self._left, f"{name} is not in the manifest or was written before"
         shape, dtype = self._manifest[name]
         assert tuple(tensor.shape) == shape, f"{name} is {tuple(tensor.shape)}, the manifest says {shape}"
-        data = tensor.detach().to(device="cpu", dtype=dtype).contiguous().reshape(-1).view(torch.uint8).numpy()
+        data = tensor.detach().to(device="cpu", dtype=dtype).contiguous().reshape(-1).view(torch.uint8)
         descriptor, offset = self._places[name]
-        _write_all(descriptor, memoryview(data), offset)  # type: ignore[arg-type]
+        # data.numpy() would make the whole storage not resizable, also if it holds a model's parameters, which offloading empties.
+        _write_all(descriptor, memoryview((ctypes.c_ubyte * data.numel()).from_address(data.data_ptr())), offset)
         self._left.discard(name)
 
     def close(self) -> None:

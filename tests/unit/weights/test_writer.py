@@ -54,6 +54,15 @@ def test_shards_and_index(tmp_path: Path, limit: int, files: int) -> None:
         assert shards == ["model.safetensors"]
 
 
+def test_a_written_tensor_can_still_leave_the_device(tmp_path: Path) -> None:
+    """Offloading empties the storage of parameters, of which exported tensors are views."""
+    storage = torch.arange(12.0)
+    with SafetensorsWriter(tmp_path, {"a": ((2, 4), torch.float32)}) as out:
+        out.write("a", storage[2:10].view(2, 4))
+    assert torch.equal(read_safetensors(tmp_path)["a"], torch.arange(2.0, 10.0).view(2, 4))
+    storage.untyped_storage().resize_(0)
+
+
 def test_each_tensor_exactly_once(tmp_path: Path) -> None:
     content = tensors()
     with pytest.raises(AssertionError, match="never written: \\['b'"), SafetensorsWriter(tmp_path, manifest(content)) as out:  # noqa: PT012
