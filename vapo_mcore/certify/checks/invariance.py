@@ -50,10 +50,16 @@ def run(bench: Bench) -> list[Measurement]:
 
 
 def _texts(bench: Bench) -> list[list[int]]:
-    """Return some of the fixed texts: prompts and drawn ones, one for each data-parallel rank if there are enough."""
+    """Return some of the fixed texts, one for each data-parallel rank if there are enough.
+
+    Prompts and drawn ones take turns: two ranks then have gradients of other sizes, and one that is left out shows in bfloat16, too.
+    """
     layouts = [bench.parallel, *([bench.models.critic.parallel] if bench.models.critic is not None else [])]
     count = min(len(bench.sequences), max(TEXTS, *(layout.data_parallel_size for layout in layouts)))
-    return [*bench.sequences[: count - 2], *bench.sequences[-2:]]
+    texts = bench.sequences[: count - 2]
+    for place, drawn in zip((1, 3), bench.sequences[-2:], strict=True):
+        texts.insert(place, drawn)
+    return texts
 
 
 def _all_packed(bench: Bench, parallel: ParallelContext) -> list[list[int]]:
