@@ -27,7 +27,13 @@ FOLDER = Path(sys.argv[1])
 TP2 = "parallel.tensor_model_parallel_size=2"
 PP2 = "parallel.pipeline_model_parallel_size=2"
 CRITIC_TP2, CRITIC_PP2 = f"critic.{TP2}", f"critic.{PP2}"
-CRITIC = ("critic.probe={prompts: 5, responses_per_prompt: 2, every_steps: 1}", "model.offload=true")
+# eps as in layouts/worker.py: with AdamW's 1e-8 the update of an element whose gradient is nearly zero is rounding, scaled up.
+CRITIC = (
+    "critic.probe={prompts: 5, responses_per_prompt: 2, every_steps: 1}",
+    "model.offload=true",
+    "policy.optimizer.eps=1e-5",
+    "critic.optimizer.eps=1e-5",
+)
 COMMON = ("eval.at_end=false", "eval.at_start=false", "policy.optimizer.warmup_rollouts=3", "export.at_end=true")
 SHARDS = "checkpoint={every_steps: 1, reshardable_every: 0, keep_last: 9}"
 GATHERED = "checkpoint={every_steps: 2, reshardable_every: 1}"
