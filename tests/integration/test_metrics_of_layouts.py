@@ -68,17 +68,17 @@ def test_two_layouts_with_segments_and_beside_a_mixture(folder: Path, one: str, 
     shown = {"segments_dp2": "horizon/cuts_ended", "mixtures_dp2": "critic/experts_replayed_frac"}.get(one, "policy/experts_replayed_frac")
     assert mine[2][shown] > 0
     assert ("critic/experts_replayed_frac" in mine[2]) == (one == "mixtures_dp2")
-    assert_same(mine, read_metrics(folder / other))
+    assert_same(mine, read_metrics(folder / other), abs=1e-5)  # explained variance of a few tokens, after two steps
 
 
-def assert_same(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> None:
+def assert_same(one: list[dict[str, Any]], other: list[dict[str, Any]], abs: float = 2e-6) -> None:
     for mine, theirs in zip(one, other, strict=True):
         assert mine.keys() == theirs.keys()
         for name in mine:
             if isinstance(mine[name], list):
-                assert_same_means(mine[name], theirs[name], name, rel=2e-4, abs=2e-6)
+                assert_same_means(mine[name], theirs[name], name, rel=2e-4, abs=abs)
             elif not name.startswith(OF_THE_LAYOUT):
-                expected = pytest.approx(theirs[name], rel=2e-4, abs=2e-6) if isinstance(mine[name], float) else theirs[name]
+                expected = pytest.approx(theirs[name], rel=2e-4, abs=abs) if isinstance(mine[name], float) else theirs[name]
                 assert mine[name] == expected, name
 
 

@@ -27,7 +27,13 @@ FOLDER = Path(sys.argv[1])
 TP2 = "parallel.tensor_model_parallel_size=2"
 PP2 = "parallel.pipeline_model_parallel_size=2"
 CRITIC_TP2, CRITIC_PP2 = f"critic.{TP2}", f"critic.{PP2}"
-CRITIC = ("critic.probe={prompts: 5, responses_per_prompt: 2, every_steps: 1}", "model.offload=true")
+# eps as in layouts/worker.py: with AdamW's 1e-8 the update of an element whose gradient is nearly zero is rounding, scaled up.
+CRITIC = (
+    "critic.probe={prompts: 5, responses_per_prompt: 2, every_steps: 1}",
+    "model.offload=true",
+    "policy.optimizer.eps=1e-5",
+    "critic.optimizer.eps=1e-5",
+)
 COMMON = ("eval.at_end=false", "eval.at_start=false", "policy.optimizer.warmup_rollouts=3", "export.at_end=true")
 SHARDS = "checkpoint={every_steps: 1, reshardable_every: 0, keep_last: 9}"
 GATHERED = "checkpoint={every_steps: 2, reshardable_every: 1}"
@@ -186,7 +192,7 @@ def critic_layouts() -> None:
     assert [manifest.layout_of(role)["tensor_model_parallel_size"] for role in ("policy", "critic")] == [1, 2]
     words = ("tensor_model_parallel_size 2 -> 1 of the critic, pipeline_model_parallel_size 1 -> 2 of the critic", "at the old layout")
     expected(CheckpointError, words, "critic_resumed", *shards, CRITIC_PP2, "run.steps=3", resume=ResumeOptions())
-    words = ("(tensor_model_parallel_size 2 -> 1 of the critic)",)
+    words = ("(tensor_model_parallel_size 2 -> 1 of the critic, ",)
     expected(CheckpointError, words, "critic_resumed", *shards, "run.steps=3", resume=ResumeOptions())
     run("critic_resumed", *shards, CRITIC_TP2, "run.steps=3", resume=ResumeOptions())
     run("critic_reshaped", *CRITIC, GATHERED, CRITIC_TP2, "run.steps=2")
