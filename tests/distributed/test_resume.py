@@ -27,9 +27,13 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     return folder, result.stdout
 
 
-@pytest.mark.parametrize(("name", "reshaped", "steps"), [("tp2", "reshaped", 6), ("critic_shared", "critic_reshaped", 4)])
-def test_a_run_in_changing_layouts_follows_the_curve_of_one(runs: tuple[Path, str], name: str, reshaped: str, steps: int) -> None:
-    """Policy and critic at TP 2, then PP 2, then DP 2; a critic in layouts that are not the policy's."""
+@pytest.mark.parametrize(
+    ("name", "reshaped", "steps", "tolerance"), [("tp2", "reshaped", 6, 1e-5), ("critic_shared", "critic_reshaped", 4, 1e-4)]
+)
+def test_a_run_in_changing_layouts_follows_the_curve_of_one(
+    runs: tuple[Path, str], name: str, reshaped: str, steps: int, tolerance: float
+) -> None:
+    """Policy and critic at TP 2, then PP 2, then DP 2; a critic in layouts that are not the policy's, from the first step on."""
     folder, _ = runs
     one, other = repeatable_rows(folder / name), repeatable_rows(folder / reshaped)
     assert [(row["stage"], row["step"]) for row in one] == [(row["stage"], row["step"]) for row in other]
@@ -38,12 +42,12 @@ def test_a_run_in_changing_layouts_follows_the_curve_of_one(runs: tuple[Path, st
     for row, again in zip(one, other, strict=True):
         for key in (*OF_THE_CURVE, "critic/probe_explained_variance"):
             if row.get(key) is not None:
-                assert again[key] == pytest.approx(row[key], abs=1e-5, rel=1e-5), (row["step"], key)
+                assert again[key] == pytest.approx(row[key], abs=tolerance, rel=tolerance), (row["step"], key)
                 compared += 1
     assert compared >= steps * len(OF_THE_CURVE)
     first, second = (load_file(next((folder / run / "export/hf").glob("*.safetensors"))) for run in (name, reshaped))
     assert first.keys() == second.keys()
-    assert max(float((first[name] - second[name]).abs().max()) for name in first) < 1e-5
+    assert max(float((first[name] - second[name]).abs().max()) for name in first) < tolerance
 
 
 @pytest.mark.parametrize(

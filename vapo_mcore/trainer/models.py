@@ -28,7 +28,6 @@ def build_models(config: Config, parallel: ParallelContext, say: Say) -> Models:
     architecture = read_architecture(config.model.path)
     if config.model.dtype == "float32" and config.model.attention == "te":
         say("warning: model.dtype = float32 with model.attention = te: Transformer Engine multiplies float32 in TF32 (10-bit mantissa)")
-    of_critic = critic_layout(config, parallel)
     unknown = unknown_token_ids(load_tokenizer(config.model.path), architecture.vocab_size)
     policy = MegatronModel(
         "policy",
@@ -49,7 +48,7 @@ def build_models(config: Config, parallel: ParallelContext, say: Say) -> Models:
         residency.enter("sync")
         reference = residency.offloaders["policy"].copy_params("reference")
         residency.enter("generate")
-    critic = _first_critic(config, architecture, of_critic, say) if config.uses_critic else None
+    critic = _first_critic(config, architecture, critic_layout(config, parallel), say) if config.uses_critic else None
     if critic is not None:
         residency.add(critic)
     return Models(architecture, policy, critic, reference, residency)
