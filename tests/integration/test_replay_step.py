@@ -86,7 +86,7 @@ def test_from_an_older_checkpoint_it_is_said_what_cannot_be_compared(folder: Pat
     marked = {line.split()[0] for line in output.splitlines() if line.endswith(" ~")}
     assert "policy/loss" in marked
     assert "reward/mean" not in marked
-    assert output.count("all comparable metrics are equal") == 3
+    assert output.count("all comparable metrics are equal") == 4
 
 
 def test_the_best_policy_by_an_evaluation_is_exported(folder: Path, tmp_path: Path) -> None:
