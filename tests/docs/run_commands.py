@@ -184,33 +184,25 @@ COMMANDS = [
         look=looks.the_critic_sees,
         slow=True,
     ),
-    Command(
-        "python tools/make_game_model.py --output models/tiny_game",
-        says=(r"models/tiny_game: answers at 1\.\d+ nats",),
-        leaves=("models/tiny_game/model.safetensors", "models/tiny_game/heldout.jsonl"),
-        slow=True,
+    *(
+        Command(
+            f"python tools/make_game_model.py {game}--output models/{model}",
+            says=(rf"models/{model}: answers at {nats}\d+ nats",),
+            leaves=(f"models/{model}/model.safetensors", f"models/{model}/heldout.jsonl"),
+            slow=True,
+        )
+        for game, model, nats in (("", "tiny_game", r"1\."), ("--game maze ", "tiny_maze", r"0\.9"))
     ),
-    Command(
-        "vapo-mcore train examples/configs/critic_game_vapo.yaml",
-        add=SMALL,
-        why=ONE_STEP,
-        says=(HELD_OUT,),
-        leaves=("runs/critic_game_vapo/metrics.jsonl", "runs/critic_game_vapo/critic_pretrained/hf/config.json"),
-        slow=True,
-    ),
-    Command(
-        "python tools/make_game_model.py --game maze --output models/tiny_maze",
-        says=(r"models/tiny_maze: answers at 0\.9\d+ nats",),
-        leaves=("models/tiny_maze/model.safetensors", "models/tiny_maze/heldout.jsonl"),
-        slow=True,
-    ),
-    Command(
-        "vapo-mcore train examples/configs/maze_vapo.yaml",
-        add=SMALL,
-        why=ONE_STEP,
-        says=(HELD_OUT,),
-        leaves=("runs/maze_vapo/metrics.jsonl", "runs/maze_vapo/critic_pretrained/hf/config.json"),
-        slow=True,
+    *(
+        Command(
+            f"vapo-mcore train examples/configs/{name}.yaml",
+            add=SMALL,
+            why=ONE_STEP,
+            says=(HELD_OUT,),
+            leaves=(f"runs/{name}/metrics.jsonl", f"runs/{name}/critic_pretrained/hf/config.json"),
+            slow=True,
+        )
+        for name in ("critic_game_vapo", "maze_vapo")
     ),
     *(
         Command(

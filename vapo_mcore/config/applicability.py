@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from vapo_mcore.config.engines import BUILT_IN_ENGINES
 from vapo_mcore.config.layers import Fault, Key, Tree, dotted, overlap
-from vapo_mcore.config.schema import GROUP_ESTIMATORS, Config
+from vapo_mcore.config.schema import GROUP_ESTIMATORS, Config, CriticParallelConfig, ParallelConfig
 from vapo_mcore.config.yaml_text import shown
 
 
@@ -31,6 +31,26 @@ _CUSTOM = "algorithm.advantage.custom"
 _LAMBDA = "algorithm.advantage.lambda_policy"
 _COVARIANCE = "algorithm.policy_loss.covariance"
 _CORRECTION = "algorithm.policy_loss.importance_correction"
+
+
+def _equal_microbatches(section: str, layout: Callable[[Config], ParallelConfig | CriticParallelConfig | None]) -> tuple[Inapplicable, ...]:
+    """Return when ``equal_microbatches`` of a layout has no effect. ``layout`` returns None for a section that is not given."""
+
+    def one_stage(config: Config) -> bool:
+        given = layout(config)
+        return given is not None and given.pipeline_model_parallel_size == 1
+
+    def interleaved(config: Config) -> bool:
+        given = layout(config)
+        return given is not None and given.virtual_pipeline_model_parallel_size is not None
+
+    keys, pipeline = (f"{section}.equal_microbatches",), f"{section}.pipeline_model_parallel_size"
+    virtual = f"{section}.virtual_pipeline_model_parallel_size"
+    return (
+        Inapplicable(keys, (pipeline,), one_stage, "without pipeline parallelism ranks exchange no shapes"),
+        Inapplicable(keys, (virtual,), interleaved, "interleaved stages always use micro-batches of equal size"),
+    )
+
 
 _WHITENED = ("gae", "reinforce_pp", "dr_grpo", "custom")
 """Estimators whose advantages can be whitened; dr_grpo's, centred in their groups, then are REINFORCE++-baseline's."""
@@ -160,30 +180,8 @@ INAPPLICABLE: tuple[Inapplicable, ...] = (
         lambda c: c.algorithm.positive_lm.coef == 0,
         "there is no positive-example loss",
     ),
-    Inapplicable(
-        ("parallel.equal_microbatches",),
-        ("parallel.pipeline_model_parallel_size",),
-        lambda c: c.parallel.pipeline_model_parallel_size == 1,
-        "without pipeline parallelism ranks exchange no shapes",
-    ),
-    Inapplicable(
-        ("parallel.equal_microbatches",),
-        ("parallel.virtual_pipeline_model_parallel_size",),
-        lambda c: c.parallel.virtual_pipeline_model_parallel_size is not None,
-        "interleaved stages always use micro-batches of equal size",
-    ),
-    Inapplicable(
-        ("critic.parallel.equal_microbatches",),
-        ("critic.parallel.pipeline_model_parallel_size",),
-        lambda c: c.critic.parallel is not None and c.critic.parallel.pipeline_model_parallel_size == 1,
-        "without pipeline parallelism ranks exchange no shapes",
-    ),
-    Inapplicable(
-        ("critic.parallel.equal_microbatches",),
-        ("critic.parallel.virtual_pipeline_model_parallel_size",),
-        lambda c: c.critic.parallel is not None and c.critic.parallel.virtual_pipeline_model_parallel_size is not None,
-        "interleaved stages always use micro-batches of equal size",
-    ),
+    *_equal_microbatches("parallel", lambda c: c.parallel),
+    *_equal_microbatches("critic.parallel", lambda c: c.critic.parallel),
     Inapplicable(
         ("algorithm.kl.kind", "algorithm.kl.coef", "algorithm.kl.clamp"),
         ("algorithm.kl.place",),

@@ -60,8 +60,8 @@ class MegatronGroups:
 
 
 @contextmanager
-def beside_the_others() -> Iterator[None]:
-    """Create a second layout in this block: it starts without any, and afterwards none is in place outside the scopes of models."""
+def second_layout() -> Iterator[None]:
+    """Create another layout in this block. The block starts without one; after it none is in place outside the scopes of models."""
     from megatron.core import parallel_state as ps
 
     shared = {name: getattr(ps, name) for name in _SHARED}

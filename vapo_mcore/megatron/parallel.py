@@ -15,7 +15,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from vapo_mcore.errors import ConfigError
 from vapo_mcore.megatron.devices import device_fault, installed_versions, transformer_engine_fault
-from vapo_mcore.megatron.groups import MegatronGroups, beside_the_others
+from vapo_mcore.megatron.groups import MegatronGroups, second_layout
 from vapo_mcore.megatron.host import HAS_CUDA, compute_device, import_megatron, megatron_scope
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class ParallelContext:
     sequence_parallel: bool
     equal_microbatches: bool
     groups: MegatronGroups
-    beside: dict[ParallelConfig, ParallelContext] = field(default_factory=dict)  # other layouts over the same ranks
+    other_layouts: dict[ParallelConfig, ParallelContext] = field(default_factory=dict)  # over the same ranks, made by critic_layout
 
     @contextmanager
     def scope(self, device: torch.device | None = None) -> Iterator[None]:
@@ -157,10 +157,10 @@ def critic_layout(config: Config, policy: ParallelContext) -> ParallelContext:
     """
     if not config.layouts_differ:
         return policy
-    if config.critic_parallel not in policy.beside:
-        with megatron_scope(), beside_the_others():
-            policy.beside[config.critic_parallel] = _create(config.critic_parallel)
-    return policy.beside[config.critic_parallel]
+    if config.critic_parallel not in policy.other_layouts:
+        with megatron_scope(), second_layout():
+            policy.other_layouts[config.critic_parallel] = _create(config.critic_parallel)
+    return policy.other_layouts[config.critic_parallel]
 
 
 def _create(config: ParallelConfig) -> ParallelContext:

@@ -16,7 +16,6 @@ from torch import Tensor
 from vapo_mcore.algorithm.advantages import reward_to_go
 from vapo_mcore.algorithm.replay import ReplayBuffer, ReplaySample
 from vapo_mcore.algorithm.weights import token_weights
-from vapo_mcore.config.architecture import ModelArchitecture
 from vapo_mcore.config.schema import Config, SelfImitationConfig
 from vapo_mcore.data.microbatch import MicroBatch
 from vapo_mcore.data.ragged import cumulative, token_index
@@ -34,12 +33,11 @@ _TENSORS = ("tokens", "response_mask", "returns")
 class SelfImitation:
     """Holds the replay buffer and trains on it. ``remember`` and the training steps are collectives over all ranks."""
 
-    def __init__(self, config: Config, architecture: ModelArchitecture, parallel: ParallelContext) -> None:
+    def __init__(self, config: Config, parallel: ParallelContext) -> None:
         settings = config.algorithm.self_imitation
         assert settings is not None, "requires algorithm.self_imitation"
         self.settings: SelfImitationConfig = settings
         self.config = config
-        self.architecture = architecture
         self.parallel = parallel
         self.buffer = ReplayBuffer(settings.capacity, eviction=settings.keep, top_k=settings.top_k)
 
@@ -132,7 +130,7 @@ class SelfImitation:
         batch = replay_batch(sample)
         count = len(batch)
         batch[weights] = coef * token_weights(batch["response_mask"], batch.cu_seqlens, "token")
-        plan = plan_rows(self.config, self.architecture, model.parallel, batch.lengths, torch.arange(count), count, seed=0)
+        plan = plan_rows(self.config, model.architecture, model.parallel, batch.lengths, torch.arange(count), count, seed=0)
         return pack_microbatches(
             plan.minibatches[0], batch, torch.arange(count), model.parallel, ("tokens", "response_mask", "returns", weights)
         )

@@ -103,7 +103,7 @@ class StepRunner:
         self.sync = sync
         self.next_prompts = next_prompts
         self.estimator = AdvantageEstimator(config, parallel.data_parallel_group)
-        self.imitation = SelfImitation(config, models.architecture, parallel) if config.algorithm.self_imitation is not None else None
+        self.imitation = SelfImitation(config, parallel) if config.algorithm.self_imitation is not None else None
         self.stop_requests = StopRequests()
         self.diagnosis = Monitor(config)
         self._sources = [source.name for source in config.data.train]

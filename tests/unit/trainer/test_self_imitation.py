@@ -16,14 +16,13 @@ from vapo_mcore.trainer.self_imitation import SelfImitation, best_rows, replay_b
 from vapo_mcore.trainer.updates import update_order
 
 PARALLEL: Any = SimpleNamespace(data_parallel_group=None)
-ARCHITECTURE: Any = None
 
 
 def remembered(rows: Any, **settings: Any) -> SelfImitation:
     config = make_config(self_imitation={"capacity": 8, **settings}, advantage={"gamma": 0.5})
     experience = make_experience(config, rows)
     AdvantageEstimator(config, PARALLEL.data_parallel_group).place_rewards(experience)
-    imitation = SelfImitation(config, ARCHITECTURE, PARALLEL)
+    imitation = SelfImitation(config, PARALLEL)
     imitation.remember(experience, 1, pretraining=False)
     return imitation
 
@@ -59,7 +58,7 @@ def test_value_pretraining_fills_a_frozen_buffer_alone() -> None:
     experience = make_experience(config, make_rows([2], [1.0]))
     AdvantageEstimator(config, PARALLEL.data_parallel_group).place_rewards(experience)
     for keep, expected in (("top_reward", 0), ("fifo", 0), ("frozen", 1)):
-        imitation = SelfImitation(make_config(self_imitation={"keep": keep}), ARCHITECTURE, PARALLEL)
+        imitation = SelfImitation(make_config(self_imitation={"keep": keep}), PARALLEL)
         imitation.remember(experience, 1, pretraining=True)
         imitation.end_of_pretraining()
         assert len(imitation.buffer) == expected
@@ -81,7 +80,7 @@ def test_draws_are_seeded_by_the_rollout_and_due_every_few_steps() -> None:
     assert first is not None and again is not None and other is not None
     assert first.prompt_ids == again.prompt_ids != other.prompt_ids
     assert len(first.prompt_ids) == 3
-    empty = SelfImitation(make_config(self_imitation={}), ARCHITECTURE, PARALLEL)
+    empty = SelfImitation(make_config(self_imitation={}), PARALLEL)
     assert empty.draw(1, 1) is None
 
 

@@ -54,9 +54,9 @@ def _after_updates(bench: Bench) -> dict[str, str]:
 
     The update is on the two texts of drawn token ids, in one pack: what the moments hold does not matter.
     """
-    microbatches = bench.microbatches([ids[-MOST_TRAINED:] for ids in bench.sequences[-2:]], [[0, 1]])
+    texts = [ids[-MOST_TRAINED:] for ids in bench.sequences[-2:]]
     with bench.on_device("policy_update") as models:
-        batches = critic_batches(models.policy, microbatches)
+        batches = critic_batches(models.policy, bench.microbatches(texts, [[0, 1]]))
         batches = [batch.with_tensors(loss_weights=batch.tensors["value_weights"]) for batch in batches]
         models.policy.train_step(batches, SupervisedLoss(), unscheduled_lr=0.0)
         models.residency.mark_changed("policy")
@@ -65,7 +65,7 @@ def _after_updates(bench: Bench) -> dict[str, str]:
         with bench.on_device("critic_update") as models:
             assert models.critic is not None
             loss = CriticLoss(None, models.critic.architecture.value_bins)
-            microbatches = bench.microbatches(bench.sequences[-2:], [[0, 1]], models.critic.parallel)
+            microbatches = bench.microbatches(texts, [[0, 1]], models.critic.parallel)
             models.critic.train_step(critic_batches(models.critic, microbatches), loss, unscheduled_lr=0.0)
             models.residency.mark_changed("critic")
             found |= resident_checksums(models, "critic")
