@@ -82,7 +82,7 @@ def devices(processes: int, cuda: bool) -> Finding:
                 "warn",
                 f"no usable GPU ({'nvidia-smi is here' if driver else 'a CUDA build of torch'}): runs on {cores} CPU cores",
             )
-        return Finding("devices", "ok", f"no GPU: runs on {cores} CPU cores")
+        return Finding("devices", "ok", f"no GPU: runs on {cores} CPU cores{bfloat16_note()}")
     kinds: dict[str, int] = {}
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
@@ -90,6 +90,14 @@ def devices(processes: int, cuda: bool) -> Finding:
         kinds[name] = kinds.get(name, 0) + 1
     detail = ", ".join(f"{count} x {name}" for name, count in kinds.items())
     return Finding("devices", "ok", detail)
+
+
+def bfloat16_note() -> str:
+    """Return a remark for x86 CPUs without AVX-512, where torch multiplies bfloat16 matrices without vector instructions."""
+    import torch
+
+    slow = platform.machine() == "x86_64" and torch.backends.cpu.get_cpu_capability() in ("DEFAULT", "AVX2")
+    return "; without AVX-512, matrix products are several times slower in bfloat16 than in float32 (model.dtype=float32)" if slow else ""
 
 
 def open_files() -> Finding:
@@ -145,8 +153,10 @@ def imports(config: Config | None, cuda: bool, seconds: float) -> list[Finding]:
 
 
 def import_finding(module: str, needed: bool, seconds: float) -> Finding:
-    """Import ``module`` in a separate process; kill it after ``seconds``."""
+    """Import ``module`` in a separate process, unless this process has imported it; kill it after ``seconds``."""
     check = f"import {module}"
+    if module in sys.modules:
+        return Finding(check, "ok", "imported by this process")
     command = [sys.executable, "-W", "ignore", "-c", f"import {module}"]
     environment = {
         name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")

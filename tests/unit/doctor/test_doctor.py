@@ -66,7 +66,9 @@ def test_imports_run_elsewhere_and_are_ended(tmp_path: Path, monkeypatch: pytest
     (tmp_path / "vapo_test_hangs.py").write_text("import time; time.sleep(60)")
     (tmp_path / "vapo_test_dies.py").write_text("import os; os._exit(7)")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    assert machine.import_finding("json", True, 30).status == "ok"
+    monkeypatch.delitem(sys.modules, "json")
+    assert machine.import_finding("json", True, 30) == Finding("import json", "ok", "can be imported")
+    assert machine.import_finding("pytest", True, 0.0) == Finding("import pytest", "ok", "imported by this process")
     assert machine.import_finding("vapo_test_hangs", False, 0.3) == Finding(
         "import vapo_test_hangs", "warn", "not done after 0 s (--seconds)"
     )

@@ -111,7 +111,7 @@ def _checksums(bench: Bench, which: str) -> Measurement:
 
 
 def sample(bench: Bench, temperature: float) -> list[Generation]:
-    """Responses of this rank's replica to some prompts, the same prompts on all replicas. No collective over replicas."""
+    """Responses of this rank's replica to its share of some prompts' requests, at least one. No collective over replicas."""
     longest = min(MOST_SAMPLED, bench.config.rollout.max_response_length)
     how = SamplingConfig(temperature=temperature, top_p=1.0, top_k=-1, max_tokens=longest)
     requests = [
@@ -119,7 +119,8 @@ def sample(bench: Bench, temperature: float) -> list[Generation]:
         for prompt in bench.checked_prompts(PROMPTS)
         for index in range(SAMPLES)
     ]
-    return bench.engine.generate(requests, how)
+    index, count = bench.engine.replica_index, bench.engine.num_replicas
+    return bench.engine.generate(requests[index % len(requests) :: count], how)
 
 
 def _sampled(bench: Bench, generations: Sequence[Generation], temperature: float, which: str) -> list[Measurement]:
