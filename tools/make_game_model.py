@@ -2,11 +2,13 @@
 
     python tools/make_game_model.py --output models/tiny_game [--seed 0] [--steps 400]
     python tools/make_game_model.py --game maze --output models/tiny_maze
+    python tools/make_game_model.py --game maze_walk --output models/tiny_maze_walk
 
 A Qwen2-architecture model of 20,000 parameters with a character tokenizer is trained, supervised, on the games of a bad player. In
-doors_and_dice it answers a door correctly with probability 0.30 and with one fixed wrong answer with probability 0.40; in maze it
-walks at random, and into a wall rarely (rules: examples/extensions/GAME.py). The folder contains the model, the tokenizer, and disjoint
-``train.jsonl`` and ``heldout.jsonl``; it is written atomically. Prints the cross-entropy of the model's answers and that of the player.
+doors_and_dice it answers a door correctly with probability 0.30 and with one fixed wrong answer with probability 0.40; in maze and
+maze_walk it walks at random, and into a wall rarely (rules: examples/extensions/GAME.py). The folder contains the model, the tokenizer,
+and disjoint ``train.jsonl`` and ``heldout.jsonl``; it is written atomically. Prints the cross-entropy of the model's answers and that of
+the player.
 """
 
 from __future__ import annotations
@@ -33,9 +35,13 @@ class Player(ABC):
     """A bad player of a game, and the game's prompts. ``rules`` is the module of the game as the recipes load it."""
 
     name: ClassVar[str]
+    entry: ClassVar[str] = "play"
+    """Name of the game's environment or verifier."""
+    positions: ClassVar[int] = 256
+    """``max_position_embeddings`` of the model."""
 
     def __init__(self) -> None:
-        self.rules: Any = sys.modules[load_function(f"{EXTENSIONS / self.name}.py:play").__module__]
+        self.rules: Any = sys.modules[load_function(f"{EXTENSIONS / self.name}.py:{self.entry}").__module__]
 
     @property
     @abstractmethod
@@ -134,7 +140,44 @@ class MazePlayer(Player):
         return rows
 
 
-PLAYERS = {player.name: player for player in (DoorsAndDicePlayer, MazePlayer)}
+class MazeWalkPlayer(Player):
+    """The player of the maze, who also writes the room after each move."""
+
+    name, entry, positions = "maze_walk", "verdict", 512
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maze = MazePlayer()
+
+    @property
+    def characters(self) -> str:
+        return self.maze.rules.ROOMS + "".join(self.maze.rules.MOVES)
+
+    def play(self, rng: random.Random) -> tuple[str, dict[int, float]]:
+        maze, chosen = self.maze.rules, {}
+        text = room = rng.choice(maze.ROOMS[:-1])
+        for _ in range(self.rules.MOST_MOVES):
+            probabilities = self.maze.probabilities(room)
+            (move,) = rng.choices(list(maze.MOVES), probabilities)
+            chosen[len(text)] = probabilities[list(maze.MOVES).index(move)]
+            chosen[len(text) + 1] = 1.0
+            room = maze.after(room, move)
+            text += move + room
+            if room == maze.GOAL:
+                break
+        return text, chosen
+
+    def problems(self, rng: random.Random) -> dict[str, list[dict[str, Any]]]:
+        rooms = list(self.maze.rules.ROOMS[:-1])
+        reserved = set(rng.sample(rooms, self.maze.HELDOUT_ROOMS))
+        rows = [{"prompt": room, "answer": room} for room in rooms]
+        return {
+            "heldout": [row for row in rows if row["prompt"] in reserved],
+            "train": [row for row in rows if row["prompt"] not in reserved],
+        }
+
+
+PLAYERS = {player.name: player for player in (DoorsAndDicePlayer, MazePlayer, MazeWalkPlayer)}
 
 
 def main() -> None:
@@ -183,7 +226,7 @@ def train(folder: Path, player: Player, rng: random.Random, seed: int, steps: in
         num_hidden_layers=2,
         num_attention_heads=1,
         num_key_value_heads=1,
-        max_position_embeddings=256,
+        max_position_embeddings=player.positions,
         rope_theta=1000.0,
         tie_word_embeddings=False,
         initializer_range=0.05,
