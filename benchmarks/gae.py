@@ -8,8 +8,8 @@ Timed in one process on the same tensors:
   the allocation of the outputs.
 - ``memcpy``: ``Tensor.copy_`` of the bytes that GAE must move, 17 per token: rewards, values and mask are read (4 + 4 + 1), advantages and
   returns written (4 + 4). A copy of k bytes reads k and writes k, so its buffers have half of that.
-- ``whiten``: the public function on the values, against the same copy: it reads values and mask twice for the moments and once more to
-  write the result (19 bytes a token).
+- ``whiten``: the public function on the values, against the same copy: it reads values and mask once for the moments and once more to
+  write the result (14 bytes a token).
 - ``padded_loop``: rewards, values and mask as [responses, longest]; two recurrences of torch operations on columns, one time step after
   the other. Padding is not timed; the loop runs once (seconds). Its result is compared with the packed one.
 

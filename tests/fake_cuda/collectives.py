@@ -146,6 +146,28 @@ def _wrap_objects(function: Any) -> Any:
     return call
 
 
+_TENSOR_CALLS = (
+    "all_reduce",
+    "all_gather_into_tensor",
+    "reduce_scatter_tensor",
+    "_all_gather_base",
+    "_reduce_scatter_base",
+    "broadcast",
+    "reduce",
+    "all_gather",
+    "gather",
+    "scatter",
+    "reduce_scatter",
+    "all_to_all",
+    "all_to_all_single",
+    "isend",
+    "irecv",
+    "send",
+    "recv",
+)
+_OBJECT_CALLS = ("all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list")
+
+
 def install() -> None:
     module = dist.distributed_c10d
     init, new_group, manager = module.init_process_group, module.new_group, module._coalescing_manager
@@ -185,28 +207,8 @@ def install() -> None:
         "new_group": make_group,
         "_coalescing_manager": coalescing_manager,
     }
-    for name in [
-        "all_reduce",
-        "all_gather_into_tensor",
-        "reduce_scatter_tensor",
-        "_all_gather_base",
-        "_reduce_scatter_base",
-        "broadcast",
-        "reduce",
-        "all_gather",
-        "gather",
-        "scatter",
-        "reduce_scatter",
-        "all_to_all",
-        "all_to_all_single",
-        "isend",
-        "irecv",
-        "send",
-        "recv",
-    ]:
-        replaced[name] = _wrap(getattr(module, name))
-    for name in ("all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list"):
-        replaced[name] = _wrap_objects(getattr(module, name))
+    replaced |= {name: _wrap(getattr(module, name)) for name in _TENSOR_CALLS}
+    replaced |= {name: _wrap_objects(getattr(module, name)) for name in _OBJECT_CALLS}
     for name, value in replaced.items():
         setattr(module, name, value)
         if hasattr(dist, name):

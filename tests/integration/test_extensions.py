@@ -46,7 +46,7 @@ def test_an_engine_of_ones_own_is_one_class(folder: Path) -> None:
     (row,) = read_metrics(folder / "own_engine")
     assert row["response/length_mean"] == 40.0 and row["policy/updates"] > 0
     assert row["mismatch/logprob_abs_mean"] > 1e-3
-    assert json.loads((folder / "own_engine" / "engine.json").read_text())["engine"] == "uniform"
+    assert json.loads((folder / "own_engine" / "engine.json").read_text())["engine"] == "UniformEngine"
 
 
 def test_a_sampler_with_stale_weights_is_named_and_ends_the_run(folder: Path) -> None:

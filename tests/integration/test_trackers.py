@@ -26,7 +26,7 @@ from vapo_mcore.config.loading import dump_yaml
 from vapo_mcore.config.schema import Config
 from vapo_mcore.errors import ConfigError
 from vapo_mcore.records.run_dir import RunDirectory
-from vapo_mcore.records.trackers import Trackers, check_trackers, start_trackers
+from vapo_mcore.records.trackers import Trackers, check_trackers
 
 KEY = "W_AND_B_KEY_OF_THE_TEST"
 BOTH = ("run.tensorboard=true", "run.wandb={project: p, mode: offline, tags: [a, b], group: g}")
@@ -42,7 +42,7 @@ def row(step: int, reward: float, stage: str = "rl") -> dict[str, Any]:
 
 def start(config: Config) -> RunDirectory:
     run = RunDirectory.create(config.run.dir, clean=False, config_yaml=dump_yaml(config))
-    run.trackers = start_trackers(config, run.path, run.run_id, run.rows)
+    run.start_trackers(config)
     return run
 
 
@@ -67,7 +67,7 @@ def resumed(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
     config = configured(folder, *BOTH)
     position = json.loads((folder / "position.json").read_text())
     run = RunDirectory.resume(config.run.dir, **position, config_yaml=dump_yaml(config))
-    run.trackers = start_trackers(config, run.path, run.run_id, run.rows)
+    run.start_trackers(config)
     for step in (2, 3, 4):
         run.write_metrics(row(step, 0.25 * step))
     run.close()

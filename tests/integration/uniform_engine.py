@@ -5,27 +5,16 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterable, Sequence
-from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-from vapo_mcore.config.architecture import read_architecture
-from vapo_mcore.rollout.base import EngineBuild, Generation, GenerationRequest, SamplingConfig
-from vapo_mcore.rollout.hf_folder import parameter_shapes
+from vapo_mcore.rollout.base import Generation, GenerationRequest, SamplingConfig
 from vapo_mcore.rollout.stateful import StatefulEngine
 
 
 class UniformEngine(StatefulEngine):
     weights: dict[str, Tensor]
-
-    @classmethod
-    def build(cls, build: EngineBuild) -> Self:
-        vocabulary = read_architecture(build.folder).vocab_size
-        return cls(build.replica, parameter_shapes(build.folder), vocab_size=vocabulary, max_model_len=build.max_model_len)
-
-    def settings(self) -> dict[str, Any]:
-        return {"engine": "uniform"}
 
     def _generate(self, requests: Sequence[GenerationRequest], sampling: SamplingConfig) -> list[Generation]:
         found = []
@@ -48,9 +37,3 @@ class UniformEngine(StatefulEngine):
 
     def _sleep(self) -> None:
         self.weights = {}
-
-    _rebuild = _discard = _sleep
-
-    def _wake_weights(self) -> None: ...
-
-    def _wake_kv_cache(self) -> None: ...

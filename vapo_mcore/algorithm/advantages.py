@@ -148,7 +148,7 @@ def rewards_of_own_and_later_steps(normalised: Tensor, mask: Tensor, cu_seqlens:
 def whiten(x: Tensor, mask: Tensor, group: "dist.ProcessGroup | None" = None) -> Tensor:
     """Whiten ``x`` over the unmasked tokens: (x - mean) / sqrt(var + 1e-8), 0 at masked positions; [total] in the dtype of ``x``.
 
-    Uses the population variance, in two float64 passes. With ``group`` the statistics cover all its ranks, and every rank must call it,
+    Uses the population variance, computed in float64. With ``group`` the statistics cover all its ranks, and every rank must call it,
     including ranks without tokens. Pass the group over which tokens are distinct (data parallel), not one that holds copies; None
     means this process alone. A single unmasked token gives exactly 0.
     """

@@ -1,13 +1,13 @@
 """Operations on packed sequences: lengths, per-response sums, broadcasts, placing rewards, statistics over ranks."""
 
-from collections.abc import Callable
+import math
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from vapo_mcore.algorithm.moments_kernel import masked_square_sum, masked_sum
+from vapo_mcore.algorithm.moments_kernel import block_moments
 
 if TYPE_CHECKING:
     import numpy as np
@@ -104,29 +104,48 @@ def all_reduce_sum(x: Tensor, group: "dist.ProcessGroup | None") -> Tensor:
 def masked_moments(x: Tensor, mask: Tensor, group: "dist.ProcessGroup | None" = None) -> tuple[Tensor, Tensor, Tensor]:
     """Compute ``(count, mean, population variance)`` of ``x`` where ``mask``, over all ranks of ``group``; float64 scalars, 0 if empty.
 
-    Two float64 passes (mean, then squared deviations) avoid cancellation. The count is exact below 2**53. Takes two reductions; a rank
-    without tokens contributes zeros. Host tensors use the compiled loops of ``moments_kernel``, device tensors torch.
+    Squares are those of deviations from a mean, in float64, which avoids cancellation. The count is exact below 2**53. Takes one
+    collective; a rank without tokens contributes zeros. Host tensors use the compiled loops of ``moments_kernel``, device tensors torch.
     """
-    mask = mask.bool()
-    local, deviations = _host_sums(x, mask) if x.device.type == "cpu" else _device_sums(x, mask)
-    count, total = all_reduce_sum(local, group)
-    mean = total / count.clamp(min=1.0)
-    squares = all_reduce_sum(deviations(mean), group)
-    return count, mean, squares / count.clamp(min=1.0)
+    moments = _host_moments(x, mask.bool()) if x.device.type == "cpu" else _device_moments(x, mask.bool())
+    if group is not None:
+        ranks = moments.new_empty(dist.get_world_size(group) * 3)
+        dist.all_gather_into_tensor(ranks, moments, group=group)
+        moments = _union(*ranks.view(-1, 3).unbind(-1))
+    count, total, squares = moments.unbind()
+    return count, total / count.clamp(min=1.0), squares / count.clamp(min=1.0)
 
 
-def _host_sums(x: Tensor, mask: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """Return float64 ``[count, sum]`` of this rank's unmasked tokens, and a function: mean -> their sum of squared deviations."""
-    tokens, unmasked, threads = as_floats(x), mask.contiguous().numpy(), torch.get_num_threads()
-    local = torch.tensor(masked_sum(tokens, unmasked, threads), dtype=torch.float64)
-    return local, lambda mean: torch.tensor(masked_square_sum(tokens, unmasked, float(mean), threads), dtype=torch.float64)
+def _union(counts: Tensor, sums: Tensor, squares: Tensor) -> Tensor:
+    """Combine count, sum and squared deviations from its own mean of each part, all [parts], to those of all parts, [3] (Chan et al. 1979).
+
+    The squared deviations from the common mean are those from the part's mean plus count (part's mean - common mean)^2.
+    """
+    count, total = _sum(counts), _sum(sums)
+    shifts = sums / counts.clamp(min=1.0) - total / count.clamp(min=1.0)
+    return torch.stack([count, total, _sum(torch.cat([squares, counts * shifts.square()]))])
 
 
-def _device_sums(x: Tensor, mask: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """Compute the same as ``_host_sums`` on the device."""
+def _sum(x: Tensor) -> Tensor:
+    """Return the sum; on the host rounded once, unless an entry is NaN or infinite (``math.fsum`` raises for opposite infinities)."""
+    if x.device.type == "cpu" and bool(x.isfinite().all()):
+        return x.new_tensor(math.fsum(x.tolist()))
+    return x.sum()
+
+
+def _host_moments(x: Tensor, mask: Tensor) -> Tensor:
+    """Return this rank's count and sum of unmasked tokens and their squared deviations from this rank's mean, float64 [3]."""
+    moments = block_moments(as_floats(x), mask.contiguous().numpy(), torch.get_num_threads())
+    return _union(*torch.from_numpy(moments))
+
+
+def _device_moments(x: Tensor, mask: Tensor) -> Tensor:
+    """Compute the same as ``_host_moments`` on the device."""
     zero = torch.zeros((), dtype=torch.float64, device=x.device)
     clean = torch.where(mask, x.detach().double(), zero)
-    return torch.stack([mask.sum().double(), clean.sum()]), lambda mean: torch.where(mask, (clean - mean).square(), zero).sum()
+    count, total = mask.sum().double(), clean.sum()
+    squares = torch.where(mask, (clean - total / count.clamp(min=1.0)).square(), zero).sum()
+    return torch.stack([count, total, squares])
 
 
 def as_floats(x: Tensor) -> "NDArray[np.floating]":

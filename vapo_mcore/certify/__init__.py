@@ -1,1 +1,1 @@
-"""``vapo-mcore certify``: whether trainer, rollout engine, critic, graders and machine agree, measured on a recipe before it runs."""
+"""``vapo-mcore certify``: measure, before a recipe runs, whether trainer, rollout engine, critic, graders and machine agree."""

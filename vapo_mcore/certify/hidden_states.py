@@ -1,4 +1,4 @@
-"""Hidden states after each layer, of the trainer and of transformers, and how far they are apart."""
+"""Compare the hidden states after each layer of the trainer with those of transformers."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def _hooked(layers: Sequence[tuple[int, Any]], take: Callable[[int, Tensor], Non
 
 
 def trainer_layers(bench: Bench, model: MegatronModel, sequence: Sequence[int]) -> dict[int, Tensor]:
-    """Layer number from 0 -> float32 [tokens, hidden] on the host, of the layers of this pipeline stage. A collective."""
+    """Return layer number (from 0) -> float32 [tokens, hidden] on the host, for the layers of this pipeline stage. A collective."""
     parallel = bench.parallel
     microbatches = bench.microbatches([sequence])
     layout = microbatches[0].layout
     found: dict[int, Tensor] = {}
 
     def take(number: int, hidden: Tensor) -> None:
-        if number in found:  # of a dummy micro-batch behind it
+        if number in found:  # from a dummy micro-batch, which follows the real one
             return
         local = hidden.detach()[:, 0].float().contiguous()
         if parallel.sequence_parallel:
@@ -47,7 +47,7 @@ def trainer_layers(bench: Bench, model: MegatronModel, sequence: Sequence[int]) 
             local = torch.cat(parts)
         found[number] = layout.gather(local[: layout.num_local_tokens], parallel.context_parallel_group).cpu()
 
-    if not parallel.variable_lengths:  # one size for all, dummies included: no padding that the layout does not know
+    if not parallel.variable_lengths:  # one size for all, dummies included, so that the layout knows all padding
         microbatches = microbatches[:1] * len(microbatches)
     layers = [(layer.layer_number - 1, layer) for chunk in model.chunks for layer in chunk.decoder.layers]
     with _hooked(layers, take):

@@ -1,4 +1,4 @@
-"""Runs the checks on all ranks, prints the table, writes certificate and page."""
+"""Run the checks on all ranks, print the table, and write certificate and page."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Check = Callable[[Bench], Sequence[Measurement]]
 
 @dataclass(frozen=True)
 class CertifyOptions:
-    """``checks``: names of built-in ones and import paths; ``against``: an older certificate's file; ``output``: the folder to write."""
+    """``checks``: names of built-in checks and import paths; ``against``: file of an older certificate; ``output``: folder to write."""
 
     checks: tuple[str, ...]
     against: str | None
@@ -46,7 +46,7 @@ class CertifyOptions:
 
 
 def run_certify(config: Config, options: CertifyOptions) -> int:
-    """Certify in this process, one of ``parallel.world_size``; returns the exit code, the same on all ranks."""
+    """Certify in this process, one of ``parallel.world_size``. Returns the exit code, the same on all ranks."""
     configure_logging()
     parallel = initialize_parallel(config.parallel)
     with ending_together():
@@ -55,10 +55,10 @@ def run_certify(config: Config, options: CertifyOptions) -> int:
 
 
 def certify(config: Config, parallel: ParallelContext, options: CertifyOptions) -> list[CheckRecord]:
-    """Run the checks in existing process groups; returns their records, the same on all ranks. Rank 0 writes and prints.
+    """Run the checks in existing process groups. Returns their records, the same on all ranks; rank 0 writes and prints.
 
-    Raises ConfigError for an output that cannot be written, an older certificate that cannot be read, or a check of the user's that cannot
-    be imported, before anything is measured.
+    Before the first check, raises ConfigError for an output that cannot be written, an older certificate that cannot be read, or a
+    user-defined check that cannot be imported.
     """
     console = Console(enabled=parallel.rank == 0)
     output = Path(options.output)
@@ -68,7 +68,7 @@ def certify(config: Config, parallel: ParallelContext, options: CertifyOptions) 
         with fail_together():
             functions = {name: load(name) for name in options.checks}
             old = None if options.against is None else certificates.read(options.against)
-        with fail_together():  # when all ranks have read the old one, which may be the one that is moved here
+        with fail_together():  # after all ranks have read the old certificate, which prepare() may move
             if parallel.rank == 0:
                 prepare(output)
                 watchdog.clear(str(output))
@@ -83,7 +83,7 @@ def certify(config: Config, parallel: ParallelContext, options: CertifyOptions) 
                 records.append(_run(bench, name, function))
             for line in lines_of(records[-1]):
                 console.print(line)
-            with fail_together():  # after each check: a crash in a later one leaves what has been measured
+            with fail_together():  # after each check, so that a crash in a later one keeps the measurements
                 if parallel.rank == 0:
                     made = certificates.make(config, records, machine)
                     path = certificates.write(made, output, partial=len(records) < len(functions))
@@ -116,8 +116,10 @@ def load(name: str) -> Check:
 
 
 def prepare(output: Path) -> None:
-    """Make the folder, with an empty one for files of the checks, and move an older certificate and its page out of the way: until this
-    command has reached its end there is none. Raises ConfigError where it cannot be written."""
+    """Create the output folder with an empty folder for files of the checks, and rename an older certificate and its page.
+
+    So the folder has no certificate until this command has finished. Raises ConfigError if the folder cannot be written.
+    """
     try:
         output.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(output / ".scratch", ignore_errors=True)
@@ -175,7 +177,7 @@ def _merged(by_rank: Sequence[Sequence[Measurement]]) -> list[Measurement]:
 
 
 def _machine(parallel: ParallelContext) -> dict[str, Any]:
-    """Devices and layout, for the certificate."""
+    """Return devices and layout, for the certificate."""
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     return {
         "world_size": parallel.world_size,

@@ -10,7 +10,7 @@ from vapo_mcore.certify.record import Measurement
 
 @dataclass(frozen=True)
 class Tolerance:
-    """The largest value that holds, by ``model.dtype``; ``reason``: where the number comes from. ``least``: it is the smallest."""
+    """The largest value that holds, by ``model.dtype``, or with ``least`` the smallest; ``reason``: where the number comes from."""
 
     name: str
     float32: float
@@ -51,8 +51,8 @@ TABLE = (
         "engine/mean",
         5e-4,
         0.10,
-        "mean |dlogp| of sampled tokens between engine and trainer: two implementations, each as far from the exact value as above; a "
-        "temperature that is ignored is found below it, too (log-probs of temperature 1 are less than half as far)",
+        "mean |dlogp| of sampled tokens between engine and trainer: two implementations, each as far from the exact value as above; an "
+        "ignored temperature is also found below it (log-probs of temperature 1 are then less than half as far)",
     ),
     Tolerance("engine/max", 1e-2, 1.5, "largest |dlogp| of sampled tokens: unlikely tokens, for which a rounded logit counts fully"),
     Tolerance("engine/kl", 1e-5, 0.02, "mean KL divergence of full distributions on fixed texts at temperature 1"),
@@ -82,34 +82,34 @@ TABLE = (
         0.01,
         0.01,
         "relative difference of ratio, KL, importance weight and surrogate to their values for a known change of log-probs: rounding of "
-        "float32 means over all tokens is far below, a ratio or weight that is ignored is off by 2 % or more",
+        "float32 means over all tokens is far below; an ignored ratio or weight is off by 2 % or more",
     ),
     Tolerance(
         "critic/head_cosine",
         0.999,
         0.999,
-        "cosine of the value head with each row of the policy's output layer: a copy has 1, also after rounding; rows that are not related "
-        "have about 1 over the root of the hidden size",
+        "cosine of the value head with each row of the policy's output layer: a copy has 1, also after rounding; unrelated rows have "
+        "about 1 over the root of the hidden size",
     ),
     Tolerance(
         "graders/other_truths",
         0.05,
         0.05,
-        "share of the truths of other rows that are graded right: rows can have equal answers in other words",
+        "share of the truths of other rows that are graded right: different rows can have the same answer",
     ),
     Tolerance(
         "against/growth",
         2.0,
         2.0,
-        "`--against`: factor by which a layer's difference to transformers may grow, on top of a tenth of `trainer/layer`: rounding "
-        "differs between kernels by less; log-probs of tokens may move by `trainer/max` and `engine/max`",
+        "`--against`: factor by which a layer's difference to transformers may grow, on top of a tenth of `trainer/layer`: kernels differ "
+        "by less in rounding; log-probs of tokens may move by `trainer/max` and `engine/max`",
     ),
     Tolerance(
         "rates/slower",
         2.0,
         2.0,
         "how many times slower than plan assumes a GPU may be before a warning: the assumptions are rough, and a fault (a slow link, "
-        "clocks that are held down) costs more",
+        "throttled clocks) costs more",
     ),
 )
 

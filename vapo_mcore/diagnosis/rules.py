@@ -476,14 +476,14 @@ RULES: tuple[Rule, ...] = (
         lambda d: d.untrained_minibatches,
         untrained_minibatches,
         "every response of a mini-batch was filtered",
-        "a longer max_response_length if responses are cut (truncation: mask), larger mini-batches",
+        "a longer max_response_length if responses are truncated (truncation: mask), larger mini-batches",
         pretraining=True,
     ),
     Rule(
         "horizon_bias",
         lambda d: d.horizon_bias,
         horizon_bias,
-        "the horizon is too short for this critic: what it expects after a cut is not what came, and the policy learns its error",
+        "the horizon is too short for this critic: its values at cuts differ from the later returns, and the policy learns this error",
         "a longer rollout.horizon.tokens, a better critic (value pretraining, critic.updates_per_rollout), a smaller lambda or alpha, or "
         "train: completed; look at critic/returns_by_cut",
     ),

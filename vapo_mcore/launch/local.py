@@ -47,7 +47,7 @@ def become_single_process() -> None:
 def launch(module: str, arguments: list[str], processes: int) -> int:
     """Run ``python -m module arguments`` in ``processes`` processes and return the exit code of the run.
 
-    SIGTERM and SIGUSR1 are forwarded to workers that train; they save and exit without a time limit, and their exit code is the result.
+    Forwards SIGTERM and SIGUSR1 to workers that train; they save and exit without a time limit, and their exit code is the result.
     Before training, and for other signals, the workers are killed within 30 s and the result is 128 + signal. If a worker fails, the
     others are killed and its exit code is the result. Workers die with the launcher, however it ends (launch/ranks.py).
     """

@@ -60,6 +60,42 @@ def _float_chunk(logits: Tensor, scale: float) -> Tensor:
     return logits.float() if scale == 1.0 else logits.float() * scale
 
 
+def _shard_stats(
+    logits: Tensor,
+    label: Tensor,
+    owned: Tensor,
+    excluded: Tensor | None,
+    softmax: Tensor | None,
+    scale: float,
+    step: int,
+    entropy: bool,
+) -> Tensor:
+    """Reduce a shard's logits [tokens, columns] to four numbers per token, in chunks of ``step`` tokens; writes ``softmax`` if given.
+
+    Returns float32 [4, tokens]: the largest logit; then, of the logits minus it: logsumexp, the label's logit (very low where the label
+    is not ``owned``), and with ``entropy`` their mean under the softmax.
+    """
+    tokens, columns = logits.shape
+    stats = torch.full((4, tokens), _MASKED_LOGIT, dtype=torch.float32, device=logits.device)
+    stats[3] = 0.0
+    for begin in range(0, tokens, step) if columns else ():
+        part = slice(begin, begin + step)
+        chunk = _float_chunk(logits[part], scale)
+        if excluded is not None:
+            chunk = chunk.index_fill(1, excluded, _MASKED_LOGIT)
+        top = chunk.amax(-1)
+        shifted = chunk - top[:, None]
+        probabilities = torch.softmax(shifted, -1)
+        stats[0, part] = top
+        stats[1, part] = -probabilities.amax(-1).log()  # the largest is exp(0) / sum
+        stats[2, part] = torch.where(owned[part], shifted.gather(1, label[part, None])[:, 0], _MASKED_LOGIT)
+        if entropy:
+            stats[3, part] = torch.linalg.vecdot(probabilities, shifted)
+        if softmax is not None:
+            softmax[part, :columns] = probabilities
+    return stats
+
+
 class _VocabParallelLogprobs(torch.autograd.Function):
     """Computes the softmax over each rank's shard with torch's fused kernel and combines the shards by gathering four numbers per token.
 
@@ -93,24 +129,7 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         if keep:
             softmax = torch.empty_like(logits)
             softmax[:, valid:] = 0
-        # Per token on this shard: the largest logit; then, of the logits minus it: logsumexp, the label's logit, the mean.
-        stats = torch.full((4, tokens), _MASKED_LOGIT, dtype=torch.float32, device=logits.device)
-        stats[3] = 0.0
-        for begin in range(0, tokens, step) if valid else ():
-            part = slice(begin, begin + step)
-            chunk = _float_chunk(logits.detach()[part, :valid], scale)
-            if excluded is not None:
-                chunk = chunk.index_fill(1, excluded, _MASKED_LOGIT)
-            top = chunk.amax(-1)
-            shifted = chunk - top[:, None]
-            probabilities = torch.softmax(shifted, -1)
-            stats[0, part] = top
-            stats[1, part] = -probabilities.amax(-1).log()  # the largest is exp(0) / sum
-            stats[2, part] = torch.where(owned[part], shifted.gather(1, label[part, None])[:, 0], _MASKED_LOGIT)
-            if entropy:
-                stats[3, part] = torch.linalg.vecdot(probabilities, shifted)
-            if softmax is not None:
-                softmax[part, :valid] = probabilities
+        stats = _shard_stats(logits.detach()[:, :valid], label, owned, excluded, softmax, scale, step, entropy)
         everyone = stats[None]
         if world > 1:
             everyone = stats.new_empty((world * 4, tokens))

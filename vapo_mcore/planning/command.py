@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="TOKENS",
-        help="also estimate the step with rollout.horizon.tokens, and what it waits for long responses; repeatable",
+        help="also estimate the step with rollout.horizon.tokens, and the time that it waits for long responses; repeatable",
     )
     parser.add_argument(
         "--length-sigma",

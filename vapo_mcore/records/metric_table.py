@@ -456,7 +456,7 @@ def render_markdown() -> str:
         "`<run.dir>/metrics.jsonl` has one JSON object a step; TensorBoard shows the same numbers, except lists. A metric that",
         "the mode does not have (a critic's, without a critic) is absent; one that is undefined in a step is `null`; a number that is not",
         'finite is `null` and named in `metrics/nonfinite`. "Response tokens" are those that carry a loss, over all data-parallel ranks,',
-        'unless said otherwise. "Updates" are the ones applied: means leave out skipped updates. This page is written by',
+        'unless stated otherwise. "Updates" are the ones applied: means leave out skipped updates. This page is written by',
         "`python -m vapo_mcore.records.metric_table`.",
         "",
         "| metric | over | reduction | meaning |",

@@ -25,11 +25,14 @@ import uuid
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vapo_mcore.errors import CheckpointError, ConfigError, RecordError
 from vapo_mcore.records.dumps import dumps_folder
-from vapo_mcore.records.trackers import Trackers
+from vapo_mcore.records.trackers import Trackers, start_trackers
+
+if TYPE_CHECKING:
+    from vapo_mcore.config.schema import Config
 
 LOCK_NAME = ".lock"
 _MARKER = ".vapo_mcore_run"
@@ -121,6 +124,10 @@ class RunDirectory:
         written = sorted(file.relative_to(self.path).as_posix() for file in _written(self.path))
         dumps = sorted(dump.name for dump in _dumps(self.path))
         return {"metrics_bytes": self._last_row if without_last_row else self._metrics.tell(), "written": written, "dumps": dumps}
+
+    def start_trackers(self, config: Config) -> None:
+        """Start the trackers of ``config`` and write the earlier rows of a resumed run to them."""
+        self.trackers = start_trackers(config, self.path, self.run_id, self.rows)
 
     def write_engine(self, settings: Mapping[str, Any]) -> None:
         """Write the rollout engine's settings, including defaults, to engine.json."""

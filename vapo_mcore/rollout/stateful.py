@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Self, TypeVar
 import torch
 from torch import Tensor
 
-from vapo_mcore.config.architecture import ExpertChoices
+from vapo_mcore.config.architecture import ExpertChoices, read_architecture
 from vapo_mcore.config.engines import EngineTraits
 from vapo_mcore.errors import EngineFailure, RolloutError, VapoError
 from vapo_mcore.rollout.base import (
@@ -24,6 +24,7 @@ from vapo_mcore.rollout.base import (
     SyncReport,
     WeightBuckets,
 )
+from vapo_mcore.rollout.hf_folder import parameter_shapes
 from vapo_mcore.rollout.weight_stream import WeightStream, require_same_names
 
 _SHOWN = 5
@@ -34,8 +35,7 @@ logger = logging.getLogger(__name__)
 class StatefulEngine(ABC):
     """Engine-independent part of a RolloutEngine.
 
-    A subclass implements :meth:`build`, :meth:`settings` and the methods that begin with ``_``, and sets ``traits`` where the defaults
-    do not fit.
+    A subclass implements the abstract methods, and overrides the others and ``traits`` where the defaults do not fit.
 
     Args:
         replica: the replica that this rank belongs to.
@@ -177,12 +177,19 @@ class StatefulEngine(ABC):
         self._state = EngineState.READY
 
     @classmethod
-    @abstractmethod
     def build(cls, build: EngineBuild) -> Self:
-        """Build the engine of this rank, asleep. All ranks call this together."""
+        """Build the engine of this rank, asleep. All ranks call this together. Override it for a constructor with other arguments."""
+        return cls(
+            build.replica,
+            parameter_shapes(build.folder),
+            vocab_size=read_architecture(build.folder).vocab_size,
+            max_model_len=build.max_model_len,
+            unknown_token_ids=build.unknown_token_ids,
+            expert_choices=build.expert_choices,
+        )
 
-    @abstractmethod
-    def settings(self) -> dict[str, Any]: ...
+    def settings(self) -> dict[str, Any]:
+        return {"engine": type(self).__qualname__}
 
     @abstractmethod
     def _generate(self, requests: Sequence[GenerationRequest], sampling: SamplingConfig) -> list[Generation]: ...
@@ -191,25 +198,30 @@ class StatefulEngine(ABC):
     def _distributions(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]: ...
 
     @abstractmethod
-    def _rebuild(self) -> None: ...
-
-    @abstractmethod
-    def _discard(self) -> None: ...
-
-    @abstractmethod
     def _load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None: ...
 
     @abstractmethod
     def _holds(self, name: str, tensor: Tensor) -> bool | None: ...
 
     @abstractmethod
-    def _sleep(self) -> None: ...
+    def _sleep(self) -> None:
+        """Free the weights and the KV cache."""
 
-    @abstractmethod
-    def _wake_weights(self) -> None: ...
+    def _wake_weights(self) -> None:
+        """Allocate what ``_sleep`` freed of the weights. By default ``_load_weights`` allocates it."""
+        return
 
-    @abstractmethod
-    def _wake_kv_cache(self) -> None: ...
+    def _wake_kv_cache(self) -> None:
+        """Allocate the KV cache. By default it exists only during generation."""
+        return
+
+    def _discard(self) -> None:
+        """Free everything, whatever state an interrupted call left."""
+        self._sleep()
+
+    def _rebuild(self) -> None:
+        """Replace what an interrupted call may have broken. By default only the weights outlive a call."""
+        self._discard()
 
     def _require(self, call: str, *allowed: EngineState) -> None:
         if self._state not in allowed:

@@ -48,8 +48,7 @@ class TransformersEngine(StatefulEngine):
         stop_ids: Sequence[int] | None = None,
         stop_texts: StopTexts | None = None,
     ) -> None:
-        """``stop_ids`` and ``stop_texts``: what ends a response (None: the folder's stop tokens, no text);
-        ``unknown_token_ids``: see StatefulEngine."""
+        """``stop_ids``, ``stop_texts``: they end a response (None: the folder's stop tokens, no text). Others: see StatefulEngine."""
         architecture = require_supported(folder, max_model_len)
         self.stop_ids = torch.tensor(stop_token_ids(folder) if stop_ids is None else stop_ids, device=device)
         self._stop_texts = stop_texts
@@ -78,12 +77,6 @@ class TransformersEngine(StatefulEngine):
             "cached_tokens": self._cached_tokens,
         }
 
-    def _rebuild(self) -> None:
-        self._sleep()  # a generation leaves no state except the weights
-
-    def _discard(self) -> None:
-        self._sleep()
-
     def _sleep(self) -> None:
         for parameter in self._parameters.values():
             parameter.data = parameter.data.new_empty(0)
@@ -99,9 +92,6 @@ class TransformersEngine(StatefulEngine):
         self._views = {
             name: part for whole, parameter in self._parameters.items() for name, part in file_tensors(whole, parameter.data).items()
         }
-
-    def _wake_kv_cache(self) -> None:
-        """Do nothing: the cache exists only during generation."""
 
     def _load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         for name, tensor in weights:

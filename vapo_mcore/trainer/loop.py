@@ -99,7 +99,7 @@ class TrainingLoop:
     def execute(self, run_dir: RunDirectory | None) -> None:
         """Run all steps, or the remaining steps of a resumed run. Raises RunStopped or another VapoError if the run ends early.
 
-        ``run_dir``: on rank 0, opened after the state of a resumed run was loaded, since opening drops what is newer than that.
+        ``run_dir``: on rank 0, opened after loading the state of a resumed run, because opening deletes newer records.
         """
         self.run_dir = run_dir
         with fail_together():
@@ -109,7 +109,7 @@ class TrainingLoop:
             metrics = self._evaluate(0)
             self._write({"step": 0, "stage": "rl"} | metrics)
             self.best.start(metrics)
-            with fail_together():  # nothing to save yet: no step was trained
+            with fail_together():  # nothing to save yet: no step has trained
                 if self.record_fault is not None:
                     raise RecordError(self.record_fault)
         if self.unevaluated is not None:

@@ -51,7 +51,7 @@ from vapo_mcore.planning.host_memory import check_host_memory
 from vapo_mcore.records.console import Console
 from vapo_mcore.records.run_dir import RunDirectory, check_position, check_run_directory, finished_steps, holds_run
 from vapo_mcore.records.run_lock import RunLock
-from vapo_mcore.records.trackers import check_trackers, start_trackers
+from vapo_mcore.records.trackers import check_trackers
 from vapo_mcore.rewards import VerifierPool, check_verifier_names
 from vapo_mcore.rewards.region import AnswerRegion
 from vapo_mcore.rollout.base import RolloutEngine
@@ -271,7 +271,7 @@ def _open_run_directory(
                 stack.enter_context(RunLock(config.run.dir, console.print))
             remove_leftovers(config.run.dir)
             stack.callback(run_dir.close)
-            run_dir.trackers = start_trackers(config, run_dir.path, run_dir.run_id, run_dir.rows)
+            run_dir.start_trackers(config)
             watchdog.clear(config.run.dir)
     with fail_together():
         watchdog.attach(config.run.dir)

@@ -95,9 +95,8 @@ def load_hf_into(
     Each rank reads its part of each tensor and casts it to the parameter's dtype. Names and shapes of the whole model are compared with
     the folder before any tensor is read, and the pipeline ranks (of a mixture also the expert-parallel ranks) together verify that nothing
     is missing, so all of them must call this. A critic loads the trunk. With ``head_init`` None its scalar head is loaded from the folder's
-    ``score.*`` (a missing
-    ``score.bias`` is zero); otherwise its last layer is zero or small random numbers, equal on every rank (``seed``). Raises
-    CheckpointError naming every missing, unexpected or wrongly shaped tensor, or the first one with NaN or inf.
+    ``score.*`` (a missing ``score.bias`` is zero); otherwise its last layer is zero or small random numbers, equal on every rank
+    (``seed``). Raises CheckpointError naming every missing, unexpected or wrongly shaped tensor, or the first one with NaN or inf.
     """
     assert role == "critic" or head_init is None, "only a critic has a head to initialise"
     plan = plan_mapping(architecture, role)
@@ -138,7 +137,7 @@ def expert_offset(architecture: ModelArchitecture, parallel: ParallelLayout) -> 
 
 
 def held_by_stage(held: list[Any], architecture: ModelArchitecture, parallel: ParallelLayout) -> list[list[Any]]:
-    """Gather what the pipeline stages hold, stage by stage; of a mixture, what all expert-parallel ranks of a stage hold."""
+    """Gather the parts of the pipeline stages, stage by stage; for a mixture, of all expert-parallel ranks of a stage."""
     if architecture.is_moe and parallel.expert_model_parallel_size > 1:
         parts: list[list[Any]] = [[] for _ in range(parallel.expert_model_parallel_size)]
         dist.all_gather_object(parts, held, group=parallel.expert_model_parallel_group)

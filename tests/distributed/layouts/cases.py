@@ -117,69 +117,74 @@ def critic_cases(world: int) -> list[Case]:
     return list(layouts.get(world, ()))
 
 
-def layout_cases(world: int) -> list[Case]:
-    every = problem.MODELS
-    if world == 1:
-        extra = [
-            Case("qwen2", microbatches=1),
-            Case("qwen2", microbatches=12),
-            Case("qwen2", aggregation="gspo"),
-            Case("qwen2", recompute="full"),
-            Case("qwen3", recompute="selective"),
-            Case(problem.MLP_HEAD),
-            Case(problem.HISTOGRAM_HEAD),
-            *(Case(model) for model in problem.UNKNOWN_MODELS),
-            Case(problem.MIXTURE, recompute="full"),
-            *(Case(model) for model in problem.MIXTURES),
-        ]
-        return [Case(model, aggregation=kind) for model in every for kind in ("token", "sequence", "fixed_length")] + extra
-    if world == 2:
-        result = [Case(model, **degrees) for model in every for degrees in ({"tp": 2}, {"pp": 2}, {"cp": 2}, {})]
-        result += [Case(model, pp=2, vpp=2) for model in ("qwen2", "qwen2_tied", "qwen3")]
-        result += [Case("qwen2", pp=2, equal=True)]
-        result += [Case("qwen2", tp=2, sequence_parallel=False), Case("qwen3", tp=2, sequence_parallel=False)]
-        result += [Case("qwen2", **degrees, aggregation=kind) for degrees in ({"cp": 2}, {}) for kind in ("sequence", "fixed_length")]
-        result += [Case("qwen2", **degrees, aggregation="gspo") for degrees in ({"cp": 2}, {"pp": 2}, {})]
-        result += [Case("qwen2", microbatches=m) for m in (1, 7)] + [Case("llama_tied", pp=2, vpp=2, microbatches=1)]
-        result += [
-            Case("qwen2_tied", tp=2, recompute="full"),
-            Case("qwen3", tp=2, recompute="selective"),
-            Case("qwen2", cp=2, recompute="full"),
-            *(Case(problem.MLP_HEAD, **degrees) for degrees in ({"tp": 2}, {"tp": 2, "sequence_parallel": False}, {"pp": 2}, {})),
-            *(Case(problem.HISTOGRAM_HEAD, **degrees) for degrees in ({"tp": 2}, {"pp": 2})),
-            Case(problem.UNKNOWN_MODELS[0], tp=2),
-            Case(problem.UNKNOWN_MODELS[1], pp=2),
-            *(Case(problem.MIXTURE, **degrees) for degrees in ({"tp": 2}, {"pp": 2}, {})),
-            *(Case(problem.MIXTURE, ep=2, **degrees) for degrees in ({}, {"cp": 2}, {"tp": 2, "etp": 1}, {"recompute": "selective"})),
-            Case(problem.MIXTURES[1], ep=2),
-            Case("qwen2", ep=2),  # a dense critic beside a mixture
-        ]
-        return result + critic_cases(2)
-    if world == 4:
-        degrees4: tuple[dict[str, Any], ...] = (
-            {"tp": 2, "pp": 2},
-            {"tp": 2, "cp": 2},
-            {"pp": 2, "cp": 2},
-            {"tp": 2},
-            {"tp": 4},
-            {"pp": 2, "vpp": 2},
-        )
-        return [Case(model, **degrees) for model in ("qwen2", "qwen2_tied", "qwen3") for degrees in degrees4] + [
-            Case("one_kv_head", tp=2, pp=2),
-            Case("llama_tied", tp=2, pp=2),
-            Case("qwen3", tp=2, pp=2, equal=True),
-            Case(problem.MLP_HEAD, tp=2, cp=2),
-            Case(problem.HISTOGRAM_HEAD, tp=2, cp=2),
-            Case("qwen2", cp=4),
-            Case("qwen2", pp=4),
-            Case("qwen2", tp=2, cp=2, aggregation="sequence"),
-            Case(problem.UNKNOWN_MODELS[0], tp=4),
-            *(Case(problem.MIXTURE, ep=2, **degrees) for degrees in ({"tp": 2}, {"pp": 2}, {"cp": 2}, {}, {"pp": 2, "vpp": 2})),
-            Case(problem.MIXTURE, ep=4),
-            Case(problem.MIXTURE, tp=2, ep=4, etp=1),
-            Case(problem.UNKNOWN_MODELS[1], tp=2, pp=2),
-            *critic_cases(4),
-        ]
+def _cases_of_one() -> list[Case]:
+    extra = [
+        Case("qwen2", microbatches=1),
+        Case("qwen2", microbatches=12),
+        Case("qwen2", aggregation="gspo"),
+        Case("qwen2", recompute="full"),
+        Case("qwen3", recompute="selective"),
+        Case(problem.MLP_HEAD),
+        Case(problem.HISTOGRAM_HEAD),
+        *(Case(model) for model in problem.UNKNOWN_MODELS),
+        Case(problem.MIXTURE, recompute="full"),
+        *(Case(model) for model in problem.MIXTURES),
+    ]
+    return [Case(model, aggregation=kind) for model in problem.MODELS for kind in ("token", "sequence", "fixed_length")] + extra
+
+
+def _cases_of_two() -> list[Case]:
+    result = [Case(model, **degrees) for model in problem.MODELS for degrees in ({"tp": 2}, {"pp": 2}, {"cp": 2}, {})]
+    result += [Case(model, pp=2, vpp=2) for model in ("qwen2", "qwen2_tied", "qwen3")]
+    result += [Case("qwen2", pp=2, equal=True)]
+    result += [Case("qwen2", tp=2, sequence_parallel=False), Case("qwen3", tp=2, sequence_parallel=False)]
+    result += [Case("qwen2", **degrees, aggregation=kind) for degrees in ({"cp": 2}, {}) for kind in ("sequence", "fixed_length")]
+    result += [Case("qwen2", **degrees, aggregation="gspo") for degrees in ({"cp": 2}, {"pp": 2}, {})]
+    result += [Case("qwen2", microbatches=m) for m in (1, 7)] + [Case("llama_tied", pp=2, vpp=2, microbatches=1)]
+    result += [
+        Case("qwen2_tied", tp=2, recompute="full"),
+        Case("qwen3", tp=2, recompute="selective"),
+        Case("qwen2", cp=2, recompute="full"),
+        *(Case(problem.MLP_HEAD, **degrees) for degrees in ({"tp": 2}, {"tp": 2, "sequence_parallel": False}, {"pp": 2}, {})),
+        *(Case(problem.HISTOGRAM_HEAD, **degrees) for degrees in ({"tp": 2}, {"pp": 2})),
+        Case(problem.UNKNOWN_MODELS[0], tp=2),
+        Case(problem.UNKNOWN_MODELS[1], pp=2),
+        *(Case(problem.MIXTURE, **degrees) for degrees in ({"tp": 2}, {"pp": 2}, {})),
+        *(Case(problem.MIXTURE, ep=2, **degrees) for degrees in ({}, {"cp": 2}, {"tp": 2, "etp": 1}, {"recompute": "selective"})),
+        Case(problem.MIXTURES[1], ep=2),
+        Case("qwen2", ep=2),  # a dense critic beside a mixture
+    ]
+    return result + critic_cases(2)
+
+
+def _cases_of_four() -> list[Case]:
+    degrees4: tuple[dict[str, Any], ...] = (
+        {"tp": 2, "pp": 2},
+        {"tp": 2, "cp": 2},
+        {"pp": 2, "cp": 2},
+        {"tp": 2},
+        {"tp": 4},
+        {"pp": 2, "vpp": 2},
+    )
+    return [Case(model, **degrees) for model in ("qwen2", "qwen2_tied", "qwen3") for degrees in degrees4] + [
+        Case("one_kv_head", tp=2, pp=2),
+        Case("llama_tied", tp=2, pp=2),
+        Case("qwen3", tp=2, pp=2, equal=True),
+        Case(problem.MLP_HEAD, tp=2, cp=2),
+        Case(problem.HISTOGRAM_HEAD, tp=2, cp=2),
+        Case("qwen2", cp=4),
+        Case("qwen2", pp=4),
+        Case("qwen2", tp=2, cp=2, aggregation="sequence"),
+        Case(problem.UNKNOWN_MODELS[0], tp=4),
+        *(Case(problem.MIXTURE, ep=2, **degrees) for degrees in ({"tp": 2}, {"pp": 2}, {"cp": 2}, {}, {"pp": 2, "vpp": 2})),
+        Case(problem.MIXTURE, ep=4),
+        Case(problem.MIXTURE, tp=2, ep=4, etp=1),
+        Case(problem.UNKNOWN_MODELS[1], tp=2, pp=2),
+        *critic_cases(4),
+    ]
+
+
+def _cases_of_eight() -> list[Case]:
     return [
         Case("qwen2", tp=2, pp=2, cp=2),
         Case("qwen2_tied", tp=2, pp=2, cp=2),
@@ -188,3 +193,8 @@ def layout_cases(world: int) -> list[Case]:
         Case(problem.MIXTURE, tp=2, pp=2, ep=2),
         *critic_cases(8),
     ]
+
+
+def layout_cases(world: int) -> list[Case]:
+    """Return the cases of a world of 1, 2, 4 or 8 processes."""
+    return {1: _cases_of_one, 2: _cases_of_two, 4: _cases_of_four, 8: _cases_of_eight}[world]()

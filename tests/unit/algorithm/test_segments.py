@@ -71,7 +71,7 @@ def test_scenario_12_nan_at_a_masked_position_passes_and_at_a_response_token_nam
     assert "rewards: response set/7#0 (first at packed token 2: -inf)" in message
 
 
-@pytest.mark.parametrize("tokens", [0, 1, 3, 16_383, 16_385, 40_001])
+@pytest.mark.parametrize("tokens", [0, 1, 3, 257, 16_383, 16_385, 40_001])
 @pytest.mark.parametrize("threads", [1, 3])
 def test_host_moments_equal_exact_sums_at_block_and_lane_edges(tokens: int, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(moments_kernel, "_MIN_TOKENS_PER_THREAD", 4_000)
@@ -95,3 +95,10 @@ def test_host_moments_pass_on_what_is_not_finite() -> None:
     x = torch.tensor([math.inf, -math.inf, 1.0])
     assert math.isnan(masked_moments(x, torch.ones(3, dtype=torch.bool))[1])
     assert not math.isfinite(masked_moments(x, torch.tensor([True, False, True]))[1])
+
+
+def test_host_moments_of_equal_numbers_over_many_blocks_are_exact_up_to_two_roundings_of_a_blocks_mean() -> None:
+    x = torch.full((100_001,), 0.1, dtype=torch.float64)
+    _, mean, variance = masked_moments(x, torch.arange(100_001) % 7 > 0)
+    assert float(mean) == 0.1
+    assert float(variance) <= (2 * 2**-53 * 0.1) ** 2

@@ -1,5 +1,5 @@
-"""The step: one update's loss and gradient norm do not depend on how sequences are packed nor, where the ranks allow another, on the
-layout; importance ratios and weights follow a known change of the log-probs."""
+"""Invariance of a step: loss and gradient norm depend neither on the packing of sequences nor on the layout (if the ranks allow
+another); importance ratios and weights follow a known change of the log-probs."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from vapo_mcore.megatron.parallel import ParallelContext, initialize_parallel
 from vapo_mcore.trainer.models import build_critic_alone, fill_policy
 
 LOG_RATIO = 0.1
-"""By which the old log-probs are moved: a ratio of 1.105, inside the usual clips."""
+"""Change of the old log-probs; the ratio of 1.105 is inside the usual clips."""
 TEXTS = 4
-"""Fixed texts of a step, more where there are more data-parallel ranks: a step is made in up to seven ways, and on CPUs it takes as long as
-reading weights and gradients once for each text."""
+"""Fixed texts of a step; with more data-parallel ranks, one for each. Few, because a step runs in up to seven ways, and on CPUs its time is
+that of reading weights and gradients once for each text."""
 _NEAR = BY_NAME["invariance/known_change"].float32
 FROZEN = "the loss does not see the change of the policy: old log-probs are overwritten, or the ratio or weight is frozen"
 
 
 def run(bench: Bench) -> list[Measurement]:
-    """Steps whose update is skipped after the gradient norm is known. The first one's statistics show the importance ratio.
+    """Run steps that skip the update once the gradient norm is known. The statistics of the first step show the importance ratio.
 
-    Data-parallel ranks hold different sequences: a rank that is left out, or counted for another, changes loss and norm between layouts.
+    Data-parallel ranks hold different sequences, so a rank that is left out or counted twice changes loss and norm between layouts.
     """
     first = _policy_step(bench, bench.models.policy, bench.parallel, None)
     found = [_ratio(first), _surrogate(bench, first), *_weights(bench, first)]
@@ -52,7 +52,7 @@ def run(bench: Bench) -> list[Measurement]:
 def _texts(bench: Bench) -> list[list[int]]:
     """Return some of the fixed texts, one for each data-parallel rank if there are enough.
 
-    Prompts and drawn ones take turns: two ranks then have gradients of other sizes, and one that is left out shows in bfloat16, too.
+    Prompts and drawn texts alternate: two ranks then have gradients of different sizes, and a rank that is left out shows even in bfloat16.
     """
     layouts = [bench.parallel, *([bench.models.critic.parallel] if bench.models.critic is not None else [])]
     count = min(len(bench.sequences), max(TEXTS, *(layout.data_parallel_size for layout in layouts)))
@@ -69,7 +69,7 @@ def _all_packed(bench: Bench, parallel: ParallelContext) -> list[list[int]]:
 
 
 def _ratio(step: StepResult) -> Measurement:
-    """Old log-probs moved by a known amount: the loss must see that ratio."""
+    """Check that the loss sees the ratio of old log-probs that were moved by a known amount."""
     what, stats = "importance ratio", step.metrics
     ratio, kl = stats["ratio"] / stats["tokens"], stats["approx_kl"] / stats["tokens"]
     expected, expected_kl = math.exp(LOG_RATIO), math.exp(LOG_RATIO) - 1 - LOG_RATIO
@@ -80,7 +80,7 @@ def _ratio(step: StepResult) -> Measurement:
 
 
 def _surrogate(bench: Bench, step: StepResult) -> Measurement:
-    """With that ratio at every token, inside the clip, the surrogate is -ratio times the mean advantage: its sign and size are known."""
+    """Check the surrogate: with this ratio at every token, inside the clip, it is -ratio times the mean advantage."""
     what, loss = "surrogate", bench.config.algorithm.policy_loss
     if loss.kind != "ppo":
         return not_applicable(what, f"its value is known for algorithm.policy_loss.kind ppo, not for {loss.kind}")
@@ -92,7 +92,7 @@ def _surrogate(bench: Bench, step: StepResult) -> Measurement:
     shown = f"{measured:.6g}"
     if abs(measured - expected) <= _NEAR * math.exp(LOG_RATIO):
         return holds(what, shown, tolerance, measured)
-    remedy = "the loss does not follow the advantages: their sign, their place (shifted by a token) or their weights are others"
+    remedy = "the loss does not follow the advantages: their sign, position (shifted by a token) or weights are wrong"
     return fails(what, shown, tolerance, remedy, measured)
 
 
@@ -106,7 +106,7 @@ def _weights(bench: Bench, first: StepResult) -> list[Measurement]:
 
 
 def _weight(correction: ImportanceCorrectionConfig) -> Measurement:
-    """Weights of four tokens whose log-probs moved by a known amount; those of a product over the response move four times as much."""
+    """Check the weights of four tokens whose log-probs moved by a known amount; a product over the response moves four times as much."""
     what, ones = "importance weight", torch.ones(4)
     wanted = math.exp(LOG_RATIO if correction.kind == "sequence_product_mask" else LOG_RATIO / 4)
     if wanted > correction.cap or (correction.kind != "token_truncate" and wanted < correction.low):
@@ -119,7 +119,7 @@ def _weight(correction: ImportanceCorrectionConfig) -> Measurement:
 
 
 def _weighted(once: float, twice: float) -> Measurement:
-    """Weights of 2 in the place of 1 must double the surrogate."""
+    """Check that weights of 2 instead of 1 double the surrogate."""
     what, tolerance = "importance weight in the loss", f"weights of 2 double the surrogate, within {_NEAR:.0%}"
     shown = f"surrogate {once:.6g} with weights of 1, {twice:.6g} with weights of 2"
     good = once != 0 and abs(twice / once / 2 - 1) <= _NEAR
@@ -141,12 +141,12 @@ def _policy_step(bench: Bench, model: MegatronModel, parallel: ParallelContext, 
 
 
 def _trained(bench: Bench) -> int:
-    """Tokens of the fixed texts that carry a loss: all but each first one."""
+    """Return the number of tokens of the fixed texts that carry a loss: all but the first of each text."""
     return sum(len(sequence) - 1 for sequence in _texts(bench))
 
 
 def _without_update(model: MegatronModel, batches: list[MicroBatch], loss: LossFunction) -> StepResult:
-    """Loss, statistics and gradient norm of a step that stops before its update: weights and optimizer keep every bit."""
+    """Return loss, statistics and gradient norm of a step without its update: weights and optimizer state do not change."""
     result = model.train_step(batches, loss, is_spike=lambda _: True)
     assert result.skipped is not None
     return result
@@ -167,7 +167,7 @@ def _step_of_critic(bench: Bench, critic: MegatronModel, packs: Any) -> StepResu
 
 @contextmanager
 def _filled_head(critic: MegatronModel) -> Iterator[None]:
-    """Give the value head known weights for a while: below a new head, which may be zero, all gradients are zero."""
+    """Give the value head known weights inside the block: a new head may be zero, and then all gradients below it are zero."""
     heads = [module for chunk in critic.chunks for module in chunk.modules() if isinstance(module, ValueHead)]
     kept = [head.weight.detach().clone() for head in heads]
     with torch.no_grad():
@@ -199,7 +199,7 @@ def _same(bench: Bench, what: str, one: StepResult, other: StepResult) -> list[M
 
 
 def _others(bench: Bench) -> Iterator[ParallelConfig]:
-    """Layouts of the same ranks that the model allows, another than the recipe's."""
+    """Yield the layouts of the same ranks that the model allows, except the recipe's."""
     world, arch, own = bench.parallel.world_size, bench.architecture, bench.config.parallel
     for tp, pp, cp in ((1, 1, 2), (2, 1, 1), (1, 2, 1), (1, 1, 1)):
         if world % (tp * pp * cp) or arch.num_attention_heads % tp or arch.num_key_value_heads % tp or arch.num_layers % pp:
@@ -216,7 +216,7 @@ def _others(bench: Bench) -> Iterator[ParallelConfig]:
 
 
 def _layouts(bench: Bench, policy: StepResult, critic: StepResult | None) -> list[Measurement]:
-    """Compare with a second policy of the same weights in other layouts, and a second critic in the first of them.
+    """Compare with a second policy with the same weights in other layouts, and with a second critic in the first of these layouts.
 
     Rebuilds the recipe's process groups afterwards.
     """
@@ -242,7 +242,7 @@ def _layouts(bench: Bench, policy: StepResult, critic: StepResult | None) -> lis
                 release_free_memory()
     finally:
         initialize_parallel(bench.config.parallel)
-    return found or [not_applicable(what, "the model allows no other one on these ranks")]
+    return found or [not_applicable(what, "the model allows no other layout on these ranks")]
 
 
 def _degrees(parallel: ParallelContext) -> str:
@@ -253,7 +253,7 @@ def _degrees(parallel: ParallelContext) -> str:
 
 
 def _policy_in(bench: Bench, parallel: ParallelContext) -> MegatronModel:
-    """A policy of the recipe's initial weights in another layout."""
+    """Build a policy with the recipe's initial weights in another layout."""
     config = bench.config
     return MegatronModel(
         "policy",

@@ -52,7 +52,7 @@ def offloading(models: Models) -> Iterator[None]:
 def _after_updates(bench: Bench) -> dict[str, str]:
     """Update each model once and return the checksums of its state, taken before anything of it leaves the device.
 
-    The update is on the two texts of drawn token ids, in one pack: what the moments hold does not matter.
+    The update trains on the two texts of drawn token ids, in one pack; the values of the moments do not matter.
     """
     texts = [ids[-MOST_TRAINED:] for ids in bench.sequences[-2:]]
     with bench.on_device("policy_update") as models:
@@ -75,8 +75,8 @@ def _after_updates(bench: Bench) -> dict[str, str]:
 def _cycle(models: Models) -> tuple[list[tuple[int, ...]], list[int], list[int]]:
     """Per cycle: bytes of model state on the device in each stage, bytes held on the host, and CUDA's allocated bytes at the end.
 
-    In every other cycle the stages of updates change the sign of every number, which must come back like that: five times, so that a change
-    that is lost shows. In the other cycles nothing changes, and nothing is copied to the host.
+    Every other cycle flips the sign of every number during the update stages, five times in all, so that a lost change shows. In the other
+    cycles nothing changes, and nothing is copied to the host.
     """
     residency = models.residency
     stages: tuple[Stage, ...] = (*RESIDENCY, "generate")

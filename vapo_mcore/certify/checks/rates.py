@@ -52,12 +52,12 @@ class _Rates:
         return compare_with_plan(what, value, unit, assumed if self.known else None, gpu=self.gpu, seconds=seconds, also=also)
 
     def measured(self) -> Assumed:
-        """Plan's assumptions with what is measured so far in their place."""
+        """Return plan's assumptions, replaced by the measurements so far."""
         return self.assumed.on(**self.found)
 
 
 def run(bench: Bench) -> list[Measurement]:
-    """Measure links first: what they take is not the matrix products' fault."""
+    """Measure the links first, so that their time is not counted as that of the matrix products."""
     rates = _Rates(bench)
     found = [*_all_reduce(rates), *_offload(rates), *_passes(rates)]
     try:

@@ -72,7 +72,7 @@ def _transformers(bench: Bench, weights: dict[str, Tensor] | None) -> tuple[list
 
 
 def load_transformers(folder: str, dtype: torch.dtype, weights: dict[str, Tensor] | None = None) -> Any:
-    """Load a causal model of a folder on the CPU, with ``weights`` in place of its own if given."""
+    """Load a causal model of a folder on the CPU, with ``weights`` instead of the folder's if given."""
     from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
