@@ -2,14 +2,14 @@
 
     python benchmarks/router_replay.py [--rounds 7] [--tokens 4096]
 
-A Qwen3-MoE of 4 layers with 32 experts, 4 of them for a token, and a tenth of the width of Qwen3-30B-A3B, in float32 on one process. Prints
-one JSON line per pass with medians over rounds in which all variants take turns:
+A Qwen3-MoE of 4 layers with 32 experts, 4 of them for a token, and a tenth of the width of Qwen3-30B-A3B, in float32 on one process with
+one thread. Prints one JSON line per pass with medians of its CPU time over rounds; all variants take turns, except when sampling:
 
 - ``log_prob_pass``: a pass that records (``trainer``), and one that repeats the engine's choices and records what it took (``engine``);
 - ``update``: forward and backward passes that repeat recorded choices, without and with recomputed activations;
-- ``engine``: vLLM samples the same responses without and with the return of its choices.
+- ``sampling``: vLLM samples the same responses without and with the return of its choices.
 
-``ratio``: seconds over those without replay. ``bytes_a_token``: bytes of the choices; ``packed_bytes_a_token``: bytes of a rollout's ids,
+``ratio``: CPU seconds over those without replay. ``bytes_a_token``: of the choices; ``packed_bytes_a_token``: of a rollout's ids,
 masks and float32 columns.
 """
 
@@ -65,14 +65,14 @@ class SumOfLogProbs:
 
 
 def medians(variants: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """Return the median seconds of each variant; they take turns, so that the machine's noise affects all of them."""
+    """Return the median CPU seconds of each variant; they take turns, so that the machine's noise affects all of them."""
     taken: dict[str, list[float]] = {name: [] for name in variants}
     for number in range(rounds + 1):
         for name, run in variants.items():
-            begin = time.perf_counter()
+            begin = time.process_time()
             run()
             if number:  # the first round warms up
-                taken[name].append(time.perf_counter() - begin)
+                taken[name].append(time.process_time() - begin)
     return {name: statistics.median(seconds) for name, seconds in taken.items()}
 
 
@@ -160,6 +160,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=4096, help="tokens of the packed batch")
     options = parser.parse_args()
     torch.manual_seed(0)
+    torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as work:
         folder = Path(work)
         write_model(folder)

@@ -37,8 +37,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pp2": {"pipeline_model_parallel_size": 2},
     "cp2_ep2": {"context_parallel_size": 2, "expert_model_parallel_size": 2},
 }
-NOISE = 2e-7
-"""Scale of what tells the first three experts' routers apart: no probability depends on it, most choices do."""
+NOISE = 2e-8
+"""Scale of what tells the first three experts' routers apart, a few roundings of their weights: most choices depend on it. Mixing weights
+come from the trainer's routers, so they differ from the engine's in proportion to it, and the log-probs with them."""
 
 
 def requests() -> list[GenerationRequest]:

@@ -41,13 +41,12 @@ def test_an_engine_that_returns_too_little_names_the_counts(report: dict[str, An
 
 @pytest.mark.parametrize("layout", ["ep2", "tp2_ep2", "pp2", "cp2_ep2"])
 def test_the_trainer_repeats_the_engine(report: dict[str, Any], layout: str) -> None:
-    """Log-probs of both within 1e-5 although the trainer's routers would choose otherwise; without replay they are far apart."""
+    """Log-probs of both within 1e-5 although the trainer's routers would choose otherwise; without replay some are 0.1 apart."""
     found = report[layout]
     assert found["changed_frac"] > 0.2
     assert found["without_mean"] > 0.01
     assert found["without_max"] > 0.1
-    assert found["with_mean"] <= 1e-5
-    assert found["with_max"] <= 1e-4
+    assert found["with_max"] <= 1e-5
     assert found["unlike_the_engine"] == found["last_without_choice"] == 0.0
     assert found["routing_of_the_next_pass"] == 0.0
     assert found["logprobs_of_the_next_pass"] == 0.0
