@@ -191,7 +191,34 @@ COMMANDS = [
             leaves=(f"models/{model}/model.safetensors", f"models/{model}/heldout.jsonl"),
             slow=True,
         )
-        for game, model, nats in (("", "tiny_game", r"1\."), ("--game maze ", "tiny_maze", r"0\.9"))
+        for game, model, nats in (
+            ("", "tiny_game", r"1\."),
+            ("--game maze ", "tiny_maze", r"0\.9"),
+            ("--game maze_walk ", "tiny_maze_walk", r"0\.[45]"),
+        )
+    ),
+    # docs/results.md: rollouts with a horizon.
+    *(
+        Command(
+            f"vapo-mcore train examples/configs/maze_walk_vapo.yaml{options}",
+            add=SMALL.replace(" critic.probe.prompts=4", ""),
+            why=ONE_STEP,
+            leaves=(f"runs/{folder}/metrics.jsonl",),
+            slow=True,
+        )
+        for folder, options in (
+            ("maze_walk_vapo", ""),
+            (
+                "maze_walk_segments",
+                " run.dir=runs/maze_walk_segments rollout.horizon.tokens=110 rollout.horizon.train=segments run.steps=28",
+            ),
+            (
+                "maze_walk_completed",
+                " run.dir=runs/maze_walk_completed rollout.horizon.tokens=110 rollout.horizon.train=completed "
+                "algorithm.policy_loss.importance_correction.kind=token_truncate "
+                "algorithm.policy_loss.importance_correction.cap=2.0 run.steps=28",
+            ),
+        )
     ),
     *(
         Command(
