@@ -52,6 +52,7 @@ class Manifest:
         unscheduled_updates: unscheduled optimizer updates (self-imitation) of the same models. Absent, meaning 0, in checkpoints written
             before they were counted.
         layers: ``te`` or ``local`` (``megatron.model.layer_kind``); empty in checkpoints written before it was recorded.
+        number: of this checkpoint among those of the run, from 1, over all resumes; 0 in checkpoints written before they were counted.
     """
 
     stage: Stage
@@ -66,6 +67,7 @@ class Manifest:
     unscheduled_updates: dict[str, int] = field(default_factory=dict)
     layers: str = ""
     critic_layout: dict[str, int] | None = None
+    number: int = 0
 
     def layout_of(self, role: str) -> dict[str, int]:
         """Return the degrees that a model was saved with."""

@@ -60,7 +60,7 @@ class Checkpointer:
     Args:
         models: the models to save; the critic may be replaced between stages.
         say: prints on rank 0.
-        resumed: manifest of the checkpoint that the run continues from; it counts as published.
+        resumed: manifest of the checkpoint that the run continues from; it counts as published, and checkpoints are counted from it.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Checkpointer:
         self._pending: _Save | None = None
         self._begun: _Save | None = None
         self._last = time.monotonic()
-        self._saves = 0
+        self._number = 0 if resumed is None else resumed.number  # of the last published checkpoint
         self._retry_after: int | None = None
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
 
@@ -118,8 +118,8 @@ class Checkpointer:
         self._last = time.monotonic()
         self._retry_after = None
         every = self.settings.reshardable_every
-        self._saves += 1
-        reshardable = bool(every) and (final or self._saves % every == 0)
+        number = self._number + 1  # a failed save does not count: its retry has the same format
+        reshardable = bool(every) and (final or number % every == 0)
         optimizers = {role: model.optimizer for role, model in self._models().items() if model.optimizer is not None}
         manifest = Manifest(
             stage=stage,
@@ -132,6 +132,7 @@ class Checkpointer:
             package_version=__version__,
             layers=self._models()["policy"].layers,
             critic_layout=self._own_layout_of_critic(),
+            number=number,
         )
         temporary = files.incomplete(self.config.run.dir, manifest.name)
         try:
@@ -277,6 +278,7 @@ class Checkpointer:
                 if self.parallel.rank == 0:
                     self._publish(save, written)
             self.published = (save.manifest.stage, save.manifest.step)
+            self._number = save.manifest.number
             self.failures = 0
         except CheckpointError as fault:
             self._failed(save.manifest, save.folder, str(fault))

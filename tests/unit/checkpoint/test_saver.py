@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -266,6 +267,36 @@ def test_the_copies_take_what_the_plan_says_and_both_forms_share_them(
     assert [manifest.optimizer_format for manifest in manifests] == ["fully_reshardable", "dp_reshardable"]
     assert held[0] == held[2] and max(held) <= 1.02 * held[0]
     assert held[0] == pytest.approx(sum(planned.values()), rel=0.1)  # tensors of a few bytes begin at multiples of 64
+
+
+def test_saves_are_counted_over_resumes_and_without_failed_ones(
+    tmp_path: Path, config: Config, parallel: ParallelContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise a run that is resumed often would never write a checkpoint that loads at another layout."""
+    settings = load(tmp_path, "critic.value_pretraining.steps=0", "checkpoint={keep_last: 4, reshardable_every: 2}")
+    models = make_models(tmp_path, parallel, seed=1)
+    update(models.policy, 1, seed=2)
+    manifest, forms = None, []
+    for step in (1, 2, 3):
+        checkpointer = Checkpointer(settings, parallel, models, print, resumed=manifest)
+        if step == 2:
+            with monkeypatch.context() as patch:
+                patch.setattr(files, "require_space", mock.Mock(side_effect=CheckpointError("no space")))
+                checkpointer.begin("rl", step)
+            assert checkpointer.failures == 1
+        checkpointer.begin("rl", step)
+        checkpointer.commit(STATE, {})
+        checkpointer.wait()
+        checkpointer.close()
+        manifest = Manifest.read(files.list_checkpoints(settings.run.dir)[-1])
+        forms.append((manifest.number, manifest.optimizer_format))
+    assert forms == [(1, "dp_reshardable"), (2, "fully_reshardable"), (3, "dp_reshardable")]
+    checkpointer = Checkpointer(settings, parallel, models, print, resumed=replace(manifest, number=0))  # of an earlier version
+    checkpointer.begin("rl", 4)
+    checkpointer.commit(STATE, {})
+    checkpointer.wait()
+    checkpointer.close()
+    assert Manifest.read(files.list_checkpoints(settings.run.dir)[-1]).number == 1
 
 
 def test_the_newest_complete_one_is_taken(config: Config, tmp_path: Path, parallel: ParallelContext) -> None:
