@@ -1,10 +1,11 @@
 """Make the starting model and prompts of the quickstart: a tiny language model that solves additions unreliably.
 
-    python tools/make_tiny_model.py --output models/tiny [--seed 0] [--steps 420] [--slips 0.12] [--processes 2]
+    python tools/make_tiny_model.py --output models/tiny [--seed 0] [--steps 420] [--slips 0.12] [--processes 2] [--experts 0]
 
 A Qwen2-architecture model of under half a million parameters with a character tokenizer is trained on worked solutions of repeated
-additions (addition_task.py) in which each sum is wrong with probability ``--slips``. It learns the procedure, including the slips. The
-supervised training uses the package's Megatron engine with data parallelism over ``--processes``. The folder contains the model, the
+additions (addition_task.py) in which each sum is wrong with probability ``--slips``. It learns the procedure, including the slips. With
+``--experts 8`` every layer is a mixture (Qwen3-MoE) of that many experts, two of them for a token, together as wide as the dense layer.
+The supervised training uses the package's Megatron engine with data parallelism over ``--processes``. The folder contains the model, the
 tokenizer, and disjoint ``train.jsonl`` and ``heldout.jsonl``; it is written atomically. Prints the share of right answers on held-out
 problems, sampled at temperature 1.
 """
@@ -46,6 +47,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=420, help="optimizer steps of the supervised run")
     parser.add_argument("--slips", type=float, default=0.12, help="probability that a sum of the teacher is wrong")
     parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--experts", type=int, default=0, metavar="N", help="experts of each layer, 2 for a token; 0: a dense model")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker is not None:
@@ -53,10 +55,12 @@ def main() -> None:
         return
     if not 0 <= arguments.slips <= 1 or arguments.steps < 1 or arguments.processes < 1:
         parser.error("--slips must be a probability, --steps and --processes at least 1")
+    if arguments.experts != 0 and arguments.experts < 2:
+        parser.error("--experts must be 0 (a dense model) or at least 2")
     require_own_folder(arguments.output)
     with folder_written_atomically(arguments.output) as folder:
         with saying(f"making {arguments.output}: random weights"):
-            write_untrained(folder / "untrained", arguments.seed)
+            write_untrained(folder / "untrained", arguments.seed, arguments.experts)
         launch_workers(arguments, folder)
         for file in (folder / "trained").iterdir():
             file.rename(folder / file.name)
@@ -90,38 +94,42 @@ def tokenizer() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=characters, pad_token=PAD, eos_token=EOS, unk_token=PAD)
 
 
-def write_untrained(folder: Path, seed: int) -> None:
+def write_untrained(folder: Path, seed: int, experts: int = 0) -> None:
     """Write a model with random weights and heads of 32, the minimum of vLLM's CPU attention."""
     import torch
-    from transformers import Qwen2Config, Qwen2ForCausalLM
+    from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
     text = tokenizer()
     torch.manual_seed(seed)
-    config = Qwen2Config(
-        vocab_size=len(text),
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        rope_theta=1000.0,
-        tie_word_embeddings=False,
-        initializer_range=0.05,
-        bos_token_id=None,
-        eos_token_id=text.eos_token_id,
-        pad_token_id=text.pad_token_id,
-    )
-    Qwen2ForCausalLM(config).save_pretrained(folder)
+    common: dict[str, Any] = {
+        "vocab_size": len(text),
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "rope_theta": 1000.0,
+        "tie_word_embeddings": False,
+        "initializer_range": 0.05,
+        "bos_token_id": None,
+        "eos_token_id": text.eos_token_id,
+        "pad_token_id": text.pad_token_id,
+    }
+    if experts:
+        mixture = {"num_experts": experts, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "norm_topk_prob": True}
+        Qwen3MoeForCausalLM(Qwen3MoeConfig(**common, **mixture, head_dim=32)).save_pretrained(folder)
+    else:
+        Qwen2ForCausalLM(Qwen2Config(**common)).save_pretrained(folder)
     text.save_pretrained(folder)
 
 
 def launch_workers(arguments: argparse.Namespace, folder: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(arguments.processes)]
     command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--local-addr", "127.0.0.1", __file__]
-    for name in ("output", "seed", "steps", "slips", "processes"):
+    for name in ("output", "seed", "steps", "slips", "processes", "experts"):
         command += [f"--{name}", str(getattr(arguments, name))]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     print(f"supervised training: {arguments.steps} steps in {arguments.processes} processes", flush=True)

@@ -37,6 +37,18 @@ def test_a_few_steps(tmp_path: Path) -> None:
     assert {path.name for path in output.iterdir()} <= OWN_FILES  # so that a newer version of the script replaces it
 
 
+@pytest.mark.slow
+def test_a_mixture(tmp_path: Path) -> None:
+    output = tmp_path / "tiny_mixture"
+    command = [sys.executable, str(SCRIPT), "--output", str(output), "--steps", "60", "--experts", "8"]
+    result = run_bounded(command, timeout=300)
+    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]
+    loss = float(re.search(r"supervised step 60/60: loss ([\d.]+)", result.stdout).group(1))  # type: ignore[union-attr]
+    assert loss < 1.2
+    config = json.loads((output / "config.json").read_text())
+    assert (config["model_type"], config["num_experts"], config["num_experts_per_tok"]) == ("qwen3_moe", 8, 2)
+
+
 def test_a_failed_run_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "missing0")  # the workers cannot connect
     command = [sys.executable, str(SCRIPT), "--output", str(tmp_path / "tiny"), "--steps", "1"]

@@ -13,8 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.forks import run_command
 from tests.torchrun import ROOT
-from tests.training_setup import repeatable_rows, write_setup
+from tests.training_setup import exported_weights, repeatable_rows, write_setup
+from vapo_mcore.checkpoint_files import list_checkpoints
 
 pytestmark = pytest.mark.slow
 
@@ -165,3 +167,52 @@ def process_in(run: Started, rank: int, step: str, timeout: float = 200) -> int:
         except (OSError, ValueError):
             pass  # not there yet
         time.sleep(0.02)
+
+
+def test_a_mixture_killed_in_a_step_goes_on_bit_for_bit_and_converts(tmp_path: Path) -> None:
+    """Policy and critic at EP 2 with the engine's choices; then checkpoint -> Hugging Face -> Megatron, each verified."""
+    pytest.importorskip("vllm", reason="vLLM is not installed")
+    folder = write_setup(tmp_path, model="qwen3_moe")
+    settings = ["parallel.expert_model_parallel_size=2", "model.router={replay: engine, balance_coef: 0.01, z_coef: 0.001}"]
+    settings += ["rollout.engine=vllm", "rollout.tensor_parallel_size=1", "rollout.vllm.kv_cache_gib=0.1"]
+    settings += ["checkpoint={every_minutes: 0, every_steps: 1, at_end: true}"]
+    killed = Started(folder, "killed", *settings)
+    os.kill(process_in(killed, 1, "rl 3"), signal.SIGKILL)
+    assert killed.ended() != 0
+    assert len(repeatable_rows(killed.run)) < 5
+    assert not (killed.run / "export").exists()
+    resumed = Started(folder, "killed", *settings, "--resume")
+    assert resumed.ended() == 0, resumed.log.read_text()[-4000:]
+    assert "resuming from" in resumed.log.read_text()
+    whole = Started(folder, "whole", *settings)
+    assert whole.ended() == 0, whole.log.read_text()[-4000:]
+    rows = repeatable_rows(whole.run)
+    assert rows == repeatable_rows(killed.run)
+    assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
+    for role in ("policy", "critic"):
+        assert all(row[f"{role}/experts_replayed_frac"] > 0 for row in rows[2:])  # routers moved, choices did not
+    assert exported_weights(whole.run) == exported_weights(killed.run) != {}
+    check_conversions(killed.run, folder)
+
+
+def check_conversions(run: Path, folder: Path) -> None:
+    """The last checkpoint becomes the run's export, and comes back; both verified by bits, and by the outputs of two implementations."""
+    checkpoint = list_checkpoints(run)[-1]
+    assert checkpoint.name == "step_000004"
+    texts = folder / "texts.txt"
+    texts.write_text("1+8=\n23+9=\n")
+    policy, critic = checkpoint / "policy" / "weights", checkpoint / "critic" / "weights"
+    commands = [
+        ("megatron-to-hf", policy, folder / "hf"),
+        ("verify", folder / "hf", run / "export" / "hf"),
+        ("verify", "--logits", folder / "hf", policy, "--text", texts),
+        ("hf-to-megatron", folder / "hf", folder / "megatron"),
+        ("verify", folder / "megatron", policy),
+        ("megatron-to-hf", critic, folder / "critic"),
+        ("verify", folder / "critic", critic),
+    ]
+    for command in commands:
+        result = run_command("convert", *map(str, command))
+        assert result.returncode == 0, (command, result.stdout[-2000:], result.stderr[-2000:])
+    differs = run_command("convert", "verify", str(folder / "hf"), str(folder / "model"))
+    assert differs.returncode == 1, differs.stdout  # training changed the weights, and the comparison sees it

@@ -39,18 +39,17 @@ def _preprocess(self: Any, routing_map: Tensor) -> Tensor:
 
 
 class _Selected(torch.autograd.Function):
-    """``values.masked_select(mask)`` with a known number of results: saves the mask, and fills a tensor like ``values`` with gradients."""
+    """``values.masked_select(mask)`` with a known number of results: saves both, and fills a tensor like ``values`` with gradients."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, mask: Tensor, count: int) -> Tensor:
-        ctx.save_for_backward(mask)
-        ctx.dtype = values.dtype
+        ctx.save_for_backward(values, mask)
         return values.new_empty(count)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        (mask,) = ctx.saved_tensors
-        return torch.zeros_like(mask, dtype=ctx.dtype).clone(), None, None
+        values, _ = ctx.saved_tensors
+        return torch.zeros_like(values), None, None
 
 
 def _permute(

@@ -16,7 +16,7 @@ from vapo_mcore.config import load_config
 from vapo_mcore.megatron.host import import_megatron
 
 CONFIGS = Path(__file__).parents[3] / "examples" / "configs"
-TINY = Path(__file__).parent / "tiny.json"
+TINY, TINY_MIXTURE = (Path(__file__).parent / f"{name}.json" for name in ("tiny", "tiny_mixture"))
 TIMED = "qwen2.5_32b_vapo"
 """Planned first, as the command alone does it: nothing has been measured before."""
 REFUSED = {
@@ -44,7 +44,8 @@ def run() -> None:
     for path in recipes:
         model_path = load_config(path, check_paths=False).model.path
         device = ["--device", "cpu"] if model_path.startswith(("models/tiny", "models/smollm2")) else []
-        model = ["--model-config", str(TINY)] if model_path.startswith("models/tiny") else []
+        tiny = TINY_MIXTURE if model_path.startswith("models/tiny_mixture") else TINY
+        model = ["--model-config", str(tiny)] if model_path.startswith("models/tiny") else []
         print(json.dumps({"name": path.stem, **plan([str(path), "--json", *device, *model])}), flush=True)
     quickstart = CONFIGS / "quickstart.yaml"
     for preset in sorted((CONFIGS / "presets").glob("*.yaml")):

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch._C._profiler import _EventType
 
 from tests.settings import config_of
@@ -21,10 +22,12 @@ from vapo_mcore.config.architecture import ModelArchitecture
 from vapo_mcore.config.schema import Config
 from vapo_mcore.data.microbatch import MicroBatch
 from vapo_mcore.data.thd import ThdLayout
-from vapo_mcore.megatron.engine import MegatronModel
+from vapo_mcore.megatron import host
+from vapo_mcore.megatron.engine import MegatronModel, choices_name
 from vapo_mcore.megatron.losses import CriticLoss, PolicyLoss
 from vapo_mcore.megatron.offload import Residency, release_gather_buffers
 from vapo_mcore.megatron.parallel import ParallelContext, initialize_distributed, initialize_parallel
+from vapo_mcore.megatron.routing import Routing
 from vapo_mcore.planning.catalog import find_architecture
 from vapo_mcore.planning.devices import DEVICES
 from vapo_mcore.planning.measure import (
@@ -64,6 +67,13 @@ CASES: dict[str, tuple[ModelArchitecture, str, str, dict[str, Any], int]] = {
     "smollm2_tp3_pp2": (SMOLLM2, "bfloat16", "none", {"tensor_model_parallel_size": 3, "pipeline_model_parallel_size": 2}, 144),
     "smollm2_1.7b_two_layers": (SMOLLM2_WIDE, "bfloat16", "none", LAYOUT, 128),
 }
+TINY_MIXTURE = replace(find_architecture("qwen3-30b-a3b"), num_layers=4, hidden_size=128, num_attention_heads=4, num_key_value_heads=2)
+TINY_MIXTURE = replace(TINY_MIXTURE, head_dim=32, vocab_size=1003, num_experts=8, num_experts_per_token=2, moe_ffn_hidden_size=64)
+EP2_TP2 = {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2}
+CASES |= {
+    "tiny_mixture": (TINY_MIXTURE, "float32", "none", EP2_TP2, 512),
+    "tiny_mixture_whole_experts_selective": (TINY_MIXTURE, "bfloat16", "selective", EP2_TP2 | {"expert_tensor_parallel_size": 1}, 512),
+}
 MICROBATCHES, SEQUENCES = 4, 4
 
 
@@ -98,9 +108,16 @@ def microbatches(config: Config, parallel: ParallelContext, names: tuple[str, ..
     return result
 
 
+def even_choices(batch: MicroBatch, routing: Routing) -> Tensor:
+    """Choices that give every expert equally many tokens of every rank, as `plan` assumes: uint8 [tokens, layers, topk]."""
+    pairs = torch.arange(batch.layout.num_tokens * routing.topk) % routing.experts
+    return pairs.to(routing.dtype).view(-1, 1, routing.topk).expand(-1, len(routing.routers), -1).contiguous()
+
+
 def let_go_before_returning() -> None:
     """Collectives return when gloo's thread no longer holds their tensors: a block that it frees is not among the events of this thread."""
-    from megatron.core.models.gpt import gpt_model  # noqa: F401  # before anything is replaced
+    host.import_megatron()  # before anything is replaced
+    from megatron.core.models.gpt import gpt_model  # noqa: F401
     from megatron.core.tensor_parallel import layers, mappings
 
     class Settled:
@@ -121,8 +138,10 @@ def let_go_before_returning() -> None:
 
         return call
 
-    for name in ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_gather", "broadcast"):
+    for name in ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_gather", "all_to_all_single", "broadcast"):
         setattr(dist, name, settled(getattr(dist, name)))
+    for name in ("_EQUAL_GATHER", "_EQUAL_SCATTER"):  # what Megatron's gathers of tensor lists call
+        setattr(host, name, settled(getattr(host, name)))
     for module in (layers, mappings):
         module.dist_all_gather_func = dist.all_gather_into_tensor
         module.dist_reduce_scatter_func = dist.reduce_scatter_tensor
@@ -178,6 +197,9 @@ def measure(config: Config, arch: ModelArchitecture, parallel: ParallelContext) 
         model = MegatronModel(role, arch, config.model, parallel, load_weights=fill, optimizer=optimizer)  # type: ignore[arg-type]
         residency.add(model)
         batches = microbatches(config, parallel, loss.tensors)
+        if model.routing is not None:
+            name = choices_name(role)  # type: ignore[arg-type]
+            batches = [batch.with_tensors(**{name: even_choices(batch, model.routing)}) for batch in batches]
         residency.enter(f"{role}_update")  # type: ignore[arg-type]
         assert not model.train_step(batches, loss).skipped
         residency.mark_changed(role)
