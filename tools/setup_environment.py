@@ -245,9 +245,14 @@ def explain(output: str, what: str, venv: Path) -> str:
 
 
 def check_imports(python: Path, log: Path) -> None:
-    """Import the stack. This also compiles its modules once, instead of in each process of the first run."""
+    """Import the stack. This also compiles its modules once, instead of in each process of the first run.
+
+    Where ``PYTHONDONTWRITEBYTECODE`` is set, as in many images, only setup writes bytecode; without it every process would compile what it
+    imports (32 s of CPU time for Megatron-Core, transformers and vLLM, 16 s with bytecode).
+    """
     print("  importing the installed packages", flush=True)
     environment = {**os.environ, "VLLM_LOGGING_LEVEL": "ERROR"}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
     result = subprocess.run([str(python), "-W", "ignore", "-c", IMPORTS], capture_output=True, text=True, env=environment, check=False)
     if result.returncode != 0:
         with log.open("a", encoding="utf-8") as file:

@@ -77,6 +77,16 @@ def test_everything_pinned_is_installed_and_imports() -> None:
     assert result.returncode == 0, result.stderr
 
 
+def test_importing_writes_bytecode_also_where_processes_do_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "vapo_test_module.py").write_text("")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    monkeypatch.delenv("PYTHONPYCACHEPREFIX", raising=False)
+    monkeypatch.setattr(setup_environment, "IMPORTS", "import vapo_test_module")
+    setup_environment.check_imports(Path(sys.executable), tmp_path / "setup.log")
+    assert [path.name for path in (tmp_path / "__pycache__").iterdir()] == [f"vapo_test_module.cpython-{HERE.replace('.', '')}.pyc"]
+
+
 @pytest.mark.parametrize(
     ("version", "says"),
     [
