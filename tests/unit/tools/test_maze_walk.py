@@ -60,6 +60,6 @@ def test_held_out_rooms_are_no_training_rooms() -> None:
 
 
 def test_the_recipe_has_the_length_and_the_stop_id_of_the_game() -> None:
-    config = load_config(ROOT / "examples" / "configs" / "maze_walk_vapo.yaml")
+    config = load_config(ROOT / "examples" / "configs" / "maze_walk_vapo.yaml", check_paths=False)
     assert config.rollout.max_response_length == 2 * GAME.MOST_MOVES
     assert make_game_model.tokenizer(PLAYER).convert_ids_to_tokens(list(config.rollout.stop_token_ids)) == [GAME.TRAP]
