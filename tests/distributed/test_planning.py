@@ -11,8 +11,8 @@ import pytest
 from tests.torchrun import run_torchrun
 
 WORKER = Path(__file__).parent / "planning" / "worker.py"
-QUICK = ("tiny", "tiny_tied_interleaved_full", "tiny_data_parallel", "tiny_mixture")
-SLOW = ("tiny_mixture_whole_experts_selective", "tiny_bfloat16_selective", "tiny_full", "tiny_interleaved", "smollm2")
+QUICK = ("tiny", "tiny_tied_interleaved_full", "tiny_data_parallel")
+SLOW = ("tiny_mixture", "tiny_mixture_whole_experts_selective", "tiny_bfloat16_selective", "tiny_full", "tiny_interleaved", "smollm2")
 WIDE = ("smollm2_1.7b_two_layers",)  # alone, since it takes 16 GB
 SIX_RANKS = ("smollm2_tp3_pp2",)
 ROLES = ("policy", "critic")
