@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable
 from copy import deepcopy
+from dataclasses import replace
 from datetime import timedelta
 from inspect import signature
 from itertools import pairwise
@@ -69,7 +70,7 @@ class Run:
             folder,
             torch.float32,
             tensor_parallel_size=tp,
-            max_model_len=64,
+            max_model_len=192,
             rank=dist.get_rank(),
             world_size=dist.get_world_size(),
             seed=7,
@@ -228,6 +229,31 @@ def seeds_decide(run: Run) -> None:
     run.report["responses"] = together
 
 
+def turns_reuse_what_earlier_ones_cached(run: Run) -> None:
+    """A call that continues the one before reads its cached blocks (of 128 tokens on CPU); any other call begins with an empty cache."""
+    engine: Any = run.engine
+    generate, cached = engine._llm.generate, []
+
+    def counted(*arguments: Any, **options: Any) -> Any:
+        outputs = generate(*arguments, **options)
+        cached.extend(output.num_cached_tokens for output in outputs)
+        return outputs
+
+    how = SamplingConfig(1.0, 1.0, -1, 16)
+    turn = GenerationRequest("long", 0, [4 + number % 60 for number in range(150)], 5)
+    engine._llm.generate = counted
+    try:
+        (first,) = engine.generate([turn], how)
+        following = GenerationRequest("long", 0, [*turn.prompt_token_ids, *first.token_ids, 9, 10], 6)
+        (reused,) = engine.generate([following], replace(how, continues=True))
+        (fresh,) = engine.generate([following], how)
+    finally:
+        del engine._llm.generate
+    assert cached == [0, 128, 0]
+    assert reused.token_ids == fresh.token_ids
+    assert torch.allclose(torch.tensor(reused.logprobs), torch.tensor(fresh.logprobs), atol=1e-4)
+
+
 def random_state_is_left_alone(run: Run) -> None:
     before = torch.get_rng_state()
     run.sample(1.0)
@@ -335,6 +361,7 @@ CASES: list[Callable[[Run], None]] = [
     ends_and_vocabulary,
     texts_end_a_response,
     seeds_decide,
+    turns_reuse_what_earlier_ones_cached,
     random_state_is_left_alone,
     no_requests_for_this_replica,
     three_syncs_with_sleep_between,

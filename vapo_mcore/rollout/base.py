@@ -52,6 +52,7 @@ class SamplingConfig:
     Temperature 0 is greedy and ignores ``top_p`` and ``top_k``. Values between 0 and 0.01, for which vLLM would silently use 0.01, and
     above 2 are rejected. ``top_k`` -1 keeps all tokens. ``max_tokens`` counts the response's tokens including EOS. ``stop_token_ids``
     end a response in addition to the model's stop tokens. ``return_experts``: return the experts that a mixture chose, too.
+    ``continues``: the requests continue those of the call before (a further turn), so an engine may reuse what it cached of them.
     """
 
     temperature: float
@@ -60,6 +61,7 @@ class SamplingConfig:
     max_tokens: int
     stop_token_ids: tuple[int, ...] = ()
     return_experts: bool = False
+    continues: bool = False
 
     def __post_init__(self) -> None:
         faults = []

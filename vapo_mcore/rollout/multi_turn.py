@@ -295,6 +295,7 @@ class MultiTurn:
         playing = list(range(len(episodes)))
         while playing:
             generations = generate([episodes[i].next_request() for i in playing], sampling)
+            sampling = replace(sampling, continues=True)  # the next turns begin with the text so far, which the engine has cached
             for i, generation in zip(playing, generations, strict=True):
                 episodes[i].take(generation, self.format.control.tokenizer, self.stop_texts, sampling.max_tokens)
             asked = [i for i in playing if episodes[i].finish_reason == "stop"]

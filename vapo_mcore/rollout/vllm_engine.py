@@ -211,8 +211,10 @@ class VllmEngine(StatefulEngine):
     def _generate(self, requests: Sequence[GenerationRequest], sampling: SamplingConfig) -> list[Generation]:
         prompts = [{"prompt_token_ids": list(request.prompt_token_ids)} for request in requests]
         parameters = [_sampling_parameters(request, sampling, self._stop_ids, self._stop_texts) for request in requests]
-        # Prompts cached by an earlier call (an evaluation) would round differently from a resumed run, whose cache is empty.
-        self._llm.reset_prefix_cache()
+        # Prompts cached by an earlier call (an evaluation) would round differently from a resumed run, whose cache is empty. Turns of one
+        # response keep their cache: a resumed run repeats all of them.
+        if not sampling.continues:
+            self._llm.reset_prefix_cache()
         with _random_state_kept(), _uncompiled_on_cpu():
             outputs = self._llm.generate(prompts, parameters, use_tqdm=False)
         experts = self.expert_choices if sampling.return_experts and self.is_replica_leader else None

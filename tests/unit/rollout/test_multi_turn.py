@@ -58,6 +58,7 @@ def play(
     def generate(requests: Sequence[GenerationRequest], sampling: SamplingConfig) -> list[Generation]:
         asked.append(list(requests))
         assert sampling.stop_token_ids == tuple(Letters().get_vocab()[t] for t in config.stop_tokens)
+        assert sampling.continues == (len(asked) > 1)
         out = []
         for request in requests:
             ids = ids_of(script[request.sample_index][len(asked) - 1])
