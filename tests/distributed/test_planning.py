@@ -12,16 +12,17 @@ from tests.torchrun import run_torchrun
 
 WORKER = Path(__file__).parent / "planning" / "worker.py"
 QUICK = ("tiny", "tiny_tied_interleaved_full", "tiny_data_parallel")
-SLOW = ("tiny_mixture", "tiny_mixture_whole_experts_selective", "tiny_bfloat16_selective", "tiny_full", "tiny_interleaved", "smollm2")
+MIXTURES = ("tiny_mixture", "tiny_mixture_whole_experts_selective")
+SLOW = ("tiny_bfloat16_selective", "tiny_full", "tiny_interleaved", "smollm2")
 WIDE = ("smollm2_1.7b_two_layers",)  # alone, since it takes 16 GB
 SIX_RANKS = ("smollm2_tp3_pp2",)
 ROLES = ("policy", "critic")
 
 
-RUNS = [QUICK, *(pytest.param(run, marks=pytest.mark.slow) for run in (SLOW, WIDE, SIX_RANKS))]
+RUNS = [QUICK, *(pytest.param(run, marks=pytest.mark.slow) for run in (MIXTURES, SLOW, WIDE, SIX_RANKS))]
 
 
-@pytest.fixture(scope="module", params=RUNS, ids=["quick", "slow", "wide", "six_ranks"])
+@pytest.fixture(scope="module", params=RUNS, ids=["quick", "mixtures", "slow", "wide", "six_ranks"])
 def cases(request: pytest.FixtureRequest) -> dict[str, dict[str, Any]]:
     result = run_torchrun(WORKER, 6 if request.param == SIX_RANKS else 4, *request.param, timeout=600)
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-6000:]

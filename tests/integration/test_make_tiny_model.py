@@ -16,14 +16,18 @@ sys.path.insert(0, str(SCRIPT.parent))
 from make_tiny_model import OWN_FILES  # noqa: E402
 
 
-def test_a_few_steps(tmp_path: Path) -> None:
-    output = tmp_path / "tiny"
-    command = [sys.executable, str(SCRIPT), "--output", str(output), "--steps", "60", "--processes", "2"]
-    result = run_bounded(command, timeout=240)
+def make(output: Path, *options: str) -> None:
+    """Make a model in 60 steps, which learn."""
+    result = run_bounded([sys.executable, str(SCRIPT), "--output", str(output), "--steps", "60", *options], timeout=240)
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]
     loss = float(re.search(r"supervised step 60/60: loss ([\d.]+)", result.stdout).group(1))  # type: ignore[union-attr]
     assert loss < 1.2  # a uniform guess over the characters is 3.5
     assert "400 held-out problems right" in result.stdout
+
+
+def test_a_few_steps(tmp_path: Path) -> None:
+    output = tmp_path / "tiny"
+    make(output, "--processes", "2")
     rows = {name: [json.loads(line) for line in (output / f"{name}.jsonl").read_text().splitlines()] for name in ("train", "heldout")}
     assert len(rows["train"]) == 6000 and len(rows["heldout"]) == 400
     assert not {row["prompt"] for row in rows["train"]} & {row["prompt"] for row in rows["heldout"]}
@@ -39,13 +43,8 @@ def test_a_few_steps(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_mixture(tmp_path: Path) -> None:
-    output = tmp_path / "tiny_mixture"
-    command = [sys.executable, str(SCRIPT), "--output", str(output), "--steps", "60", "--experts", "8"]
-    result = run_bounded(command, timeout=300)
-    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]
-    loss = float(re.search(r"supervised step 60/60: loss ([\d.]+)", result.stdout).group(1))  # type: ignore[union-attr]
-    assert loss < 1.2
-    config = json.loads((output / "config.json").read_text())
+    make(tmp_path / "tiny_mixture", "--experts", "8")
+    config = json.loads((tmp_path / "tiny_mixture" / "config.json").read_text())
     assert (config["model_type"], config["num_experts"], config["num_experts_per_tok"]) == ("qwen3_moe", 8, 2)
 
 

@@ -45,6 +45,9 @@ TINY = replace(find_architecture("qwen2.5-0.5b"), num_layers=4, hidden_size=128,
 TINY = replace(TINY, num_key_value_heads=2, head_dim=32, vocab_size=1003, tie_word_embeddings=False)
 LAYOUT = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
 INTERLEAVED = {**LAYOUT, "virtual_pipeline_model_parallel_size": 2}
+TINY_MIXTURE = replace(find_architecture("qwen3-30b-a3b"), num_layers=4, hidden_size=128, num_attention_heads=4, num_key_value_heads=2)
+TINY_MIXTURE = replace(TINY_MIXTURE, head_dim=32, vocab_size=1003, num_experts=8, num_experts_per_token=2, moe_ffn_hidden_size=64)
+EXPERTS = {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2}
 SMOLLM2 = find_architecture("smollm2-135m")
 SMOLLM2_WIDE = replace(SMOLLM2, num_layers=2, hidden_size=2048, ffn_hidden_size=8192, num_attention_heads=32, num_key_value_heads=32)
 """SmolLM2-1.7B (its published config.json) with 2 of its 24 layers."""
@@ -62,17 +65,12 @@ CASES: dict[str, tuple[ModelArchitecture, str, str, dict[str, Any], int]] = {
     "tiny_data_parallel": (TINY, "bfloat16", "none", {"pipeline_model_parallel_size": 2}, 512),
     "tiny_full": (TINY, "float32", "full", LAYOUT, 512),
     "tiny_interleaved": (TINY, "bfloat16", "none", INTERLEAVED, 1024),
+    "tiny_mixture": (TINY_MIXTURE, "float32", "none", EXPERTS, 512),
+    "tiny_mixture_whole_experts_selective": (TINY_MIXTURE, "bfloat16", "selective", {**EXPERTS, "expert_tensor_parallel_size": 1}, 512),
     # SmolLM2-135M has 9 heads and 3 key-value heads, which tensor parallelism of 2 does not divide; those of the 1.7B it does.
     "smollm2": (SMOLLM2, "bfloat16", "none", {"pipeline_model_parallel_size": 2}, 128),
     "smollm2_tp3_pp2": (SMOLLM2, "bfloat16", "none", {"tensor_model_parallel_size": 3, "pipeline_model_parallel_size": 2}, 144),
     "smollm2_1.7b_two_layers": (SMOLLM2_WIDE, "bfloat16", "none", LAYOUT, 128),
-}
-TINY_MIXTURE = replace(find_architecture("qwen3-30b-a3b"), num_layers=4, hidden_size=128, num_attention_heads=4, num_key_value_heads=2)
-TINY_MIXTURE = replace(TINY_MIXTURE, head_dim=32, vocab_size=1003, num_experts=8, num_experts_per_token=2, moe_ffn_hidden_size=64)
-EP2_TP2 = {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2}
-CASES |= {
-    "tiny_mixture": (TINY_MIXTURE, "float32", "none", EP2_TP2, 512),
-    "tiny_mixture_whole_experts_selective": (TINY_MIXTURE, "bfloat16", "selective", EP2_TP2 | {"expert_tensor_parallel_size": 1}, 512),
 }
 MICROBATCHES, SEQUENCES = 4, 4
 

@@ -54,6 +54,22 @@ def test_open_files_and_locked_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     assert machine.locked_memory(cuda=True) == Finding("locked memory", "ok", "ulimit -l unlimited")
 
 
+@pytest.mark.parametrize(
+    ("architecture", "capability", "noted"),
+    [("x86_64", "AVX2", True), ("x86_64", "DEFAULT", True), ("x86_64", "AVX512", False), ("aarch64", "DEFAULT", False)],
+)
+def test_cpus_without_avx512_are_slow_in_bfloat16(architecture: str, capability: str, noted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    monkeypatch.setattr(machine.platform, "machine", lambda: architecture)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    monkeypatch.setattr(machine.shutil, "which", lambda _: None)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    found = machine.devices(1, cuda=False)
+    assert found.status == "ok"
+    assert ("model.dtype=float32" in found.detail) == noted
+
+
 def test_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert machine.shared_memory(str(tmp_path / "no")).status == "FAIL"
     usage = namedtuple("usage", "total used free")

@@ -144,7 +144,7 @@ def _own_share(bench: Bench, generations: Sequence[Generation]) -> list[Generati
     """This data-parallel rank's part of all replicas' different samples, as many as every other rank's (some twice). A collective."""
     by_replica = dict(all_gather_objects((bench.engine.replica_index, list(generations))))
     drawn = [generation for replica in sorted(by_replica) for generation in by_replica[replica] if generation.token_ids]
-    # Replicas that agree bit for bit draw the same tokens: one of them is compared.
+    # With more replicas than requests some have the same one: where they agree bit for bit, one of them is compared.
     samples = list({(one.request.prompt_id, one.request.sample_index, *one.token_ids, *one.logprobs): one for one in drawn}.values())
     if not samples:
         raise NotApplicable("the engine sampled no token")
