@@ -1,13 +1,17 @@
-"""Plot a run's reward, accuracy and held-out evaluation from its metrics.jsonl.
+"""Plot a run's reward, accuracy and held-out evaluation from its metrics.jsonl, or compare the evaluations of several runs.
 
     python tools/plot_run.py runs/quickstart --output curve.png
+    python tools/plot_run.py runs/plain_1 runs/plain_2 runs/segments_1 runs/segments_2 --output curves.png
 
-Left: mean reward and accuracy of the training rollouts, with a running mean. Right: each evaluation set with its 95 % interval.
+One run: on the left mean reward and accuracy of the training rollouts, with a running mean; on the right each evaluation set with its 95 %
+interval. Several runs: the evaluations by sampled response tokens and by seconds of the steps. Runs whose names differ in a trailing
+number (seeds) have one color and one entry of the legend.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,19 +24,23 @@ from vapo_mcore.report.series import Point, evaluations
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 RUNNING_MEAN_STEPS = 5
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Plot the curves of a run as a PNG.")
-    parser.add_argument("run", type=Path, help="run directory, or its metrics.jsonl")
+    parser = argparse.ArgumentParser(description="Plot the curves of a run, or of several runs together, as a PNG.")
+    parser.add_argument("runs", type=Path, nargs="+", metavar="run", help="run directory, or its metrics.jsonl")
     parser.add_argument("--output", type=Path, required=True, help="PNG to write")
     parser.add_argument("--title", help="default: the name of the run directory")
     args = parser.parse_args()
-    path = args.run if args.run.is_file() else args.run / "metrics.jsonl"
-    rows = read_rows(path)
-    draw(rows, args.output, args.title or path.resolve().parent.name)
+    paths = [run if run.is_file() else run / "metrics.jsonl" for run in args.runs]
+    names = [path.resolve().parent.name for path in paths]
+    if len(paths) == 1:
+        draw(read_rows(paths[0]), args.output, args.title or names[0])
+    else:
+        draw_several([(name, read_rows(path)) for name, path in zip(names, paths, strict=True)], args.output, args.title)
     print(f"wrote {args.output}")
 
 
@@ -68,6 +76,52 @@ def draw(rows: Sequence[dict[str, Any]], output: Path, title: str) -> None:
     if evaluated:
         _draw_evaluations(axes[0][1], evaluated)
     figure.suptitle(title)
+    _save(figure, output)
+
+
+def draw_several(runs: Sequence[tuple[str, Sequence[dict[str, Any]]]], output: Path, title: str | None) -> None:
+    """Write the evaluations of ``runs`` (names and rows) to ``output`` as a PNG. Raises DataError for a run without evaluations."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, 2, figsize=(11, 4), squeeze=False, sharey=True, layout="constrained")
+    colors: dict[str, str] = {}
+    for name, rows in runs:
+        evaluated = evaluations(rows)
+        if not evaluated:
+            raise DataError(f"run {name} has no evaluation; runs are compared by their evaluations")
+        for label, points in evaluated.items():
+            entry = re.sub(r"[_-]?\d+$", "", name) + (f", {label}" if len(evaluated) > 1 else "")
+            known = entry in colors
+            color = colors.setdefault(entry, f"C{len(colors)}")
+            for axis, key, unit in ((axes[0][0], "sampling/tokens", 1e3), (axes[0][1], "time/step", 1.0)):
+                spent = cumulative(rows, key)
+                x, y = [spent[point.step] / unit for point in points], [point.accuracy for point in points]
+                axis.plot(x, y, marker=".", color=color, label="_" if known else entry)
+    axes[0][0].set(xlabel="thousand response tokens sampled", ylabel="held-out accuracy", ylim=(0, 1))
+    axes[0][1].set(xlabel="seconds of the steps")
+    for axis in axes[0]:
+        axis.grid(alpha=0.3)
+    axes[0][0].legend(loc="best")
+    if title is not None:
+        figure.suptitle(title)
+    _save(figure, output)
+
+
+def cumulative(rows: Sequence[dict[str, Any]], key: str) -> dict[int, float]:
+    """Return the sum of ``key`` over the rows up to each step; a row without it, as that of an evaluation before step 1, adds 0."""
+    total, sums = 0.0, {}
+    for row in rows:
+        total += row.get(key) or 0.0
+        sums[row["step"]] = total
+    return sums
+
+
+def _save(figure: Figure, output: Path) -> None:
+    from matplotlib import pyplot
+
     output.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(output, format="png", dpi=120)
     pyplot.close(figure)

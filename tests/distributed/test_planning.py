@@ -49,8 +49,6 @@ def test_host_bytes_are_exact(cases: dict[str, dict[str, Any]]) -> None:
 
 # Stage 0, measured since `plan` counts rotary tables: 1.060 (policy) and 1.053 (critic). The cause is not found.
 MOST = {"tiny_tied_interleaved_full": 1.07}
-# Measured 0.916 and 0.940 in two runs: one or two tensors of exchanged tokens, of 0.26 MB each, are not predicted. The cause is not found.
-LEAST_FORWARD = {("tiny_mixture", "critic"): 0.9}
 
 
 @pytest.mark.parametrize("role", ROLES)
@@ -71,7 +69,7 @@ def test_device_bytes_of_forward_passes(cases: dict[str, dict[str, Any]], role: 
             state = rank[role]["params"]
             ratio = (state + _predicted(case, rank)[f"{role}_forward"]) / (state + rank[f"{role}_forward"])
             print(f"{name}, stage {rank['stage']}, {role} forward: predicted / measured = {ratio:.3f}")
-            assert LEAST_FORWARD.get((name, role), 0.95) <= ratio <= 1.05, (name, rank["stage"], ratio)
+            assert 0.95 <= ratio <= 1.05, (name, rank["stage"], ratio)
 
 
 def test_short_ways_are_the_same(cases: dict[str, dict[str, Any]]) -> None:

@@ -220,6 +220,11 @@ COMMANDS = [
             ),
         )
     ),
+    Command(
+        "python tools/plot_run.py runs/maze_walk_vapo runs/maze_walk_segments runs/maze_walk_completed --output docs/maze_walk.png",
+        leaves=("docs/maze_walk.png",),
+        slow=True,
+    ),
     *(
         Command(
             f"vapo-mcore train examples/configs/{name}.yaml",

@@ -17,12 +17,13 @@ class LiveBytes(TorchDispatchMode):
     """Dispatch mode that counts every storage returned by an operator, once, until it is freed.
 
     Ignores storages of ``ignored`` tensors (parameters, gradient buffers). Temporary allocations inside operators are not visible, except
-    with ``casts``: pointwise CPU operators copy operands that do not have the common dtype. ``track`` counts an existing tensor.
+    with ``on_cpu``, where the peak includes two of them: pointwise operators copy operands that do not have the common dtype, and gloo's
+    reduce-scatter copies its inputs (NCCL's does not). ``track`` counts an existing tensor.
     """
 
-    def __init__(self, device_type: str, ignored: Iterable[Tensor] = (), *, casts: bool = False) -> None:
+    def __init__(self, device_type: str, ignored: Iterable[Tensor] = (), *, on_cpu: bool = False) -> None:
         super().__init__()
-        self.device_type, self.casts = device_type, casts
+        self.device_type, self.on_cpu = device_type, on_cpu
         self.current = self.peak = 0
         self._known: dict[int, Any] = {}
         self._ignored = {tensor.untyped_storage()._cdata for tensor in ignored}
@@ -52,9 +53,18 @@ class LiveBytes(TorchDispatchMode):
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
                 self.track(leaf)
-        if self.casts and torch.Tag.pointwise in func.tags:
+        if self.on_cpu and torch.Tag.pointwise in func.tags:
             self.peak = max(self.peak, self.current + _cast_bytes(args))
+        if self.on_cpu and func.name() in _REDUCE_SCATTERS:
+            self.peak = max(self.peak, self.current + _num_bytes(args[1]))
         return result
+
+
+_REDUCE_SCATTERS = ("c10d::reduce_scatter_", "c10d::_reduce_scatter_base_")  # arguments: outputs, inputs, ...
+
+
+def _num_bytes(tensors: Any) -> int:
+    return sum(leaf.nbytes for leaf in tree_leaves(tensors) if isinstance(leaf, Tensor))
 
 
 def _cast_bytes(args: tuple) -> int:

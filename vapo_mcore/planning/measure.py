@@ -253,7 +253,7 @@ class _ChunkRun:
     def measure(self) -> ChunkActivations:
         with megatron_scope(META), _CpuAttentionOnMeta(), even_experts() if self.architecture.is_moe else nullcontext():
             release_gather_buffers()
-            with torch.no_grad(), LiveBytes("meta", self.ignored, casts=self.on_cpu) as live:
+            with torch.no_grad(), LiveBytes("meta", self.ignored, on_cpu=self.on_cpu) as live:
                 output = self._forward(live)
                 num_bytes = output.untyped_storage().nbytes()
                 if self.module.post_process:
@@ -262,7 +262,7 @@ class _ChunkRun:
                 del output
             logits = num_bytes if self.module.post_process and self.role == "policy" else 0
             release_gather_buffers()
-            with LiveBytes("meta", self.ignored, casts=self.on_cpu) as live:
+            with LiveBytes("meta", self.ignored, on_cpu=self.on_cpu) as live:
                 saved, forward, peak = self._train(live)
             received = 0 if self.module.pre_process else self._message_bytes()
             peak += received  # the schedule keeps the gradient that it sent until it receives the next one
@@ -358,7 +358,7 @@ def _loss_bytes(config: Config, role: Role, architecture: ModelArchitecture, row
     else:
         names = ("logprobs", "entropy") if loss.needs_entropy else ("logprobs",)
         leaves = {name: torch.empty(rows, device=META, requires_grad=True) for name in names}
-    with LiveBytes("meta", leaves.values(), casts=not on_gpu) as live:
+    with LiveBytes("meta", leaves.values(), on_cpu=not on_gpu) as live:
         outputs = critic_outputs(leaves["output"], architecture) if role == "critic" else leaves
         total, _ = loss(outputs, _loss_inputs(loss, rows))
         saved, forward = live.current, live.peak

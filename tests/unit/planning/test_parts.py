@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.torchrun import ROOT
 from vapo_mcore.config import Config, load_config
@@ -155,12 +156,28 @@ def test_forward_passes_hold_the_last_output_or_all_inputs() -> None:
 
 def test_a_cpu_casts_operands_of_pointwise_operators() -> None:
     total, part = torch.empty(100, device="meta"), torch.empty(100, device="meta", dtype=torch.bfloat16)
-    for casts, expected in ((False, 0), (True, 400)):
-        with LiveBytes("meta", [total, part], casts=casts) as live:
+    for on_cpu, expected in ((False, 0), (True, 400)):
+        with LiveBytes("meta", [total, part], on_cpu=on_cpu) as live:
             total.add_(part)
             total.add_(total)
             part.mul_(2.0)
         assert (live.peak, live.current) == (expected, 0)
+
+
+def test_gloo_copies_the_inputs_of_a_reduce_scatter() -> None:
+    degrees = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 1, "context_parallel_size": 1}
+    parallel = _config().parallel.model_copy(update={"world_size": 2, "data_parallel_size": 1, **degrees})
+    parts = list(torch.empty(100, device="meta").view(2, 50))
+    half = torch.empty(50, device="meta")
+    for on_cpu, expected in ((False, 0), (True, 400)):
+        with pipeline_rank(parallel, 0) as context:
+            group = context.tensor_model_parallel_group
+            with LiveBytes("meta", [half, parts[0]], on_cpu=on_cpu) as listed:
+                dist.reduce_scatter(half, parts, group=group)
+            with LiveBytes("meta", [half, parts[0]], on_cpu=on_cpu) as whole:
+                dist.reduce_scatter_tensor(half, torch.cat(parts), group=group)
+        assert (listed.peak, listed.current) == (expected, 0)
+        assert whole.peak == 400 + expected  # the concatenation, too
 
 
 def test_live_bytes_count_storages_once_until_they_are_freed() -> None:

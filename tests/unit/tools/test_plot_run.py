@@ -45,6 +45,23 @@ def test_writes_a_png(tmp_path, rows):
     assert output.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
 
 
+def test_what_was_spent_until_a_step():
+    rows = [{"step": 0}, {"step": 1, "time/step": 2.5}, {"step": 2, "time/step": None}, {"step": 3, "time/step": 1.5}]
+    assert plot_run.cumulative(rows, "time/step") == {0: 0.0, 1: 2.5, 2: 2.5, 3: 4.0}
+
+
+def test_several_runs_are_one_figure(tmp_path, monkeypatch, capsys):
+    for name in ("plain_1", "plain_2", "other"):
+        (tmp_path / name).mkdir()
+        write(tmp_path / name / "metrics.jsonl", ROWS)
+    output = tmp_path / "curves.png"
+    monkeypatch.setattr("sys.argv", ["plot_run.py", *(str(tmp_path / name) for name in ("plain_1", "plain_2", "other")), "--output", str(output)])
+    plot_run.main()
+    assert output.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    with pytest.raises(DataError, match="run b has no evaluation"):
+        plot_run.draw_several([("a", ROWS[1:]), ("b", ROWS[2:3])], output, None)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
