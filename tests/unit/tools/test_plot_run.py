@@ -55,7 +55,9 @@ def test_several_runs_are_one_figure(tmp_path, monkeypatch, capsys):
         (tmp_path / name).mkdir()
         write(tmp_path / name / "metrics.jsonl", ROWS)
     output = tmp_path / "curves.png"
-    monkeypatch.setattr("sys.argv", ["plot_run.py", *(str(tmp_path / name) for name in ("plain_1", "plain_2", "other")), "--output", str(output)])
+    monkeypatch.setattr(
+        "sys.argv", ["plot_run.py", *(str(tmp_path / name) for name in ("plain_1", "plain_2", "other")), "--output", str(output)]
+    )
     plot_run.main()
     assert output.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     with pytest.raises(DataError, match="run b has no evaluation"):
