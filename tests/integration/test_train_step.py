@@ -106,6 +106,7 @@ def test_metrics_are_complete_and_pretraining_spends_no_logprob_pass(folder: Pat
     assert [row["policy/updates"] for row in rows[1:]] == [0, 0, 2, 4]
     assert {"eval/heldout/avg@2", "eval/heldout/ci_low", "time/eval"} <= set(rows[0]) & set(rows[-1])
     assert all(row["warnings"] == 0 for row in rows[1:])
+    assert all(0 < row["time/generate_mean"] < row["time/generate"] for row in rows[1:])  # no two replicas take equally long
     taken = [row["time/run"] for row in rows]
     assert taken[0] > 0 and all(before < now for before, now in pairwise(taken))
     assert all(row["time/gpu_hours"] == pytest.approx(2 * row["time/run"] / 3600) for row in rows)

@@ -324,7 +324,7 @@ SECTIONS = (
             Chart(
                 "Seconds per step",
                 "Healthy: follows the response length; jumps come from stragglers, checkpoints or other load.",
-                {"time/step": "step", "time/generate": "generation"},
+                {"time/step": "step", "time/generate": "generation", "time/generate_mean": "generation, mean rank"},
                 unit="s",
             ),
             Chart(

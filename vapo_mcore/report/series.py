@@ -193,7 +193,7 @@ def _profile(rows: Sequence[Row], by: str) -> dict[str, Any]:
     return profile
 
 
-_NO_PHASES = ("time/step", "time/eval", "time/run", "time/gpu_hours")
+_NO_PHASES = ("time/step", "time/eval", "time/run", "time/gpu_hours", "time/generate_mean")
 """Times that are not a phase of a step: the whole step, evaluations, and the run so far."""
 
 

@@ -180,6 +180,8 @@ def record_time_and_memory(metrics: StepMetrics, timer: PhaseTimer) -> None:
     total = timer.total
     for name, seconds in timer.seconds.items():
         metrics.extreme(f"time/{name}", seconds)
+    if "generate" in timer.seconds:
+        metrics.add("time/generate_mean", timer.seconds["generate"], 1)
     metrics.extreme("time/other", total - sum(timer.seconds.values()))
     metrics.extreme("time/step", total)
     metrics.extreme("memory/host_gib", _resident_bytes() / 2**30)
