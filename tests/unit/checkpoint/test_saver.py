@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -20,7 +21,7 @@ from tests.unit.config_helpers import load, write_base, write_model
 from vapo_mcore import checkpoint_files as files
 from vapo_mcore.checkpoint import saver as saver_module
 from vapo_mcore.checkpoint import strategies
-from vapo_mcore.checkpoint.resume import choose, load_models, load_state, restore_random
+from vapo_mcore.checkpoint.resume import _require_loadable, choose, load_models, load_state, restore_random
 from vapo_mcore.checkpoint.saver import Checkpointer
 from vapo_mcore.checkpoint_files import Manifest
 from vapo_mcore.config import Config
@@ -297,6 +298,28 @@ def test_saves_are_counted_over_resumes_and_without_failed_ones(
     checkpointer.wait()
     checkpointer.close()
     assert Manifest.read(files.list_checkpoints(settings.run.dir)[-1]).number == 1
+
+
+def test_the_newest_that_loads_at_another_layout_stays(tmp_path: Path, config: Config, parallel: ParallelContext) -> None:
+    """The refusal of a resume at another layout names it."""
+    settings = load(tmp_path, "critic.value_pretraining.steps=0", "checkpoint={keep_last: 2, reshardable_every: 3}")
+    checkpointer, models = saver(settings, tmp_path, parallel, [])
+    kept = []
+    for step in range(1, 9):
+        checkpointer.begin("rl", step)
+        checkpointer.commit(STATE, {})
+        checkpointer.wait()
+        checkpointer._writer.submit(int).result()  # deletion of old ones is done
+        kept.append([int(path.name[-1]) for path in files.list_checkpoints(settings.run.dir)])
+    checkpointer.close()
+    assert kept == [[1], [1, 2], [2, 3], [3, 4], [3, 4, 5], [5, 6], [6, 7], [6, 7, 8]]
+    newest = choose(settings.run.dir, None, print)
+    assert newest is not None
+    other: Any = SimpleNamespace(**dict.fromkeys(newest.manifest.layout, 2))
+    with pytest.raises(CheckpointError, match="resume from step_000006 with --resume-from step_000006"):
+        _require_loadable(newest, {"policy": other}, models.policy.layers)
+    found, _ = loaded(Path(settings.run.dir), "step_000006", settings, tmp_path, parallel)
+    assert fingerprints(found) == fingerprints(models)
 
 
 def test_the_newest_complete_one_is_taken(config: Config, tmp_path: Path, parallel: ParallelContext) -> None:
