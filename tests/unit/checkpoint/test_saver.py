@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import builtins
 import errno
+import io
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -29,7 +31,7 @@ from vapo_mcore.errors import CheckpointError
 from vapo_mcore.megatron.parallel import ParallelContext
 from vapo_mcore.megatron.roles import Models
 from vapo_mcore.planning.state import Role, snapshot_bytes
-from vapo_mcore.weights.distcp import DistributedCheckpointReader
+from vapo_mcore.weights.distcp import COMMON_NAME, METADATA_NAME, DistributedCheckpointReader
 
 DTYPES: tuple[tuple[Role, str], ...] = (("policy", "bfloat16"), ("critic", "float32"))
 KEPT = ROOT / "tests" / "cases" / "checkpoint"
@@ -196,6 +198,50 @@ def test_a_full_disk_costs_the_save_and_nothing_else(config: Config, tmp_path: P
     checkpointer.wait()
     checkpointer.close()
     assert checkpointer.published == ("rl", 8)
+
+
+def full_for(name: str) -> Callable[..., Any]:
+    """An ``open`` that gives /dev/full for new files of this name."""
+    original = io.open
+
+    def opened(file: Any, mode: str = "r", *positional: Any, **named: Any) -> Any:
+        if isinstance(file, str | Path) and Path(file).name == name and "r" not in mode:
+            return original("/dev/full", mode.replace("x", "w"), *positional, **named)
+        return original(file, mode, *positional, **named)
+
+    return opened
+
+
+def test_a_disk_that_is_full_at_any_file_costs_the_save_and_nothing_else(config: Config, tmp_path: Path, parallel: ParallelContext) -> None:
+    said: list[str] = []
+    checkpointer, models = saver(config, tmp_path, parallel, said)
+    before = fingerprints(models)
+    names = (
+        COMMON_NAME,
+        METADATA_NAME,
+        "metadata.json",
+        "rank_00000.safetensors",
+        "state.json",
+        "config.yaml",
+        "config.json",
+        "manifest.json",
+    )
+    for number, name in enumerate(names, 1):
+        opened = full_for(name)
+        with mock.patch.object(io, "open", opened), mock.patch.object(builtins, "open", opened):
+            checkpointer.begin("rl", 1)
+            checkpointer.commit(STATE, {})
+            checkpointer.wait()
+        assert (checkpointer.failures, len(said)) == (number, number), (name, said)
+        assert "step_000001 failed: cannot write" in said[-1] and "No space left on device; retrying" in said[-1], (name, said)
+        assert list((Path(config.run.dir) / "checkpoints").iterdir()) == [], name
+    checkpointer.begin("rl", 2)
+    checkpointer.commit(STATE, {})
+    checkpointer.wait()
+    checkpointer.close()
+    assert (checkpointer.published, checkpointer.failures) == (("rl", 2), 0)
+    found, _ = loaded(Path(config.run.dir), "step_000002", config, tmp_path, parallel)
+    assert fingerprints(found) == fingerprints(models) == before
 
 
 def test_saves_are_due_by_steps_and_by_the_clock(
