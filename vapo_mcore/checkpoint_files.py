@@ -78,6 +78,11 @@ class Manifest:
         return self.updates[role] + self.unscheduled_updates.get(role, 0) > 0
 
     @property
+    def is_reshardable(self) -> bool:
+        """Return whether it loads at any layout: its optimizer state was gathered, or it has none."""
+        return self.optimizer_format == "fully_reshardable" or not any(map(self.has_optimizer, self.updates))
+
+    @property
     def name(self) -> str:
         return checkpoint_name(self.stage, self.step)
 
@@ -228,16 +233,19 @@ def _sha256(stream: BinaryIO) -> str:
     return digest.hexdigest()
 
 
-def to_delete(found: Sequence[tuple[str, Mapping[str, float]]], *, keep_last: int, keep_best: int, best_metric: str | None) -> list[str]:
-    """Return the names to delete from (name, metrics), oldest first: all but the last and those with the highest ``best_metric``.
+def to_delete(found: Mapping[str, Manifest], *, keep_last: int, keep_best: int, best_metric: str | None) -> list[str]:
+    """Return the names to delete from checkpoints listed oldest first.
 
-    Ties go to the newer checkpoint.
+    Keeps the last, those with the highest ``best_metric`` (of equal ones the newer), and the newest that loads at any layout.
     """
-    kept = {name for name, _ in found[-keep_last:]}
+    names = list(found)
+    kept = {*names[-keep_last:], *[name for name in names if found[name].is_reshardable][-1:]}
     if keep_best and best_metric is not None:
-        scored = [(metrics[best_metric], number, name) for number, (name, metrics) in enumerate(found) if best_metric in metrics]
+        scored = [
+            (found[name].metrics[best_metric], number, name) for number, name in enumerate(names) if best_metric in found[name].metrics
+        ]
         kept |= {name for _, _, name in sorted(scored)[-keep_best:]}
-    return [name for name, _ in found if name not in kept]
+    return [name for name in names if name not in kept]
 
 
 def require_space(folder: Path, num_bytes: int, free: Callable[[Path], int] | None = None) -> None:

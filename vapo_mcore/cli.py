@@ -83,7 +83,7 @@ def _run(options: argparse.Namespace, arguments: list[str]) -> int:
     if options.command == "eval":
         from vapo_mcore.commands import evaluate_command as evaluation
 
-        return evaluation.run(options, arguments, _load_on_every_rank)
+        return evaluation.run(options, arguments, functools.partial(_load_on_every_rank, builds_critic=False))
     if options.command == "replay-step":
         from vapo_mcore.commands import replay_command
 
@@ -346,13 +346,13 @@ def _check_resume(config: Config, name: str | None, *, allow_change: bool) -> No
         raise refusal
 
 
-def _load_on_every_rank(options: argparse.Namespace, settings: Sequence[str] = ()) -> Config:
+def _load_on_every_rank(options: argparse.Namespace, settings: Sequence[str] = (), *, builds_critic: bool = True) -> Config:
     """Load the configuration. All ranks find the same errors; only rank 0 reports them, unless a launcher collects them."""
     from vapo_mcore.config import load_config
     from vapo_mcore.launch.local import ERRORS_VARIABLE
 
     try:
-        config = load_config(options.file, [*options.overrides, *settings])
+        config = load_config(options.file, [*options.overrides, *settings], builds_critic=builds_critic)
         started = int(os.environ.get("WORLD_SIZE", config.parallel.world_size))
         if started != config.parallel.world_size:
             raise ConfigError(

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.forks import run_ranks, run_script
+from tests.training_setup import assert_same_means
 
 HERE = Path(__file__).parent
 STEPS = HERE / "step_worker.py"
@@ -29,10 +30,14 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
                 entry = found.setdefault(case, {"faults": []})
                 entry[kind] = [rank[case] for rank in read["ranks"]]
                 entry["faults"] += read["faults"]
+            if read["trained"] is not None:
+                found.setdefault(TRAINED, {"faults": []})[kind] = read["trained"]
+                found[TRAINED]["faults"] += read["faults"]
     return found
 
 
-CASES = ("one", "bfloat16, recomputed", "cpu optimizer", "head only", "dp", "tp", "pp", "pp, equal", "cp", "interleaved")
+CASES = ("one", "bfloat16, recomputed", "cpu optimizer", "head only", "dp", "tp", "pp", "pp, equal", "cp", "interleaved", "critic at tp")
+TRAINED = "trained in two layouts"
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -45,6 +50,18 @@ def test_the_device_has_no_objection_and_the_numbers_of_the_cpu(results: dict[st
             if name in ("policy0", "policy1", "critic0", "critic1"):  # loss, gradient norm, why the update was skipped
                 assert fake["numbers"][name].pop() == values.pop() == "None", name
             assert fake["numbers"][name] == pytest.approx(values, rel=bound, abs=bound), name
+
+
+def test_a_step_with_a_layout_for_the_critic_has_the_numbers_of_the_cpu(results: dict[str, dict[str, Any]]) -> None:
+    """Policy at DP 2, critic at TP 2: tokens, values and returns change ranks on the way."""
+    assert results[TRAINED]["faults"] == []
+    fake, plain = results[TRAINED]["fake"], results[TRAINED]["plain"]
+    assert fake.keys() == plain.keys() and {"critic/loss", "critic/grad_norm", "policy/grad_norm"} <= plain.keys()
+    for name, value in plain.items():
+        if isinstance(value, list):
+            assert_same_means(fake[name], value, name)
+        else:
+            assert fake[name] == (pytest.approx(value, rel=1e-4, abs=1e-6) if isinstance(value, float) else value), name
 
 
 @pytest.mark.parametrize("case", CASES)

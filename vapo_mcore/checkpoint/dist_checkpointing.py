@@ -1,8 +1,9 @@
 """Version-independent ``save`` and ``load`` of ``megatron.core.dist_checkpointing``: 0.16 takes strategies for all I/O, 0.19 does not.
 
 From 0.19.2 on, Megatron's ``load`` reads the rank-independent state itself, from metadata that it unpickles, and ``save`` stores it
-among the sharded objects. For these versions both are reimplemented here from Megatron's building blocks, so that every version writes
-the same folders, reads those of the others, and executes nothing from them.
+among the sharded objects. ``load`` for these versions and ``save`` for all are reimplemented here from Megatron's building blocks, so that
+every version writes the same folders, reads those of the others, and executes nothing from them. 0.16's ``save`` also writes
+``common.pt`` between collectives, where a full disk on rank 0 would end the run.
 """
 
 from __future__ import annotations
@@ -11,11 +12,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-import torch.distributed as dist
-
 from vapo_mcore.errors import CheckpointError
 from vapo_mcore.megatron.host import import_megatron
+from vapo_mcore.weights.distcp import common_file
 
 import_megatron()
 from megatron.core import dist_checkpointing  # noqa: E402
@@ -52,19 +51,13 @@ else:
 
 def begin_save(
     state: dict[str, Any], folder: Path, strategy: FullyParallelSaveStrategyWrapper, *, validate: bool, content: Any
-) -> AsyncRequest:
-    """Begin saving ``state``: write the rank-independent part to ``common.pt`` and return the strategy's request. A collective.
+) -> tuple[AsyncRequest, bytes]:
+    """Begin saving ``state``: return the strategy's request and the contents of ``common.pt``, which rank 0 must write. A collective.
 
     ``validate``: check that the ranks together save each part of each tensor exactly once (needed once per structure).
     """
-    if HAS_STRATEGIES:
-        return dist_checkpointing.save(
-            state, str(folder), strategy, async_sharded_save=True, validate_access_integrity=validate, content_metadata=content
-        )
     sharded, common = save_preprocess({**state, "content_metadata": content}, validate, None)
-    if dist.get_rank() == 0:
-        torch.save(common, folder / "common.pt")
-    return strategy.async_save(sharded, folder)
+    return strategy.async_save(sharded, folder), common_file(common)
 
 
 def load(

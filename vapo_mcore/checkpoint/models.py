@@ -21,13 +21,14 @@ import torch
 
 from vapo_mcore.checkpoint import dist_checkpointing
 from vapo_mcore.checkpoint.strategies import EXTRA_STATE, SafeCommonLoad, SafeLoad, SnapshotSave
-from vapo_mcore.checkpoint_files import OPTIMIZER, WEIGHTS, Manifest, faults_of, saved_weights
+from vapo_mcore.checkpoint_files import OPTIMIZER, WEIGHTS, Manifest, faults_of, saved_weights, write_durably
 from vapo_mcore.collectives import all_gather_objects, broadcast_object, fail_together, world
 from vapo_mcore.errors import CheckpointError
 from vapo_mcore.megatron.engine import MegatronModel
 from vapo_mcore.megatron.host import megatron_scope
 from vapo_mcore.megatron.offload import HostPool
 from vapo_mcore.megatron.optimizer import is_hybrid
+from vapo_mcore.weights.distcp import COMMON_NAME
 
 OptimizerFormat = Literal["dp_reshardable", "fully_reshardable"]
 
@@ -38,9 +39,12 @@ class FolderSave:
     Construction takes the snapshot, ``write`` runs in a thread, and ``finish`` (a collective) completes the folder.
     """
 
-    def __init__(self, strategy: SnapshotSave, request: Any) -> None:
+    def __init__(self, folder: Path, strategy: SnapshotSave, request: Any, common: bytes) -> None:
+        self.folder = folder
         self.strategy = strategy
         self._request = request
+        self._common = common
+        self._written: dict[str, tuple[int, str]] = {}
 
     @property
     def num_bytes(self) -> int:
@@ -49,6 +53,8 @@ class FolderSave:
 
     def write(self) -> None:
         """Write and fsync this rank's files. Raises OSError if that fails."""
+        if world()[0] == 0:
+            self._written[COMMON_NAME] = write_durably(self.folder / COMMON_NAME, self._common)
         self._request.async_fn(*self._request.async_fn_args)
 
     def finish(self) -> dict[str, tuple[int, str]]:
@@ -58,7 +64,7 @@ class FolderSave:
         a full disk on one rank would leave the others waiting.
         """
         self._request.finalize_fns[0]()
-        return self.strategy.written
+        return self._written | self.strategy.written
 
 
 class ModelSaver:
@@ -97,7 +103,8 @@ class ModelSaver:
             )
         base, shared = self._strategies[owner, form]
         content = {"content": f"{owner}/{form}" if form else owner}
-        return FolderSave(base, dist_checkpointing.begin_save(state, folder, shared, validate=not known, content=content))
+        request, common = dist_checkpointing.begin_save(state, folder, shared, validate=not known, content=content)
+        return FolderSave(folder, base, request, common)
 
 
 def weights_state(chunks: Sequence[Any]) -> dict[str, Any]:

@@ -120,7 +120,7 @@ def _require_loadable(checkpoint: Checkpoint, layouts: Mapping[str, ParallelCont
     ``dp_reshardable`` stores buffers as they are in memory: Megatron would load them into the wrong parameters, without an error.
     """
     manifest = checkpoint.manifest
-    if manifest.optimizer_format == "fully_reshardable" or not any(map(manifest.has_optimizer, manifest.updates)):
+    if manifest.is_reshardable:
         return
     different = _different_degrees(manifest, layouts)
     what, old = "at another layout", "at the old layout"
@@ -129,7 +129,7 @@ def _require_loadable(checkpoint: Checkpoint, layouts: Mapping[str, ParallelCont
         different, what, old = [f"{kinds[manifest.layers]} -> {kinds[layers]}"], "with other layers", f"with {kinds[manifest.layers]}"
     if not different:
         return
-    other = [path.name for path in files.list_checkpoints(checkpoint.path.parent.parent) if _format(path) == "fully_reshardable"]
+    other = [path.name for path in files.list_checkpoints(checkpoint.path.parent.parent) if _is_reshardable(path)]
     way = f"resume from {other[-1]} with --resume-from {other[-1]}" if other else "nor can any other checkpoint of the run"
     raise CheckpointError(
         f"{checkpoint.path} holds optimizer state that cannot be loaded {what} ({', '.join(different)}); {way}, or resume {old}, "
@@ -150,11 +150,11 @@ def _different_degrees(manifest: Manifest, layouts: Mapping[str, ParallelContext
     return found
 
 
-def _format(path: Path) -> str | None:
+def _is_reshardable(path: Path) -> bool:
     try:
-        return Manifest.read(path).optimizer_format
+        return Manifest.read(path).is_reshardable
     except CheckpointError:
-        return None
+        return False
 
 
 def load_state(checkpoint: Checkpoint) -> Mapping[str, Any]:

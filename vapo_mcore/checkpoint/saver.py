@@ -319,11 +319,11 @@ def _layout_of(parallel: ParallelContext) -> dict[str, int]:
 
 
 def keep(run_dir: str, keep_last: int, keep_best: int, best_metric: str | None) -> None:
-    """Delete checkpoints beyond ``keep_last`` and ``keep_best``."""
-    found = []
+    """Delete checkpoints beyond ``keep_last``, ``keep_best`` and the newest that loads at any layout."""
+    found = {}
     for path in files.list_checkpoints(run_dir):
         try:
-            found.append((path.name, Manifest.read(path).metrics))
+            found[path.name] = Manifest.read(path)
         except CheckpointError:
             continue  # damaged: left for the user or the next resume
     for name in files.to_delete(found, keep_last=keep_last, keep_best=keep_best, best_metric=best_metric):

@@ -25,7 +25,7 @@ from vapo_mcore.collectives import all_gather_objects, fail_together, world
 from vapo_mcore.errors import CheckpointError
 from vapo_mcore.megatron.host import HAS_CUDA, import_megatron
 from vapo_mcore.megatron.offload import HostPool
-from vapo_mcore.weights.distcp import DistributedCheckpointReader, DistributedCheckpointWriter, WrittenPart, write_metadata
+from vapo_mcore.weights.distcp import COMMON_NAME, DistributedCheckpointReader, DistributedCheckpointWriter, WrittenPart, write_metadata
 
 import_megatron()
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace, nested_values  # noqa: E402
@@ -258,7 +258,7 @@ class SafeCommonLoad(TorchCommonLoadStrategy):
     """Loads ``common.pt`` with ``weights_only=True``, regardless of environment variables."""
 
     def load_common(self, checkpoint_dir: str | Path) -> Any:
-        path = Path(checkpoint_dir) / "common.pt"
+        path = Path(checkpoint_dir) / COMMON_NAME
         try:
             return torch.load(path, map_location="cpu", weights_only=True)
         except Exception as error:

@@ -62,6 +62,8 @@ def evaluate(config: Config, parallel: ParallelContext, checkpoint: str, output:
             verifiers = sorted({prompt.verifier for prompt in dataset.items})
             check_verifier_names(verifiers)
         console.print(f"vapo-mcore eval: {checkpoint} ({config.model.dtype}), rollout by {config.rollout.engine}; results in {output}")
+        if config.uses_critic and config.critic.parallel is not None:
+            console.print("critic.parallel is not used: an evaluation builds no critic")
         console.print(dataset.summary)
         evaluator = Evaluator(config, dataset.items)
         chunks = evaluator.chunks(_replicas(config, parallel))

@@ -35,19 +35,19 @@ _SOURCES: dict[str, type[BaseModel]] = {"file": FileSource, "reasoning_gym": Rea
 _ENTRIES = (*_SOURCES.values(), LossTermConfig)  # models of list entries
 
 
-def load_config(path: str | Path, overrides: Iterable[str] = (), *, check_paths: bool = True) -> Config:
+def load_config(path: str | Path, overrides: Iterable[str] = (), *, check_paths: bool = True, builds_critic: bool = True) -> Config:
     """Read ``path`` and the files it extends, apply ``key.path=value`` overrides, and check everything.
 
-    ``check_paths=False`` skips the checks that need the file system: model folder, rules about the architecture, data files. Raises one
-    ConfigError with all errors, each with its dotted key.
+    ``check_paths=False`` skips the checks that need the file system: model folder, rules about the architecture, data files.
+    ``builds_critic=False`` skips those of the critic's layout and model. Raises one ConfigError with all errors, each with its dotted key.
     """
     faults: list[Fault] = []
     tree, layers, complete = read_layers(Path(path), faults)
     apply_overrides(tree, overrides, layers, faults)
-    return _build(tree, faults, f"configuration {path}", check_paths, complete)
+    return _build(tree, faults, f"configuration {path}", check_paths, complete, builds_critic)
 
 
-def _build(tree: Tree, faults: list[Fault], what: str, check_paths: bool, complete: bool = True) -> Config:
+def _build(tree: Tree, faults: list[Fault], what: str, check_paths: bool, complete: bool = True, builds_critic: bool = True) -> Config:
     """Build the Config of a tree. With ``complete=False`` a file is missing, so absent keys, and rules that need them, are not errors."""
     resets = _drop_resetting_nulls(tree)
     config, field_faults = _validate(tree)
@@ -64,8 +64,9 @@ def _build(tree: Tree, faults: list[Fault], what: str, check_paths: bool, comple
         assert config is not None
     faults += contradictions
     faulty = {fault.where for fault in faults}
-    model, critic = _read_models(config, faulty, faults) if check_paths else (None, None)
-    subject = Subject(config, model, critic, lambda name: any(dotted(key).startswith(name) for key in tree))
+    model, critic = _read_models(config, faulty, faults, builds_critic) if check_paths else (None, None)
+    checked = config if builds_critic else config.model_copy(update={"critic": config.critic.model_copy(update={"parallel": None})})
+    subject = Subject(checked, model, critic, lambda name: any(dotted(key).startswith(name) for key in tree))
     faults += broken_rules(subject, faulty)
     if check_paths:
         faults += [fault for fault in missing_paths(config) if not any(fault.where.startswith(bad) for bad in faulty)]
@@ -74,12 +75,14 @@ def _build(tree: Tree, faults: list[Fault], what: str, check_paths: bool, comple
     return config
 
 
-def _read_models(config: Config, faulty: set[str], faults: list[Fault]) -> tuple[ModelArchitecture | None, ModelArchitecture | None]:
+def _read_models(
+    config: Config, faulty: set[str], faults: list[Fault], builds_critic: bool
+) -> tuple[ModelArchitecture | None, ModelArchitecture | None]:
     """Read the architectures of the model and of a critic loaded from ``critic.path``."""
     model = critic = None
     if not faulty & {"model", "model.path"}:
         model = read_model("model.path", config.model.path, faults)
-    if config.uses_critic and config.critic.path is not None and not faulty & {"critic", "critic.init", "critic.path"}:
+    if builds_critic and config.uses_critic and config.critic.path is not None and not faulty & {"critic", "critic.init", "critic.path"}:
         critic = read_model("critic.path", config.critic.path, faults)
     if config.policy.path is not None and not faulty & {"policy", "policy.path"}:
         policy = read_model("policy.path", config.policy.path, faults)

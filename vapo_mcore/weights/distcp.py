@@ -28,7 +28,7 @@ from torch import Tensor
 from vapo_mcore.errors import CheckpointError
 from vapo_mcore.weights.reader import require_inside
 
-METADATA_NAME = ".metadata"
+METADATA_NAME, COMMON_NAME = ".metadata", "common.pt"
 _FORMAT = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}
 _FILE_BYTES = 5_000_000_000
 
@@ -138,7 +138,7 @@ class DistributedCheckpointWriter:
             self._stream = None
 
     def _finish(self) -> None:
-        torch.save({}, self.folder / "common.pt")
+        (self.folder / COMMON_NAME).write_bytes(common_file({}))
         (self.folder / "metadata.json").write_text(json.dumps(_FORMAT), encoding="utf-8")
         write_metadata(self.folder, [self.part()])
 
@@ -229,6 +229,13 @@ def _torch_save(value: Any, stream: io.BytesIO | io.BufferedRandom) -> None:
         raise output.error or error from None
     finally:
         torch.serialization.set_crc32_options(crc32)
+
+
+def common_file(state: dict[str, Any]) -> bytes:
+    """Return the contents of ``common.pt``. On a full disk ``torch.save`` to a path would raise a RuntimeError that hides the reason."""
+    content = io.BytesIO()
+    torch.save(state, content)
+    return content.getvalue()
 
 
 def _archive(value: Any) -> bytes:

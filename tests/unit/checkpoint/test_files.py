@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -102,17 +103,25 @@ def test_deletion_leaves_no_half_checkpoint(tmp_path: Path) -> None:
 
 
 def test_retention() -> None:
-    found = [(f"step_{n:06d}", {"eval": score} if score is not None else {}) for n, score in enumerate([0.5, 0.9, None, 0.9, 0.1, 0.2])]
+    scores = [0.5, 0.9, None, 0.9, 0.1, 0.2]
+    found = {f"step_{n:06d}": replace(MANIFEST, metrics={} if score is None else {"eval": score}) for n, score in enumerate(scores)}
 
     def left(**settings: object) -> list[int]:
         gone = files.to_delete(found, **{"keep_last": 1, "keep_best": 0, "best_metric": None, **settings})  # type: ignore[arg-type]
-        return [int(name[-1]) for name, _ in found if name not in gone]
+        return [int(name[-1]) for name in found if name not in gone]
 
     assert left() == [5]
     assert left(keep_last=3) == [3, 4, 5]
     assert left(keep_best=1, best_metric="eval") == [3, 5]  # of two best the newer
     assert left(keep_best=3, best_metric="eval") == [0, 1, 3, 5]
     assert left(keep_last=99) == [0, 1, 2, 3, 4, 5]
+    for number in (0, 2):
+        found[f"step_{number:06d}"] = replace(MANIFEST, optimizer_format="fully_reshardable")
+    assert left() == [2, 5]  # the newest that loads at any layout, in addition to the others
+    assert left(keep_last=4) == [2, 3, 4, 5]
+    assert left(keep_best=1, best_metric="eval") == [2, 3, 5]
+    found["step_000003"] = replace(MANIFEST, updates={"policy": 0})  # no optimizer state that would bind it to its layout
+    assert left() == [3, 5]
 
 
 def test_too_little_space_is_found_before_anything_is_written(tmp_path: Path) -> None:

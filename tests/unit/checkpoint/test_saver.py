@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import builtins
 import errno
+import io
 import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -20,7 +23,7 @@ from tests.unit.config_helpers import load, write_base, write_model
 from vapo_mcore import checkpoint_files as files
 from vapo_mcore.checkpoint import saver as saver_module
 from vapo_mcore.checkpoint import strategies
-from vapo_mcore.checkpoint.resume import choose, load_models, load_state, restore_random
+from vapo_mcore.checkpoint.resume import _require_loadable, choose, load_models, load_state, restore_random
 from vapo_mcore.checkpoint.saver import Checkpointer
 from vapo_mcore.checkpoint_files import Manifest
 from vapo_mcore.config import Config
@@ -28,7 +31,7 @@ from vapo_mcore.errors import CheckpointError
 from vapo_mcore.megatron.parallel import ParallelContext
 from vapo_mcore.megatron.roles import Models
 from vapo_mcore.planning.state import Role, snapshot_bytes
-from vapo_mcore.weights.distcp import DistributedCheckpointReader
+from vapo_mcore.weights.distcp import COMMON_NAME, METADATA_NAME, DistributedCheckpointReader
 
 DTYPES: tuple[tuple[Role, str], ...] = (("policy", "bfloat16"), ("critic", "float32"))
 KEPT = ROOT / "tests" / "cases" / "checkpoint"
@@ -197,6 +200,50 @@ def test_a_full_disk_costs_the_save_and_nothing_else(config: Config, tmp_path: P
     assert checkpointer.published == ("rl", 8)
 
 
+def full_for(name: str) -> Callable[..., Any]:
+    """An ``open`` that gives /dev/full for new files of this name."""
+    original = io.open
+
+    def opened(file: Any, mode: str = "r", *positional: Any, **named: Any) -> Any:
+        if isinstance(file, str | Path) and Path(file).name == name and "r" not in mode:
+            return original("/dev/full", mode.replace("x", "w"), *positional, **named)
+        return original(file, mode, *positional, **named)
+
+    return opened
+
+
+def test_a_disk_that_is_full_at_any_file_costs_the_save_and_nothing_else(config: Config, tmp_path: Path, parallel: ParallelContext) -> None:
+    said: list[str] = []
+    checkpointer, models = saver(config, tmp_path, parallel, said)
+    before = fingerprints(models)
+    names = (
+        COMMON_NAME,
+        METADATA_NAME,
+        "metadata.json",
+        "rank_00000.safetensors",
+        "state.json",
+        "config.yaml",
+        "config.json",
+        "manifest.json",
+    )
+    for number, name in enumerate(names, 1):
+        opened = full_for(name)
+        with mock.patch.object(io, "open", opened), mock.patch.object(builtins, "open", opened):
+            checkpointer.begin("rl", 1)
+            checkpointer.commit(STATE, {})
+            checkpointer.wait()
+        assert (checkpointer.failures, len(said)) == (number, number), (name, said)
+        assert "step_000001 failed: cannot write" in said[-1] and "No space left on device; retrying" in said[-1], (name, said)
+        assert list((Path(config.run.dir) / "checkpoints").iterdir()) == [], name
+    checkpointer.begin("rl", 2)
+    checkpointer.commit(STATE, {})
+    checkpointer.wait()
+    checkpointer.close()
+    assert (checkpointer.published, checkpointer.failures) == (("rl", 2), 0)
+    found, _ = loaded(Path(config.run.dir), "step_000002", config, tmp_path, parallel)
+    assert fingerprints(found) == fingerprints(models) == before
+
+
 def test_saves_are_due_by_steps_and_by_the_clock(
     config: Config, tmp_path: Path, parallel: ParallelContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -297,6 +344,28 @@ def test_saves_are_counted_over_resumes_and_without_failed_ones(
     checkpointer.wait()
     checkpointer.close()
     assert Manifest.read(files.list_checkpoints(settings.run.dir)[-1]).number == 1
+
+
+def test_the_newest_that_loads_at_another_layout_stays(tmp_path: Path, config: Config, parallel: ParallelContext) -> None:
+    """The refusal of a resume at another layout names it."""
+    settings = load(tmp_path, "critic.value_pretraining.steps=0", "checkpoint={keep_last: 2, reshardable_every: 3}")
+    checkpointer, models = saver(settings, tmp_path, parallel, [])
+    kept = []
+    for step in range(1, 9):
+        checkpointer.begin("rl", step)
+        checkpointer.commit(STATE, {})
+        checkpointer.wait()
+        checkpointer._writer.submit(int).result()  # deletion of old ones is done
+        kept.append([int(path.name[-1]) for path in files.list_checkpoints(settings.run.dir)])
+    checkpointer.close()
+    assert kept == [[1], [1, 2], [2, 3], [3, 4], [3, 4, 5], [5, 6], [6, 7], [6, 7, 8]]
+    newest = choose(settings.run.dir, None, print)
+    assert newest is not None
+    other: Any = SimpleNamespace(**dict.fromkeys(newest.manifest.layout, 2))
+    with pytest.raises(CheckpointError, match="resume from step_000006 with --resume-from step_000006"):
+        _require_loadable(newest, {"policy": other}, models.policy.layers)
+    found, _ = loaded(Path(settings.run.dir), "step_000006", settings, tmp_path, parallel)
+    assert fingerprints(found) == fingerprints(models)
 
 
 def test_the_newest_complete_one_is_taken(config: Config, tmp_path: Path, parallel: ParallelContext) -> None:
