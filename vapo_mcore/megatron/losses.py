@@ -106,7 +106,7 @@ class PolicyLoss:
                 total = total - self.entropy_coef * (entropy * weights).sum()
             stats["entropy"] = entropy.detach().sum()
         for term in self.terms:
-            part = term(batch | {"tokens": batch["labels"]} | outputs, mask, weights)
+            part = term(batch | {"tokens": batch["labels"]} | outputs, mask, weights, self.context_parallel_group)
             total = total + term.coef * part
             stats[f"{TERM_STATISTIC}{term.name}/sum"] = part.detach()
         if self.measure_mismatch:
