@@ -103,6 +103,10 @@ class Bench:
             except VapoError as error:
                 self._failed[name] = error
 
+    def begin_check(self) -> None:
+        """Forget the details of the check before. No collective."""
+        self.details = {}
+
     def _of(self, name: str) -> Any:
         """Return a part prepared earlier; if preparing it failed, raise that error each time."""
         if name in self._failed:

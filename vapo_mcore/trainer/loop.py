@@ -179,11 +179,10 @@ class TrainingLoop:
         try:
             return self.trainer.rl_step(number) if stage == "rl" else self.trainer.value_pretraining_step(number)
         except StepAbandoned as lost:
-            lost.exit_code = self._exit_code(lost)
             if number > 1 or (stage == "rl" and self.pretraining.done):
                 self.trainer.state.load_state_dict(self._before_step)
                 self._save_now({})
-            raise
+            raise StepAbandoned(str(lost), self._exit_code(lost)) from lost
         except StepBroken:
             self.checkpointer.wait()
             raise

@@ -219,7 +219,7 @@ class StepRunner:
             f"{kept}",
             exit_code=TrainingError.exit_code,
         )
-        guard.in_a_row = 0  # resuming resets the counter
+        guard.reset()  # a resumed run counts from zero
 
     def _gather_sample_tokens(self, step: StepState, experience: Experience) -> None:
         """Gather per-token values of the sampled responses from their owners to rank 0."""
@@ -304,9 +304,9 @@ class StepRunner:
         if config.rollout.horizon is not None:
             record_horizon(step.metrics, experience, counts, config)
         record_sources(step.metrics, rows, self._sources)
-        step.metrics.put("sampling/engine_rebuilds", self.sampler.engine_rebuilds)
-        step.metrics.put("grading/restarts", self.sampler.grader_restarts)
-        self.sampler.engine_rebuilds = self.sampler.grader_restarts = 0
+        rebuilds, restarts = self.sampler.take_recoveries()
+        step.metrics.put("sampling/engine_rebuilds", rebuilds)
+        step.metrics.put("grading/restarts", restarts)
         ranks, cap = self.parallel.data_parallel_size, config.batch.max_tokens_per_microbatch
         record_packing(step.metrics, experience, plan.owner, ranks, cap)
         return experience
