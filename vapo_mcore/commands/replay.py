@@ -24,6 +24,7 @@ from vapo_mcore.config.schema import Config
 from vapo_mcore.data.rollout_batch import ENGINE_CHOICES, RolloutBatch
 from vapo_mcore.data.tokenizer import load_tokenizer, unknown_token_ids
 from vapo_mcore.errors import CheckpointError, ConfigError
+from vapo_mcore.experience.bad_batch import BadUpdate
 from vapo_mcore.experience.batches import Experience
 from vapo_mcore.experience.collecting import SamplingCounts
 from vapo_mcore.experience.sampling import Round
@@ -32,7 +33,6 @@ from vapo_mcore.megatron.parallel import ParallelContext, initialize_parallel
 from vapo_mcore.megatron.roles import Models, refresh_critic
 from vapo_mcore.metrics_file import Row, whole_rows
 from vapo_mcore.records.console import Console
-from vapo_mcore.trainer.bad_batch import BadUpdate
 from vapo_mcore.trainer.main import configure_logging, ending_together, seed_everything
 from vapo_mcore.trainer.models import build_models
 from vapo_mcore.trainer.offline import OfflineStepRunner

@@ -13,7 +13,7 @@ from vapo_mcore.megatron.roles import Models
 from vapo_mcore.trainer.critic_probe import CriticProbe
 from vapo_mcore.trainer.step import StepRunner
 from vapo_mcore.trainer.step_state import StepState
-from vapo_mcore.trainer.weight_sync import WeightSync
+from vapo_mcore.weights.sync import WeightSync
 
 
 class _NoSampler:
