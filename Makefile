@@ -8,6 +8,8 @@
 # make test-gpu-stack  Transformer Engine's layers without a GPU: builds the environment of setup-gpu (.venv_gpu_stack; an hour or two), then runs
 #                  tests/te_reference in it
 # make test-docs   the shorter commands of the pages, with small sizes, in a copy of the tree; test-docs-slow: all of them, as written
+# make nightly     all that .ci/run leaves out: test-slow (35 killed runs and the public index's packages included), test-docs-slow (the quickstart
+#                  with its 60 steps included), test-mcore-next, test-gpu-stack; NIGHTLY="test-slow test-docs-slow" runs these alone
 # make test-chaos  35 runs killed at random times and resumed (three of them are in make test)
 # make test-slurm  jobs on a real Slurm of fake nodes (needs root; installs Debian's slurm-wlm and munge if they are missing)
 # make lint        ruff (rules and formatting), mypy, shellcheck; oxlint and oxfmt on the JavaScript of the report
@@ -28,7 +30,7 @@ TINY := models/tiny/.made
 GAME := models/tiny_game/.made
 BENCHMARKS := $(filter-out benchmarks/gpu_%,$(wildcard benchmarks/*.py))
 
-.PHONY: setup setup-gpu test-gpu-stack python quickstart quickstart-critic certify test test-fast test-slow test-docs test-docs-slow test-chaos test-slurm test-mcore-next lint format bench clean
+.PHONY: setup setup-gpu test-gpu-stack python quickstart quickstart-critic certify test test-fast test-slow test-docs test-docs-slow test-chaos test-slurm test-mcore-next nightly lint format bench clean
 
 setup: $(INSTALLED)
 
@@ -116,6 +118,12 @@ test-mcore-next: $(INSTALLED)
 	  && $(BIN)/python -m zipfile -e $(NEXT)/megatron_core-*.whl $(NEXT); }
 	PYTHONPATH=$(abspath $(NEXT)) $(BIN)/python -m pytest tests/distributed/test_layouts.py tests/distributed/test_offload.py \
 	  tests/distributed/test_cpu_optimizer.py tests/integration/test_resume_in_process.py -k "not checkpoints"
+
+# All of them run, also after one that fails; the last line names those that failed.
+NIGHTLY ?= test-slow test-docs-slow test-mcore-next test-gpu-stack
+nightly: $(INSTALLED)
+	@failed=; for target in $(NIGHTLY); do echo "nightly: $$target"; $(MAKE) $$target || failed="$$failed $$target"; done; \
+	  test -z "$$failed" || { echo "nightly: failed:$$failed" >&2; exit 1; }
 
 REPORT_SCRIPTS := $(wildcard vapo_mcore/report/assets/*.js)
 lint: $(INSTALLED)

@@ -17,7 +17,6 @@ import torch
 from vapo_mcore.certify.batches import critic_batches, policy_batches, policy_loss
 from vapo_mcore.certify.bench import Bench
 from vapo_mcore.certify.checks.machine import device_name, planned
-from vapo_mcore.certify.checks.offload import offloading
 from vapo_mcore.certify.checks.rates import pass_work
 from vapo_mcore.certify.rates import Assumed
 from vapo_mcore.certify.record import Measurement, NotApplicable, fails, holds, informs, warns
@@ -59,7 +58,7 @@ def memory(bench: Bench) -> list[Measurement]:
     if device_name() is None:
         shown = f"{STAND_IN}, since plan does not know {torch.cuda.get_device_name()}; what the engine takes depends on the device's memory"
         found.append(informs("plan's device", shown))
-    with offloading(bench.models):
+    with bench.models.residency.always_enabled():
         bench.models.residency.enter("generate")
         for stage, run in _passes(bench).items():
             found.append(_beside(bench, stage, _peak(bench, stage, run), _of_the_stage(predicted[stage])))

@@ -43,7 +43,7 @@ from vapo_mcore.megatron.parallel import initialize_parallel
 from vapo_mcore.trainer.main import build_engine, start_verifiers
 from vapo_mcore.trainer.models import build_models
 from vapo_mcore.trainer.step import StepRunner
-from vapo_mcore.trainer.weight_sync import WeightSync
+from vapo_mcore.weights.sync import WeightSync
 
 PHASES = ("generate", "logprobs", "values", "critic_update", "policy_update")
 """Phases of a step with a plain counterpart; the rest is framework time."""

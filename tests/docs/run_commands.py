@@ -43,6 +43,24 @@ COMMANDS = [
         why="they take hours",
         says=("-m pytest tests --ignore tests/docs --ignore tests/te_reference -m slow",),
     ),
+    Command(
+        "make nightly",
+        add="--dry-run",
+        why="it takes hours",
+        says=(
+            "nightly: test-slow",
+            "-m slow",
+            "-m pytest tests/docs --dur",
+            "-m pytest tests/distributed/test_layouts.py",
+            "tests/te_reference -rP",
+        ),
+    ),
+    Command(
+        'make nightly NIGHTLY="test-slow test-docs-slow"',
+        add="--dry-run",
+        why="it takes hours",
+        says=(r"nightly: test-slow\n(.*\n)*nightly: test-docs-slow\n",),
+    ),
     Command("make test-gpu-stack", add="--dry-run", why="it compiles for an hour or more", says=("-m pytest tests/te_reference",)),
     Command(". .venv/bin/activate"),
     # README: the quickstart, then everything that is said about the run that it leaves.

@@ -20,12 +20,12 @@ from torch import Tensor
 from tests.process_groups import release_groups
 from tests.training_setup import training_config
 from vapo_mcore.errors import RewardError, RunStopped, StepAbandoned
+from vapo_mcore.experience.bad_batch import load_bad_batch
 from vapo_mcore.megatron.engine import MegatronModel
 from vapo_mcore.megatron.losses import PolicyLoss
 from vapo_mcore.megatron.parallel import initialize_parallel
 from vapo_mcore.rewards import VerifierPool
 from vapo_mcore.rollout.transformers_engine import TransformersEngine
-from vapo_mcore.trainer.bad_batch import load_bad_batch
 from vapo_mcore.trainer.main import train
 from vapo_mcore.trainer.step import StepRunner
 from vapo_mcore.weights.checksums import tensor_checksum

@@ -42,7 +42,8 @@ EVERYTHING = (
     "algorithm.value_loss.clip=0.02",
     "algorithm.kl={place: loss, kind: k3, coef: 0.1, clamp: 10.0}",
     "algorithm.entropy.coef=0.01",
-    f"algorithm.loss_terms=[{{name: distance, function: '{ROOT}/examples/extensions/arithmetic.py:distance_to_the_sampler', coef: 0.05}}]",
+    f"algorithm.loss_terms=[{{name: distance, function: '{ROOT}/examples/extensions/arithmetic.py:distance_to_the_sampler', coef: 0.05}}, "
+    f"{{name: share, function: '{ROOT}/tests/integration/sequence_terms.py:share', coef: 0.05}}]",
     "algorithm.self_imitation={top_k: 2, batch_size: 6, value_coef: 1.0}",
     "reward.overlong={cache: 10, penalty: 0.5}",
     "rollout.temperature=0.9",

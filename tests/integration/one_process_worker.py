@@ -27,16 +27,19 @@ from vapo_mcore.weights.export import Exporter
 
 FOLDER = Path(sys.argv[1])
 EXAMPLE = ROOT / "examples" / "extensions" / "arithmetic.py"
+TERMS = Path(__file__).with_name("sequence_terms.py")
 LONG_PROMPT = 11
 
 
 def with_extensions(name: str, *overrides: str) -> Config:
-    """The tiny run with the algorithm and the tasks of examples/configs/extensions.yaml."""
+    """The tiny run with the algorithm and the tasks of examples/configs/extensions.yaml, and two terms more; one update in each epoch."""
     document = yaml.safe_load((FOLDER / "base.yaml").read_text(encoding="utf-8"))
     example = (ROOT / "examples" / "configs" / "extensions.yaml").read_text(encoding="utf-8")
     settings = yaml.safe_load(example.replace(str(EXAMPLE.relative_to(ROOT)), str(EXAMPLE)))
     document["data"] |= settings["data"] | {"max_prompt_length": LONG_PROMPT}
     document["algorithm"] = settings["algorithm"]
+    document["algorithm"]["loss_terms"] += [{"name": name, "function": f"{TERMS}:{name}", "coef": 1e-3} for name in ("place", "share")]
+    document["run"]["samples_per_step"] = document["batch"]["mini_batch_size"] = 16
     del document["critic"]
     path = FOLDER / "extensions.yaml"
     path.write_text(yaml.safe_dump(document), encoding="utf-8")

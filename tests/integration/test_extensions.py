@@ -29,6 +29,16 @@ def test_all_four_take_part(folder: Path) -> None:
     assert [row["eval/held_out_sums/prompts"] for row in read_metrics(folder / "large_packs") if row["step"] == 0] == [8]
 
 
+def test_terms_that_read_sequences_have_the_values_that_the_lengths_give(folder: Path) -> None:
+    for name in ("large_packs", "small_packs"):
+        row = next(row for row in read_metrics(folder / name) if row["step"] == 1)
+        lengths = [sample["response_length"] for sample in read_samples(folder / name, "step_0001")]
+        total = sum(lengths)
+        assert len(lengths) == 16 and total == row["tokens/trained"] and len(set(lengths)) > 1
+        assert row["policy/term/place"] == pytest.approx(sum(length * (length + 1) / 2 for length in lengths) / total, rel=1e-5)
+        assert row["policy/term/share"] == pytest.approx(16 / total, rel=1e-5)
+
+
 def test_nothing_depends_on_the_packing(folder: Path) -> None:
     large, small = (read_metrics(folder / name) for name in ("large_packs", "small_packs"))
     assert small[1]["packing/microbatches"] > large[1]["packing/microbatches"]

@@ -18,7 +18,7 @@ ENTRY_POINTS = {
     ("vapo_mcore.algorithm.losses", "policy_loss"),  # named by the algorithm's specification, as are the next two
     ("vapo_mcore.algorithm.losses", "value_loss"),
     ("vapo_mcore.algorithm.losses", "positive_nll"),
-    ("vapo_mcore.trainer.bad_batch", "load_bad_batch"),  # for users who look into a bad update: docs/troubleshooting.md
+    ("vapo_mcore.experience.bad_batch", "load_bad_batch"),  # for users who look into a bad update: docs/troubleshooting.md
 }
 FROM_OUTSIDE = ("functools", "dataclass", "contextmanager", "numba", "torch", "cache", "lru_cache", "njit", "runtime_checkable")
 """Decorators that do not register what they decorate."""

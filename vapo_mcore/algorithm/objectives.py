@@ -28,10 +28,20 @@ class Sequences:
     cu_seqlens: Tensor
     group: dist.ProcessGroup | None = None
 
+    def only(self, mask: Tensor) -> Sequences:
+        """Return the same ``n`` sequences of the unmasked tokens alone: bounds among ``x[mask]``. ``mask``: bool [T]."""
+        counts = torch.zeros(mask.numel() + 1, dtype=torch.int64, device=mask.device)
+        torch.cumsum(mask, 0, out=counts[1:])
+        return Sequences(counts[self.cu_seqlens], self.group)
+
     @torch.no_grad()
-    def sum(self, x: Tensor, mask: Tensor) -> Tensor:
-        """Sum ``x`` [T] over the unmasked tokens of each whole sequence: float64 [n], no gradient. A collective over ``group``."""
-        clean = torch.where(mask, x.detach().double(), torch.zeros((), dtype=torch.float64, device=x.device))
+    def sum(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Sum ``x`` [T] over the unmasked tokens of each whole sequence: float64 [n], no gradient. A collective over ``group``.
+
+        ``mask``: bool [T]; None: all tokens.
+        """
+        clean = x.detach().double()
+        clean = clean if mask is None else torch.where(mask, clean, torch.zeros((), dtype=torch.float64, device=x.device))
         count = self.cu_seqlens.numel() - 1
         sums = torch.zeros(count, dtype=torch.float64, device=x.device).index_add(0, sequence_ids(self.cu_seqlens), clean)
         if self.group is not None and dist.get_world_size(self.group) > 1:
@@ -39,7 +49,7 @@ class Sequences:
         return sums
 
     @torch.no_grad()
-    def mean(self, x: Tensor, mask: Tensor) -> Tensor:
+    def mean(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Average ``x`` like ``sum``: float64 [n], 0 for sequences without unmasked tokens. A collective over ``group``."""
         return self.sum(x, mask) / self.sum(torch.ones_like(x), mask).clamp(min=1.0)
 

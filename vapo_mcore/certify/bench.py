@@ -35,7 +35,7 @@ from vapo_mcore.rewards import VerifierPool, check_verifier_names
 from vapo_mcore.rollout.base import EngineState, RolloutEngine
 from vapo_mcore.trainer.main import build_engine, start_verifiers
 from vapo_mcore.trainer.models import build_models
-from vapo_mcore.trainer.weight_sync import WeightSync
+from vapo_mcore.weights.sync import WeightSync
 
 MOST_SEQUENCES, MOST_TOKENS = 6, 96
 """Fixed texts that trainer, engine and transformers are compared on, and tokens of each: their full distributions are kept in memory."""
@@ -102,6 +102,10 @@ class Bench:
                 self._prepared[name] = make()
             except VapoError as error:
                 self._failed[name] = error
+
+    def begin_check(self) -> None:
+        """Forget the details of the check before. No collective."""
+        self.details = {}
 
     def _of(self, name: str) -> Any:
         """Return a part prepared earlier; if preparing it failed, raise that error each time."""

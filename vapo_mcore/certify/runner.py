@@ -135,7 +135,7 @@ def prepare(output: Path) -> None:
 def _run(bench: Bench, name: str, function: Check) -> CheckRecord:
     """Run one check on all ranks. A VapoError becomes a finding; if ranks differ, the most severe verdict of each measurement counts."""
     begin = time.perf_counter()
-    bench.details = {}
+    bench.begin_check()
     seed_everything(bench.config.seed)
     heartbeat.at_step(f"certify {name}")
     try:

@@ -1,1 +1,1 @@
-"""Training checkpoints: asynchronous saving of models, optimizers and state, and resuming a run from one."""
+"""Training checkpoints: asynchronous saving of models, optimizers and state, and resuming a run from one; the best policy's export."""

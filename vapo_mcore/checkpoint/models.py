@@ -186,15 +186,7 @@ def load_optimizer(model: MegatronModel, folder: str | Path, form: OptimizerForm
                     optimizer.load_parameter_state_from_dp_reshardable(loaded[f"optimizer{number}"])
                 else:
                     optimizer.load_parameter_state_from_fully_reshardable(loaded[f"optimizer{number}"])
-    set_updates(model, updates)
-    model.optimizer.unscheduled_updates = unscheduled_updates
-
-
-def set_updates(model: MegatronModel, updates: int) -> None:
-    """Set the schedule to ``updates`` completed updates."""
-    assert model.optimizer is not None
-    model.optimizer.scheduler.num_steps = 0
-    model.optimizer.scheduler.step(updates)
+    model.optimizer.set_updates(updates, unscheduled_updates)
 
 
 def _inner(model: MegatronModel) -> list[Any]:

@@ -24,6 +24,7 @@ from vapo_mcore.config.schema import Config
 from vapo_mcore.data.rollout_batch import ENGINE_CHOICES, RolloutBatch
 from vapo_mcore.data.tokenizer import load_tokenizer, unknown_token_ids
 from vapo_mcore.errors import CheckpointError, ConfigError
+from vapo_mcore.experience.bad_batch import BadUpdate
 from vapo_mcore.experience.batches import Experience
 from vapo_mcore.experience.collecting import SamplingCounts
 from vapo_mcore.experience.sampling import Round
@@ -32,7 +33,6 @@ from vapo_mcore.megatron.parallel import ParallelContext, initialize_parallel
 from vapo_mcore.megatron.roles import Models, refresh_critic
 from vapo_mcore.metrics_file import Row, whole_rows
 from vapo_mcore.records.console import Console
-from vapo_mcore.trainer.bad_batch import BadUpdate
 from vapo_mcore.trainer.main import configure_logging, ending_together, seed_everything
 from vapo_mcore.trainer.models import build_models
 from vapo_mcore.trainer.offline import OfflineStepRunner
@@ -92,16 +92,15 @@ def replay(config: Config, parallel: ParallelContext, options: ReplayOptions) ->
     models = build_models(config, parallel, console.print)
     if checkpoint is not None:
         load_models(config, models, checkpoint)
-    trainer = ReplayStepRunner(config, parallel, models, dump)
+    objects, after_pretraining = None, False
     if checkpoint is not None:
-        trainer.load(load_state(checkpoint)["objects"])
-        restore_random(checkpoint, parallel.rank)
-        if checkpoint.manifest.stage != options.stage:
-            trainer.end_pretraining()
+        objects = load_state(checkpoint)["objects"]
+        restore_random(checkpoint, parallel.rank)  # before pretraining ends, as in the run: a new critic may draw from it
+        after_pretraining = checkpoint.manifest.stage != options.stage
+    trainer = ReplayStepRunner(config, parallel, models, objects, after_pretraining=after_pretraining)
     exact = is_exact(options, None if checkpoint is None else checkpoint.manifest, rows)
     console.print(describe_start(config, options, checkpoint, exact=exact))
-    trainer.rollouts = dump.rollouts - 1
-    outcome = trainer.replay()
+    outcome = trainer.replay(dump)
     recorded = _recorded(rows, options)
     comparisons = compare(recorded, outcome.row, exact=exact)
     for line in table(comparisons, has_record=recorded is not None):
@@ -148,31 +147,41 @@ def _known_tokens(config: Config) -> Tensor:
 
 
 class ReplayStepRunner(OfflineStepRunner):
-    """A StepRunner that takes its responses from a dump, and writes nothing."""
+    """A StepRunner that takes its responses from dumps, and writes nothing."""
 
-    def __init__(self, config: Config, parallel: ParallelContext, models: Models, dump: StepDump) -> None:
+    def __init__(
+        self,
+        config: Config,
+        parallel: ParallelContext,
+        models: Models,
+        objects: Mapping[str, Any] | None = None,
+        *,
+        after_pretraining: bool,
+    ) -> None:
+        """Collective.
+
+        Args:
+            objects: those of a checkpoint, whose state of the trainer is loaded; other objects are ignored. None: a fresh trainer.
+            after_pretraining: do what a run does between value pretraining and its first RL step, after the state is loaded.
+        """
         super().__init__(config, parallel, models)
-        self.dump = dump
+        self._dumped: StepDump | None = None  # the step under way
+        if objects is not None:
+            mine = self.state.state_dict()
+            self.state.load_state_dict({name: state for name, state in objects.items() if name in mine})
+        if after_pretraining:
+            if self.imitation is not None:
+                self.imitation.end_of_pretraining()
+            refresh_critic(config, models)
 
-    def load(self, objects: Mapping[str, Any]) -> None:
-        """Load the trainer's state from a checkpoint's objects; other objects are ignored."""
-        mine = self.state.state_dict()
-        self.state.load_state_dict({name: state for name, state in objects.items() if name in mine})
-
-    def end_pretraining(self) -> None:
-        """Do what a run does between value pretraining and its first RL step."""
-        if self.imitation is not None:
-            self.imitation.end_of_pretraining()
-        refresh_critic(self.config, self.models)
-
-    def replay(self) -> StepOutcome:
-        """Run the step. Collective over all ranks."""
-        if self.dump.stage == "value_pretraining":
-            return self.value_pretraining_step(self.dump.step)
-        return self.rl_step(self.dump.step)
+    def replay(self, dump: StepDump) -> StepOutcome:
+        """Run the dumped step, with the seeds of its rollout's number. Collective over all ranks."""
+        self._dumped, self.rollouts = dump, dump.rollouts - 1
+        return self.value_pretraining_step(dump.step) if dump.stage == "value_pretraining" else self.rl_step(dump.step)
 
     def _sample(self, step: StepState, *, dynamic: bool) -> tuple[Round, SamplingCounts]:
-        return self.dump.sampled, self.dump.counts
+        assert self._dumped is not None, "called by replay"
+        return self._dumped.sampled, self._dumped.counts
 
     def _dump(self, step: StepState) -> str:
         return "its rollout is dumped already"

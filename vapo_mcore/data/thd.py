@@ -206,6 +206,8 @@ class ThdLayout:
 
         ``fused_rope``: a kernel applies the rotary embedding from offsets on the device. Without it Megatron reads the padded offsets as a
         list in every layer; they stay on the host then, so that the host does not wait for the device.
+
+        The result also has ``padded_lengths``, a list for ``SegmentAttention``, which reads lengths without waiting for the device.
         """
         from megatron.core.packed_seq_params import PackedSeqParams
 
@@ -214,7 +216,9 @@ class ThdLayout:
             offsets |= dict.fromkeys(("cu_seqlens_q_padded", "cu_seqlens_kv_padded"), self._host_offsets)
         elif self.context_parallel_size > 1:
             offsets |= dict.fromkeys(("cu_seqlens_q_padded", "cu_seqlens_kv_padded"), self.cu_seqlens_padded)
-        return PackedSeqParams(qkv_format="thd", max_seqlen_q=self.max_seqlen, max_seqlen_kv=self.max_seqlen, **offsets)
+        params = PackedSeqParams(qkv_format="thd", max_seqlen_q=self.max_seqlen, max_seqlen_kv=self.max_seqlen, **offsets)
+        params.padded_lengths = self.padded_lengths_list  # type: ignore[attr-defined]
+        return params
 
     @staticmethod
     def _expect(x: Tensor, size: int) -> None:

@@ -128,23 +128,29 @@ def _not_finite(found: Tensor) -> list[str]:
 
 
 def _term_contract(term: Any) -> list[str]:
-    """Return errors of a term on synthetic tokens: no gradient, not finite, or dependent on other tokens."""
+    """Return errors of a term on synthetic tokens: no gradient, not finite, or dependent on other tokens (sequences if it reads them)."""
     import torch
+
+    from vapo_mcore.algorithm.objectives import Sequences
+    from vapo_mcore.extensions.points import of_sequences
 
     if not {"logprobs", "entropy"} & set(term.inputs):
         return ["takes neither 'logprobs' nor 'entropy': it does not depend on the policy, so it has no gradient"]
     probe = _term_probe()
-    found = term.terms(probe)
+    # A sequence without response tokens, and a micro-batch without tokens, occur with context and pipeline parallelism.
+    bounds = (0, 3, 4, 4, 9, _PROBE_TOKENS)
+    found = term.terms(probe | of_sequences(Sequences(torch.tensor(bounds))))
     faults = _not_finite(found)
     if not found.requires_grad:
         return [*faults, "returned numbers without a gradient: compute them from 'logprobs' or 'entropy' without detaching"]
     parts = []
-    for part in (slice(0, 5), slice(5, 5), slice(5, _PROBE_TOKENS)):  # a micro-batch may be empty
-        parts.append(term.terms({name: tensor[part] for name, tensor in probe.items()}))
+    for first, last in pairwise(bounds) if term.reads_sequences else ((0, 5), (5, 5), (5, _PROBE_TOKENS)):
+        own = of_sequences(Sequences(torch.tensor([0, last - first])))
+        parts.append(term.terms({name: tensor[first:last] for name, tensor in probe.items()} | own))
     if not torch.allclose(torch.cat(parts), found, rtol=1e-4, atol=1e-6, equal_nan=True):
         faults.append(
             "returned different values for the same tokens in another micro-batch: a token's value may depend only on that token "
-            "(no mean, sum, maximum or order over tokens; the trainer averages)"
+            "(no mean, sum, maximum or order over tokens; the trainer averages), or on its own sequence through 'cu_seqlens' or 'sequences'"
         )
     return faults
 

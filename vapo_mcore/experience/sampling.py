@@ -78,7 +78,7 @@ class ResponseSampler:
         it, a failed engine ends the run.
         """
         self._recover = recover_engine or _no_recovery
-        self.engine_rebuilds = 0  # the trainer resets these two counters every step
+        self.engine_rebuilds = 0  # this counter and the next: since the last take_recoveries
         self.grader_restarts = 0  # over all replicas
         self.engine = engine
         self.verifiers = verifiers
@@ -199,6 +199,12 @@ class ResponseSampler:
             return *self._grade(*arguments), None
         except RewardError as error:
             return no_rows(), {}, str(error)
+
+    def take_recoveries(self) -> tuple[int, int]:
+        """Return (rebuilds of the engine, restarts of graders) since the last call, and count from zero again."""
+        taken = self.engine_rebuilds, self.grader_restarts
+        self.engine_rebuilds = self.grader_restarts = 0
+        return taken
 
     def _recover_engine(self, failures: dict[int, str], timer: PhaseTimer) -> None:
         self._recover(failures, timer)

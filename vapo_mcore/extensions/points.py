@@ -2,7 +2,7 @@
 
 - *Advantage estimator*: token-aligned packed tensors of this rank and the table of the whole rollout -> advantages.
 - *Objective*: tensors of a micro-batch and its sequences -> one value per token, which replaces the surrogate.
-- *Loss term*: tensors of response tokens -> one value per token; the trainer weights and sums them like its own terms.
+- *Loss term*: tensors of response tokens and their sequences -> one value per token; the trainer weights and sums them like its own terms.
 """
 
 from __future__ import annotations
@@ -11,15 +11,16 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from vapo_mcore.algorithm.objectives import Sequences
 from vapo_mcore.config.schema import Config, LossTermConfig
 from vapo_mcore.errors import TrainingError
 from vapo_mcore.extensions.loading import load_function
 from vapo_mcore.extensions.signature import read_signature
 
 if TYPE_CHECKING:
-    from vapo_mcore.algorithm.objectives import Sequences
     from vapo_mcore.config.schema import CustomEstimatorConfig
     from vapo_mcore.config.schema.algorithm import CustomLossConfig
 
@@ -27,12 +28,17 @@ ESTIMATOR_INPUTS = (
     "rewards", "mask", "cu_seqlens", "tokens", "rollout_logprobs", "rows", "row_ids", "trainable", "gamma", "group",
     "values", "bootstrap",
 )  # fmt: skip
+SEQUENCE_INPUTS = ("cu_seqlens", "sequences")
+"""The inputs of losses that say which tokens belong to which sequence."""
 TERM_INPUTS = (
     "logprobs", "old_logprobs", "rollout_logprobs", "advantages", "rewards", "positive_mask", "tokens", "entropy",
     "values", "returns", "ref_logprobs",
     "row_id", "row_group", "row_reward", "row_score", "row_length", "row_correct", "row_truncated",
+    *SEQUENCE_INPUTS,
 )  # fmt: skip
-OBJECTIVE_INPUTS = (*TERM_INPUTS, "mask", "sequences")
+OBJECTIVE_INPUTS = (*TERM_INPUTS, "mask")
+_NOT_STORED = ("logprobs", "entropy", "tokens", "mask", *SEQUENCE_INPUTS)
+"""Inputs of losses that are not tensors of the rollout: outputs of the model, its labels, and the layout of the micro-batch."""
 ROW_PREFIX = "row_"
 """Prefix of the inputs that describe the whole response of a token: every token of a response has the same value."""
 
@@ -95,24 +101,39 @@ class CustomTerm:
 
     @property
     def stored(self) -> tuple[str, ...]:
-        """Inputs that are tensors of the rollout (the others are model outputs; ``tokens`` are the labels)."""
-        return tuple(name for name in self.inputs if name not in ("logprobs", "entropy", "tokens"))
+        """Inputs that are tensors of the rollout."""
+        return tuple(name for name in self.inputs if name not in _NOT_STORED)
 
-    def __call__(self, available: Mapping[str, Tensor], mask: Tensor, weights: Tensor) -> Tensor:
+    @property
+    def reads_sequences(self) -> bool:
+        """Whether the function knows which tokens belong to which sequence."""
+        return not set(SEQUENCE_INPUTS).isdisjoint(self.inputs)
+
+    def __call__(
+        self, available: Mapping[str, Tensor], mask: Tensor, weights: Tensor, context_parallel_group: dist.ProcessGroup | None = None
+    ) -> Tensor:
         """Return sum_t w_t term_t over the unmasked tokens: a differentiable scalar, not yet multiplied with ``coef``.
 
-        available: [T] tensors in any order or layout; mask: bool [T]; weights: float [T], fixed for the whole mini-batch. The function
-        receives the unmasked tokens only, so values at masked tokens cannot affect the loss or its gradient.
+        The function receives the unmasked tokens only, so values at masked tokens cannot affect the loss or its gradient. If it reads
+        sequences, ``cu_seqlens`` gets the bounds among these tokens.
+
+        Args:
+            available: [T] tensors in any order or layout; for a function that reads sequences also the micro-batch's ``cu_seqlens``.
+            mask: bool [T].
+            weights: float [T], fixed for the whole mini-batch.
+            context_parallel_group: the group that splits each sequence; None: sequences are whole.
         """
         # nonzero() synchronises with the device once; the built-in terms do not synchronise.
         chosen = mask.nonzero().flatten()
-        found = self.terms({name: available[name].index_select(0, chosen) for name in self.inputs})
-        return (found * weights.index_select(0, chosen)).sum()
+        given: dict[str, Any] = {name: available[name].index_select(0, chosen) for name in self.inputs if name not in SEQUENCE_INPUTS}
+        if self.reads_sequences:
+            given |= of_sequences(Sequences(available["cu_seqlens"], context_parallel_group).only(mask))
+        return (self.terms(given) * weights.index_select(0, chosen)).sum()
 
-    def terms(self, inputs: Mapping[str, Tensor]) -> Tensor:
+    def terms(self, inputs: Mapping[str, Any]) -> Tensor:
         """Return the values of the function for inputs [tokens]. Raises TrainingError unless it is one float value per token."""
         found = self.function(*(inputs[name] for name in self.inputs), **self.options)
-        (shape,) = {tuple(inputs[name].shape) for name in self.inputs}
+        (shape,) = {tuple(inputs[name].shape) for name in self.inputs if name not in SEQUENCE_INPUTS}
         if not isinstance(found, Tensor) or tuple(found.shape) != shape or not found.is_floating_point():
             raise TrainingError(
                 f"loss term {self.name!r}: {self.reference} returned {_kind(found)}; expected one value per token, {list(shape)}"
@@ -136,14 +157,14 @@ class CustomObjective:
     @property
     def stored(self) -> tuple[str, ...]:
         """Inputs that are tensors of the rollout."""
-        return tuple(name for name in self.inputs if name not in ("logprobs", "entropy", "tokens", "mask", "sequences"))
+        return tuple(name for name in self.inputs if name not in _NOT_STORED)
 
     def __call__(self, available: Mapping[str, Tensor], mask: Tensor, sequences: Sequences) -> Tensor:
         """Return float [T], 0 at masked tokens. The function receives the tokens of a micro-batch in order; masked values are 0.
 
         Raises TrainingError if it does not return one floating-point value per token.
         """
-        given: dict[str, Any] = {"mask": mask, "sequences": sequences}
+        given: dict[str, Any] = {"mask": mask} | of_sequences(sequences)
         for name in self.inputs:
             if name not in given:
                 tensor = available[name]
@@ -152,6 +173,11 @@ class CustomObjective:
         if not isinstance(found, Tensor) or found.shape != mask.shape or not found.is_floating_point():
             raise TrainingError(f"{self.reference} returned {_kind(found)}; expected one value per token, float {list(mask.shape)}")
         return torch.where(mask, found, torch.zeros((), dtype=found.dtype, device=found.device))
+
+
+def of_sequences(sequences: Sequences) -> dict[str, Any]:
+    """Return the inputs ``SEQUENCE_INPUTS`` of a loss."""
+    return {"cu_seqlens": sequences.cu_seqlens, "sequences": sequences}
 
 
 def loss_terms(settings: Sequence[LossTermConfig]) -> tuple[CustomTerm, ...]:

@@ -396,7 +396,6 @@ class MegatronModel:
     def _call_chunk(self, chunk: Any, feed: _Feed, number: int) -> Tensor:
         microbatch = feed.microbatches[number]
         params = microbatch.layout.packed_seq_params(fused_rope=self.config.apply_rope_fusion)
-        params.padded_lengths = microbatch.layout.padded_lengths_list  # type: ignore[attr-defined]  # for SegmentAttention, no device sync
         tokens = microbatch.layout.shard(microbatch.tensors["tokens"], 0)[None]
         return chunk(tokens, None, None, packed_seq_params=params)
 

@@ -45,8 +45,14 @@ class PolicyLoss:
     tokens.
     """
 
-    def __init__(self, config: Config, context_parallel_group: dist.ProcessGroup | None = None) -> None:
-        """``context_parallel_group``: the group that splits the sequences of a micro-batch; None: sequences are whole."""
+    def __init__(self, config: Config, context_parallel_group: dist.ProcessGroup | None = None, *, without_data: bool = False) -> None:
+        """Import the user-defined parts.
+
+        Args:
+            context_parallel_group: the group that splits the sequences of a micro-batch; None: sequences are whole.
+            without_data: run on tensors without data, to measure memory. PPO's token ratio, which keeps as many vectors, replaces a
+                sequence-level or user-defined objective, and no user-defined term runs; the inputs of both count as read.
+        """
         self.context_parallel_group = context_parallel_group
         algorithm, rollout = config.algorithm, config.rollout
         self.clip = algorithm.policy_loss
@@ -76,6 +82,10 @@ class PolicyLoss:
         names += [name for term in self.terms for name in term.stored]
         names += self.objective.stored if self.objective is not None else []
         self.tensors: tuple[str, ...] = tuple(dict.fromkeys(names))
+        if without_data:
+            self.terms = ()
+            if self.clip.sequence_level or self.objective is not None:
+                self.clip, self.objective = self.clip.model_copy(update={"kind": "ppo"}), None
 
     def __call__(self, outputs: dict[str, Tensor], batch: dict[str, Tensor]) -> tuple[Tensor, Stats]:
         logprobs, weights, positive = outputs["logprobs"], batch["policy_weights"], batch["positive_weights"]
@@ -106,7 +116,7 @@ class PolicyLoss:
                 total = total - self.entropy_coef * (entropy * weights).sum()
             stats["entropy"] = entropy.detach().sum()
         for term in self.terms:
-            part = term(batch | {"tokens": batch["labels"]} | outputs, mask, weights)
+            part = term(batch | {"tokens": batch["labels"]} | outputs, mask, weights, self.context_parallel_group)
             total = total + term.coef * part
             stats[f"{TERM_STATISTIC}{term.name}/sum"] = part.detach()
         if self.measure_mismatch:

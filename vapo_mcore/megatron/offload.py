@@ -391,6 +391,19 @@ class Residency:
         self.offloaders[name].mark_changed()
 
     @contextmanager
+    def always_enabled(self) -> Iterator[None]:
+        """Offload within the block even if this is disabled; then all models return to the device and their host copies are freed."""
+        usual, self.enabled = self.enabled, True
+        try:
+            yield
+        finally:
+            self.enabled = usual
+            if not usual:
+                for offloader in self.offloaders.values():
+                    offloader.onload(PARTS)
+                    offloader.release_copies()
+
+    @contextmanager
     def all_resident(self) -> Iterator[None]:
         """Keep all models on the device within the block, for work that needs all state at once; then restore the stage."""
         before = {name: set(offloader.resident) for name, offloader in self.offloaders.items()}

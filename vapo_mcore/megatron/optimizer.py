@@ -93,6 +93,12 @@ class Optimizer:
         """Number of updates within and outside the schedule, equal to AdamW's step counters."""
         return self.updates + self.unscheduled_updates
 
+    def set_updates(self, updates: int, unscheduled: int = 0) -> None:
+        """Continue after ``updates`` scheduled and ``unscheduled`` unscheduled updates: a checkpoint's."""
+        self.scheduler.num_steps = 0
+        self.scheduler.step(updates)
+        self.unscheduled_updates = unscheduled
+
     @property
     def learning_rate(self) -> float:
         """Learning rate of the last update (before any update: of the first)."""

@@ -281,7 +281,6 @@ class _ChunkRun:
     def _forward(self, live: LiveBytes) -> Tensor:
         layout = self.layout
         params = layout.packed_seq_params()
-        params.padded_lengths = layout.padded_lengths_list  # type: ignore[attr-defined]
         tokens = torch.empty((1, layout.num_local_tokens), dtype=torch.int64, device=META)
         if not self.module.pre_process:
             dtype, training = self.module.config.params_dtype, torch.is_grad_enabled()
@@ -332,11 +331,7 @@ def _loss(config: Config, role: Role, architecture: ModelArchitecture) -> Policy
     """Return the configured loss, able to run on tensors without data."""
     if role == "critic":
         return CriticLoss(config.algorithm.value_loss.clip, architecture.value_bins)
-    loss = PolicyLoss(config)
-    if loss.clip.sequence_level or loss.objective is not None:  # need tensors with data; the token ratio keeps as many vectors
-        loss.clip, loss.objective = loss.clip.model_copy(update={"kind": "ppo"}), None
-    loss.terms = loss.terms[:0]  # user-defined terms hold vectors of the tokens, and may not run on tensors without data
-    return loss
+    return PolicyLoss(config, without_data=True)
 
 
 def _loss_inputs(loss: PolicyLoss | CriticLoss, rows: int) -> dict[str, Tensor]:

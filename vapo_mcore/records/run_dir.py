@@ -8,7 +8,7 @@
 <run.dir>/tensorboard/, wandb/   files of the trackers (trackers.py)
 <run.dir>/checkpoints/           see docs/checkpoints.md
 <run.dir>/export/hf              trained policy
-<run.dir>/best_hf                policy with the best evaluation score, see best_export.py
+<run.dir>/best_hf                policy with the best evaluation score, see checkpoint/best_export.py
 <run.dir>/dumps/                 rollouts of single steps, see step_dump.py
 <run.dir>/faults/                batches of skipped updates, stacks of hung ranks
 <run.dir>/finished.json          exists once the run has finished

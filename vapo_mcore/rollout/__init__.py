@@ -1,4 +1,4 @@
 """Rollout engines: sample responses with vLLM inside the training processes, or with transformers on machines without vLLM.
 
-Importing this package imports neither vLLM nor transformers; building an engine does.
+``recovery`` rebuilds an engine that failed. Importing this package imports neither vLLM nor transformers; building an engine does.
 """

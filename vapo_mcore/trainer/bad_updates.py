@@ -41,6 +41,10 @@ class UpdateGuard:
         else:
             self.in_a_row += 1
 
+    def reset(self) -> None:
+        """Count from zero again; the losses stay."""
+        self.in_a_row = 0
+
     @property
     def must_stop(self) -> bool:
         """Return whether the limit of consecutive skipped updates is reached."""

@@ -8,6 +8,7 @@ from statistics import fmean
 from typing import Any
 
 from vapo_mcore import heartbeat
+from vapo_mcore.checkpoint.best_export import BestExport, best_folder, install_export, restore_best, staging_folder, step_of
 from vapo_mcore.checkpoint.saver import Checkpointer
 from vapo_mcore.checkpoint.state import Part
 from vapo_mcore.checkpoint_files import Stage, model_folder
@@ -21,7 +22,6 @@ from vapo_mcore.megatron.roles import refresh_critic
 from vapo_mcore.records.console import Console, format_step
 from vapo_mcore.records.run_dir import RunDirectory, critic_folder, export_folder
 from vapo_mcore.records.timing import RunClock
-from vapo_mcore.trainer.best_export import BestExport, best_folder, install_export, restore_best, staging_folder, step_of
 from vapo_mcore.trainer.step import StepOutcome, StepRunner
 from vapo_mcore.trainer.value_pretraining import PROBE, PretrainingEnd
 from vapo_mcore.weights.export import Exporter, save_hf
@@ -179,11 +179,10 @@ class TrainingLoop:
         try:
             return self.trainer.rl_step(number) if stage == "rl" else self.trainer.value_pretraining_step(number)
         except StepAbandoned as lost:
-            lost.exit_code = self._exit_code(lost)
             if number > 1 or (stage == "rl" and self.pretraining.done):
                 self.trainer.state.load_state_dict(self._before_step)
                 self._save_now({})
-            raise
+            raise StepAbandoned(str(lost), self._exit_code(lost)) from lost
         except StepBroken:
             self.checkpointer.wait()
             raise

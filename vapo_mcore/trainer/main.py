@@ -43,6 +43,7 @@ from vapo_mcore.experience.open_responses import OpenResponses
 from vapo_mcore.experience.sampling import ResponseSampler
 from vapo_mcore.launch.local import become_stoppable
 from vapo_mcore.launch.ranks import SIBLINGS
+from vapo_mcore.launch.signals import StopSignals
 from vapo_mcore.launch.watchdog import Watchdog
 from vapo_mcore.megatron.host import HAS_CUDA
 from vapo_mcore.megatron.model import DTYPES
@@ -57,14 +58,13 @@ from vapo_mcore.rewards.region import AnswerRegion
 from vapo_mcore.rollout.base import RolloutEngine
 from vapo_mcore.rollout.factory import build_rollout_engine
 from vapo_mcore.rollout.multi_turn import MultiTurn, ObservationFormat
+from vapo_mcore.rollout.recovery import EngineRecovery
 from vapo_mcore.rollout.stopping import StopTexts, described, end_of_turn_texts, stop_ids
 from vapo_mcore.trainer.critic_probe import CriticProbe, probe_prompts
-from vapo_mcore.trainer.engine_recovery import EngineRecovery
 from vapo_mcore.trainer.loop import TrainingLoop
 from vapo_mcore.trainer.models import build_models
-from vapo_mcore.trainer.signals import StopSignals
 from vapo_mcore.trainer.step import OPEN_RESPONSES, StepRunner
-from vapo_mcore.trainer.weight_sync import WeightSync
+from vapo_mcore.weights.sync import WeightSync
 
 _SECONDS_UNTIL_TERMINATED = 30.0
 

@@ -13,14 +13,15 @@ from vapo_mcore.megatron.roles import Models
 from vapo_mcore.trainer.critic_probe import CriticProbe
 from vapo_mcore.trainer.step import StepRunner
 from vapo_mcore.trainer.step_state import StepState
-from vapo_mcore.trainer.weight_sync import WeightSync
+from vapo_mcore.weights.sync import WeightSync
 
 
 class _NoSampler:
-    """Replaces the sampler: has only the counters that a step reads."""
+    """Replaces the sampler: has only what a step asks for."""
 
-    engine_rebuilds = 0
-    grader_restarts = 0
+    def take_recoveries(self) -> tuple[int, int]:
+        """Return (0, 0): nothing can fail."""
+        return 0, 0
 
 
 NO_SAMPLER = cast(ResponseSampler, _NoSampler())

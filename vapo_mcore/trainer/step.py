@@ -23,6 +23,7 @@ from vapo_mcore.data.prompts import Prompt
 from vapo_mcore.data.rollout_batch import ENGINE_CHOICES, Rows
 from vapo_mcore.diagnosis.monitor import Monitor
 from vapo_mcore.errors import StepBroken, TrainingError
+from vapo_mcore.experience.bad_batch import BadUpdate, save_bad_batch
 from vapo_mcore.experience.batches import Experience, distribute, plan_minibatches
 from vapo_mcore.experience.collecting import SamplingCounts, collect
 from vapo_mcore.experience.critic_rows import CriticRows
@@ -45,7 +46,6 @@ from vapo_mcore.trainer.advantages import (
     skipped_tokens,
     trainable_rows,
 )
-from vapo_mcore.trainer.bad_batch import BadUpdate, save_bad_batch
 from vapo_mcore.trainer.bad_updates import UpdateGuard
 from vapo_mcore.trainer.critic_probe import CriticProbe
 from vapo_mcore.trainer.expert_choices import keep_engine_choices, policy_pass, repeats_choices, repeats_engine
@@ -62,7 +62,7 @@ from vapo_mcore.trainer.step_metrics import (
 from vapo_mcore.trainer.step_state import Row, StepOutcome, StepState
 from vapo_mcore.trainer.stopping import StopRequests
 from vapo_mcore.trainer.updates import StoppedUpdate, update_critic, update_policy
-from vapo_mcore.trainer.weight_sync import WeightSync
+from vapo_mcore.weights.sync import WeightSync
 
 logger = logging.getLogger(__name__)
 
@@ -219,7 +219,7 @@ class StepRunner:
             f"{kept}",
             exit_code=TrainingError.exit_code,
         )
-        guard.in_a_row = 0  # resuming resets the counter
+        guard.reset()  # a resumed run counts from zero
 
     def _gather_sample_tokens(self, step: StepState, experience: Experience) -> None:
         """Gather per-token values of the sampled responses from their owners to rank 0."""
@@ -304,9 +304,9 @@ class StepRunner:
         if config.rollout.horizon is not None:
             record_horizon(step.metrics, experience, counts, config)
         record_sources(step.metrics, rows, self._sources)
-        step.metrics.put("sampling/engine_rebuilds", self.sampler.engine_rebuilds)
-        step.metrics.put("grading/restarts", self.sampler.grader_restarts)
-        self.sampler.engine_rebuilds = self.sampler.grader_restarts = 0
+        rebuilds, restarts = self.sampler.take_recoveries()
+        step.metrics.put("sampling/engine_rebuilds", rebuilds)
+        step.metrics.put("grading/restarts", restarts)
         ranks, cap = self.parallel.data_parallel_size, config.batch.max_tokens_per_microbatch
         record_packing(step.metrics, experience, plan.owner, ranks, cap)
         return experience

@@ -146,8 +146,7 @@ def _megatron_outputs(view: HfView, sequences: Sequence[Sequence[int]]) -> list[
         layout = ThdLayout(
             [len(sequence)], context_parallel_size=1, context_parallel_rank=0, tensor_parallel_size=1, device=parallel.device
         )
-        params: Any = layout.packed_seq_params()
-        params.padded_lengths = layout.padded_lengths_list
+        params = layout.packed_seq_params()
         tokens = layout.shard(torch.tensor(sequence, device=parallel.device), 0)
         with torch.no_grad(), megatron_scope():
             outputs.append(chunk(tokens[None], None, None, packed_seq_params=params)[0, :, :width].float().cpu())

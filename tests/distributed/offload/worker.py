@@ -20,8 +20,8 @@ from vapo_mcore.megatron.offload import RESIDENCY, Residency
 from vapo_mcore.megatron.parallel import ParallelContext, initialize_distributed, initialize_parallel
 from vapo_mcore.rollout.base import Replica
 from vapo_mcore.rollout.transformers_engine import TransformersEngine
-from vapo_mcore.trainer.weight_sync import WeightSync
 from vapo_mcore.weights.loader import load_hf_into
+from vapo_mcore.weights.sync import WeightSync
 
 CYCLES = 10
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.unit.checkpoint.conftest import build, contents, update
-from vapo_mcore.checkpoint.models import ModelSaver, OptimizerFormat, check_steps, load_optimizer, load_weights, set_updates
+from vapo_mcore.checkpoint.models import ModelSaver, OptimizerFormat, check_steps, load_optimizer, load_weights
 from vapo_mcore.errors import CheckpointError
 from vapo_mcore.megatron.attention import RMSNorm
 from vapo_mcore.megatron.engine import MegatronModel
@@ -89,7 +89,7 @@ def test_norms_with_an_extra_state_read_weights_without(
 def test_warm_up_goes_on_half_done(folder: Path, parallel: ParallelContext) -> None:
     model = build("policy", folder, parallel, seed=1)
     assert model.optimizer is not None
-    set_updates(model, 2)
+    model.optimizer.set_updates(2)
     assert (model.optimizer.updates, model.optimizer.learning_rate) == (2, 0.005)
     update(model, 1, seed=1)
     assert (model.optimizer.updates, model.optimizer.learning_rate) == (3, 0.0075)

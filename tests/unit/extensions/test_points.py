@@ -18,6 +18,7 @@ from vapo_mcore.trainer.advantages import AdvantageEstimator
 
 NAN = math.nan
 EXAMPLE = f"{ROOT}/examples/extensions/arithmetic.py"
+SEQUENCE_TERMS = ROOT / "tests" / "integration" / "sequence_terms.py"
 TERMS = """
 def distance(logprobs, old_logprobs, *, power=2.0):
     return (logprobs - old_logprobs).abs().pow(power)
@@ -101,6 +102,46 @@ def policy_batch(tokens: int, seed: int = 0) -> tuple[torch.Tensor, dict[str, to
         "positive_weights": torch.zeros(tokens),
     }
     return logprobs, batch
+
+
+def test_a_term_reads_the_bounds_of_the_response_tokens_by_hand_in_one_micro_batch_or_two():
+    """Three sequences of 4, 1 and 5 tokens, 2, 0 and 3 of them response tokens; NaN elsewhere."""
+    settings = [term(str(SEQUENCE_TERMS), "place", 0.5), term(str(SEQUENCE_TERMS), "share", 2.0)]
+    loss, plain = PolicyLoss(make_config(loss_terms=settings)), PolicyLoss(make_config())
+    mask = torch.tensor([False, False, True, True, False, False, True, True, True, False])
+    weights = torch.tensor([NAN, NAN, 0.1, 0.2, NAN, NAN, 0.3, 0.4, 0.5, NAN]).nan_to_num(0.0)
+    batch = {
+        "mask": mask,
+        "labels": torch.arange(10),
+        "old_logprobs": torch.where(mask, -1.0, NAN),
+        "advantages": torch.where(mask, 1.0, NAN),
+        "policy_weights": weights,
+        "positive_weights": torch.zeros(10),
+    }
+
+    def run(objective, parts):
+        leaf = torch.where(mask, -1.0, NAN).requires_grad_()
+        found = [0.0, 0.0, 0.0]
+        for first, last, bounds in parts:
+            part = {name: tensor[first:last] for name, tensor in batch.items()} | {"cu_seqlens": torch.tensor(bounds)}
+            total, stats = objective({"logprobs": leaf[first:last]}, part)
+            total.backward()
+            for number, value in enumerate((total.detach(), stats.get("term/place/sum", 0.0), stats.get("term/share/sum", 0.0))):
+                found[number] += float(value)
+        return found, leaf.grad
+
+    place, share = 0.1 * 1 + 0.2 * 2 + 0.3 * 1 + 0.4 * 2 + 0.5 * 3, (0.1 + 0.2) / 2 + (0.3 + 0.4 + 0.5) / 3
+    (surrogate, _, _), before = run(plain, [(0, 10, [0, 4, 5, 10])])
+    for parts in ([(0, 10, [0, 4, 5, 10])], [(0, 5, [0, 4, 5]), (5, 10, [0, 5])], [(0, 4, [0, 4]), (4, 10, [0, 1, 6])]):
+        found, gradient = run(loss, parts)
+        assert found == pytest.approx([surrogate + 0.5 * place + 2.0 * share, place, share], rel=1e-6)
+        torch.testing.assert_close(gradient - before, 2.5 * weights)
+
+
+def test_a_term_that_reads_sequences_may_not_depend_on_others():
+    check_extensions(make_config(loss_terms=[term(str(SEQUENCE_TERMS), "place"), term(str(SEQUENCE_TERMS), "share")]))
+    (fault,) = faults_of(loss_terms=[term(str(SEQUENCE_TERMS), "across")])
+    assert "returned different values for the same tokens in another micro-batch" in fault
 
 
 def test_the_loss_does_not_depend_on_micro_batches(mine):

@@ -16,8 +16,8 @@ from vapo_mcore.data.microbatch import MicroBatch
 from vapo_mcore.data.rollout_batch import Rows
 from vapo_mcore.data.thd import ThdLayout
 from vapo_mcore.errors import CheckpointError
+from vapo_mcore.experience.bad_batch import BadUpdate, load_bad_batch, save_bad_batch
 from vapo_mcore.megatron.optimizer import Skipped
-from vapo_mcore.trainer.bad_batch import BadUpdate, load_bad_batch, save_bad_batch
 from vapo_mcore.trainer.bad_updates import UpdateGuard
 
 

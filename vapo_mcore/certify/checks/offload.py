@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 
 import torch
 
@@ -14,7 +13,7 @@ from vapo_mcore.certify.state import differing, resident_checksums
 from vapo_mcore.collectives import all_gather_objects
 from vapo_mcore.megatron.losses import CriticLoss, SupervisedLoss
 from vapo_mcore.megatron.model import Role
-from vapo_mcore.megatron.offload import PARTS, RESIDENCY, Stage
+from vapo_mcore.megatron.offload import RESIDENCY, Stage
 from vapo_mcore.megatron.roles import Models
 
 CYCLES = 10
@@ -28,25 +27,10 @@ def run(bench: Bench) -> list[Measurement]:
     """Check with offloading enabled, even if the recipe disables it; an update with learning rate 0 creates the moments."""
     models = bench.models
     before = _after_updates(bench)
-    with offloading(models):
+    with models.residency.always_enabled():
         on_device, host, allocated = _cycle(models)
         after = _signs_restored(models)
     return [_bits(before, after), _flat(on_device, host, allocated)]
-
-
-@contextmanager
-def offloading(models: Models) -> Iterator[None]:
-    """Enable offloading inside the block, even if the recipe disables it. Such a recipe gets the memory of the host copies back."""
-    residency = models.residency
-    usual, residency.enabled = residency.enabled, True
-    try:
-        yield
-    finally:
-        residency.enabled = usual
-        if not usual:
-            for offloader in residency.offloaders.values():
-                offloader.onload(PARTS)
-                offloader.release_copies()
 
 
 def _after_updates(bench: Bench) -> dict[str, str]:

@@ -15,7 +15,6 @@ from vapo_mcore.certify.batches import policy_batches, policy_loss
 from vapo_mcore.certify.bench import Bench
 from vapo_mcore.certify.checks.engine import together
 from vapo_mcore.certify.checks.machine import device_name
-from vapo_mcore.certify.checks.offload import offloading
 from vapo_mcore.certify.rates import Assumed, GenerationWork, PassWork, compare_with_plan, number, options
 from vapo_mcore.certify.record import Measurement, NotApplicable, fails, informs, not_applicable
 from vapo_mcore.collectives import all_gather_objects
@@ -151,7 +150,7 @@ def _offload(rates: _Rates) -> list[Measurement]:
         residency.mark_changed("policy")
         residency.enter("generate")
 
-    with offloading(bench.models):
+    with bench.models.residency.always_enabled():
         residency.enter("generate")
         cycle()
         before, earlier = residency.traffic.to_device + residency.traffic.to_host, cycles
@@ -258,25 +257,21 @@ def _sync(rates: _Rates) -> Measurement:
     sync, residency = bench.sync, bench.models.residency
     bench.ready_to_use(bench.engine)
     times = []
-    usual, sync.verify = sync.verify, False
-    try:
-        for _ in range(ROUNDS):
-            sync.put_to_sleep()
-            residency.enter("sync")
-            all_gather_objects(None)
-            offloading_seconds = [0.0]
+    for _ in range(ROUNDS):
+        sync.put_to_sleep()
+        residency.enter("sync")
+        all_gather_objects(None)
+        offloading_seconds = [0.0]
 
-            def after_loading(spent: list[float] = offloading_seconds) -> None:
-                begin = time.perf_counter()
-                residency.enter("generate")
-                spent[0] = time.perf_counter() - begin
-
+        def after_loading(spent: list[float] = offloading_seconds) -> None:
             begin = time.perf_counter()
-            report = sync.make_ready(after_loading)
-            _synchronize()
-            times.append(time.perf_counter() - begin - offloading_seconds[0])
-    finally:
-        sync.verify = usual
+            residency.enter("generate")
+            spent[0] = time.perf_counter() - begin
+
+        begin = time.perf_counter()
+        report = sync.make_ready(after_loading, verify=False)
+        _synchronize()
+        times.append(time.perf_counter() - begin - offloading_seconds[0])
     seconds = min(max(row) for row in zip(*all_gather_objects(times), strict=True))
     own = sum(parameter.numel() * parameter.element_size() for chunk in bench.models.policy.chunks for parameter in chunk.parameters())
     assumed = rates.assumed.sync_seconds(max(all_gather_objects(own)))

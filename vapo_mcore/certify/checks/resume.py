@@ -50,16 +50,15 @@ def _measure(bench: Bench) -> list[Measurement]:
     bench.forget_engine()
     sampled = _rollout(bench)
     counts = SamplingCounts(rounds=1, prompts_tried=len(sampled.rows) // SAMPLES).with_responses([sampled])
-    runner = ReplayStepRunner(config, parallel, models, StepDump("rl", 1, 1, sampled, counts))
-    runner.end_pretraining()
-    runner.replay()
+    runner = ReplayStepRunner(config, parallel, models, after_pretraining=True)
+    runner.replay(StepDump("rl", 1, 1, sampled, counts))
     saved = state_checksums(models)
     _save(config, bench, runner)
     checkpoint = choose(config.run.dir, None, lambda _: None)
     if checkpoint is None:
         return [fails("checkpoint", "could not be saved", remedy="look at free space and permissions of --output")]
-    runner.dump = second = StepDump("rl", 2, 2, sampled, counts)
-    first_row = runner.replay().row
+    second = StepDump("rl", 2, 2, sampled, counts)
+    first_row = runner.replay(second).row
     first_state = state_checksums(models)
     del runner
     release_free_memory()
@@ -67,10 +66,9 @@ def _measure(bench: Bench) -> list[Measurement]:
         load_models(config, models, checkpoint)
     release_free_memory()
     found = [_restored(differing(saved, state_checksums(models)), len(saved))]
-    again = ReplayStepRunner(config, parallel, models, second)
-    again.load(load_state(checkpoint)["objects"])
+    again = ReplayStepRunner(config, parallel, models, load_state(checkpoint)["objects"], after_pretraining=False)
     restore_random(checkpoint, parallel.rank)
-    again_row = again.replay().row
+    again_row = again.replay(second).row
     found.append(_repeated(differing(first_state, state_checksums(models)), first_row, again_row, found[0]))
     return found
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from vapo_mcore.checkpoint.best_export import BestExport, best_folder, install_export, restore_best, staging_folder, step_of
 from vapo_mcore.config.schema import BestExportConfig
 from vapo_mcore.errors import CheckpointError
-from vapo_mcore.trainer.best_export import BestExport, best_folder, install_export, restore_best, staging_folder, step_of
 
 M = "eval/x/avg@1"
 

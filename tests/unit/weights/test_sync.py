@@ -12,7 +12,7 @@ from tests.rollout_models import load_model, named_weights, write_model
 from vapo_mcore.errors import RolloutError
 from vapo_mcore.rollout.base import EngineState, Replica
 from vapo_mcore.rollout.transformers_engine import TransformersEngine
-from vapo_mcore.trainer.weight_sync import WeightSync
+from vapo_mcore.weights.sync import WeightSync
 
 SPOILT = "model.norm.weight"
 

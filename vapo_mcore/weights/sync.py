@@ -29,17 +29,18 @@ class WeightSync:
         self.residency.enter("sync")
         return self.make_ready(after_loading=lambda: self.residency.enter("generate"))
 
-    def make_ready(self, after_loading: Callable[[], None]) -> SyncReport:
+    def make_ready(self, after_loading: Callable[[], None], *, verify: bool | None = None) -> SyncReport:
         """Load the policy's current weights into the sleeping engine and wake it. Collective.
 
         ``after_loading`` is called before the engine allocates its KV cache, so that the policy can leave the device.
 
-        With ``verify``, a second export of the policy is made after loading. The checksums of all tensors that the loader received must
-        equal those of this export and be the same on all ranks (every rank receives the full tensors). The engine's parameters, where
-        readable, must equal the exported values. Raises RolloutError on any difference.
+        With ``verify`` (None: as constructed), a second export of the policy is made after loading. The checksums of all tensors that the
+        loader received must equal those of this export and be the same on all ranks (every rank receives the full tensors). The engine's
+        parameters, where readable, must equal the exported values. Raises RolloutError on any difference.
         """
+        checksum = tensor_checksum if (self.verify if verify is None else verify) else None
         self.engine.wake_weights()
-        report = self.engine.update_weights(self.exporter.buckets(), self.exporter.names, checksum=tensor_checksum if self.verify else None)
+        report = self.engine.update_weights(self.exporter.buckets(), self.exporter.names, checksum=checksum)
         if report.checksums is not None:
             policy, different = {}, []
             for bucket in self.exporter.buckets():

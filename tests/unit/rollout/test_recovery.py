@@ -20,8 +20,8 @@ from vapo_mcore.experience.sampling import ResponseSampler, Round
 from vapo_mcore.records.timing import PhaseTimer
 from vapo_mcore.rewards import VerifierPool
 from vapo_mcore.rollout.base import Replica, SamplingConfig
+from vapo_mcore.rollout.recovery import EngineRecovery
 from vapo_mcore.rollout.transformers_engine import TransformersEngine
-from vapo_mcore.trainer.engine_recovery import EngineRecovery
 
 SAMPLING = SamplingConfig(temperature=1.0, top_p=1.0, top_k=-1, max_tokens=12)
 ASKED = [Prompt(f"p{i}", list(tokens), "?", "7", "s", "exact", {}) for i, tokens in enumerate(PROMPTS[:3])]

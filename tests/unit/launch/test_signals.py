@@ -8,11 +8,11 @@ import subprocess
 import sys
 import time
 
-from vapo_mcore.trainer.signals import StopSignals
+from vapo_mcore.launch.signals import StopSignals
 
 BUSY = """
 import sys, threading
-from vapo_mcore.trainer.signals import StopSignals
+from vapo_mcore.launch.signals import StopSignals
 lock = threading.Lock(); lock.acquire()
 with StopSignals(lambda name: print("stop", name, flush=True), lambda text: None):
     print("ready", flush=True)
