@@ -45,6 +45,10 @@ class EngineFailure(RolloutError):
     """The rollout engine failed while generating; a new engine may succeed."""
 
 
+class EngineStuck(RolloutError):
+    """The engine failed on this rank while the other ranks of its replica wait inside it. Raised on this rank only, which must end."""
+
+
 class EngineRemains(RolloutError):
     """The memory of a failed rollout engine was not freed, so only a new process can create another engine."""
 

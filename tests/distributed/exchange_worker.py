@@ -4,14 +4,20 @@ The expected tokens do not come from the code under test: row ``i`` consists of 
 can state what it must receive from the row numbers and lengths alone.
 """
 
+import time
 from collections.abc import Callable
 from datetime import timedelta
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
 from vapo_mcore.data.rollout_batch import RolloutBatch, Rows, exchange, gather_rows
 from vapo_mcore.data.thd import ThdLayout
+from vapo_mcore.errors import EngineStuck
+from vapo_mcore.rollout import agreement
+from vapo_mcore.rollout.agreement import ReplicaAgreement
+from vapo_mcore.rollout.base import Replica
 
 LENGTHS = [5, 1, 9, 2, 2, 31, 7, 1, 4, 12]
 
@@ -112,6 +118,27 @@ def thd_gather_over_the_group() -> None:
             assert torch.equal(layout.gather(layout.shard(y, 0), dist.group.WORLD), y)
 
 
+def ranks_of_a_replica_meet_after_a_call() -> None:
+    """Two replicas of two ranks. The last rank that fails is not met: its error is raised there, within the time to wait."""
+    rank = dist.get_rank()
+    meeting = ReplicaAgreement(Replica.of_rank(rank, 4, 2))
+    assert meeting.meet(None, rank // 2) is None  # replicas differ, their ranks do not
+    assert meeting.meet("lost" if rank == 1 else None, int(rank != 1)) is None
+    differ = "the ranks of rollout replica 1 sampled different responses to the same requests"
+    assert meeting.meet(None, int(rank == 3)) == (differ if rank >= 2 else None)
+    if rank != 1:
+        return
+    start = time.monotonic()
+    try:
+        with mock.patch.object(agreement, "WAIT_SECONDS", 2.0):
+            meeting.meet("lost", 0)
+    except EngineStuck as error:
+        assert 1.0 < time.monotonic() - start < 30.0
+        assert str(error).endswith("on this rank of replica 0, and the replica's other ranks wait for it inside the engine: lost")
+    else:
+        raise AssertionError("rank 0 has not come")
+
+
 CASES: list[Callable[[], None]] = [
     every_rank_generates_dp4,
     replicas_of_two_leaders_only,
@@ -120,6 +147,7 @@ CASES: list[Callable[[], None]] = [
     nothing_to_move,
     row_held_twice_is_refused,
     thd_gather_over_the_group,
+    ranks_of_a_replica_meet_after_a_call,
 ]
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Token tensors move to their owners in one all-to-all, and THD tensors gather over context parallelism (4 ranks, gloo)."""
+"""Token tensors move to their owners in one all-to-all, THD tensors gather over context parallelism, and replicas meet (4 ranks, gloo)."""
 
 import re
 

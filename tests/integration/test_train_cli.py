@@ -16,7 +16,7 @@ from tests.forks import run_command, run_script
 from tests.rollout_models import greedy_of, load_model
 from tests.torchrun import run_bounded
 from tests.training_setup import read_metrics, read_samples, write_setup
-from vapo_mcore.errors import EXIT_HANG
+from vapo_mcore.errors import EXIT_HANG, EXIT_REQUEUE
 
 CLI = [sys.executable, "-m", "vapo_mcore.cli", "train"]
 FAILING = ("tests/launcher.py", "tests.integration.failing_worker")
@@ -184,10 +184,29 @@ def test_a_rank_that_is_killed_ends_the_run(folder: Path) -> None:
     assert killed < 60
 
 
-def _seconds_after_the_last_sign_of_life(folder: Path, how: str) -> tuple[subprocess.CompletedProcess[str], float]:
-    result = run_script(*FAILING, str(folder), how, timeout=240)
+def _seconds_after_the_last_sign_of_life(folder: Path, how: str, *settings: str) -> tuple[subprocess.CompletedProcess[str], float]:
+    result = run_script(*FAILING, str(folder), how, *settings, timeout=400)
     last = max(json.loads(path.read_text())["written"] for path in (folder / f"failing_{how}" / "heartbeats").glob("*.json"))
     return result, time.time() - last
+
+
+@pytest.mark.slow
+def test_a_rank_that_fails_inside_vllm_ends_the_run_at_once(folder: Path) -> None:
+    """Rank 0 waits in a collective of vLLM's. The first step's checkpoint is published, so a requeued run gets further."""
+    pytest.importorskip("vllm", reason="vLLM is not installed")
+    settings = ["rollout.engine=vllm", "parallel.tensor_model_parallel_size=2", "data.eval=[]", "run.steps=4"]
+    settings += ["rollout.vllm={kv_cache_gib: 0.0625, max_num_seqs: 64}", "checkpoint={every_steps: 1, every_minutes: 0}"]
+    ended, seconds = _seconds_after_the_last_sign_of_life(folder, "vllm", *settings)
+    assert ended.returncode == EXIT_REQUEUE, ended.stderr[-4000:]
+    told = (
+        "stopped (rank 1): the rollout engine failed on this rank of replica 0, and the replica's other ranks wait for it inside the engine"
+    )
+    assert [line for line in ended.stderr.splitlines() if line.startswith(("error", "stopped"))] == [
+        f"{told}: RuntimeError: the device is lost"
+    ]
+    assert seconds < 100  # 30 s for rank 0 to leave vLLM, and 30 s until it is killed
+    assert [row["step"] for row in read_metrics(folder / "failing_vllm")] == [1, 2]
+    assert (folder / "failing_vllm" / "checkpoints" / "step_000001").is_dir()
 
 
 @pytest.mark.slow

@@ -84,6 +84,7 @@ class Checkpointer:
         self._pending: _Save | None = None
         self._begun: _Save | None = None
         self._last = time.monotonic()
+        self.has_saved = False  # whether this process has published one
         self._number = 0 if resumed is None else resumed.number  # of the last published checkpoint
         self._retry_after: int | None = None
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
@@ -278,6 +279,7 @@ class Checkpointer:
                 if self.parallel.rank == 0:
                     self._publish(save, written)
             self.published = (save.manifest.stage, save.manifest.step)
+            self.has_saved = True
             self._number = save.manifest.number
             self.failures = 0
         except CheckpointError as fault:

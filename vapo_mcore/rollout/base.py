@@ -281,7 +281,7 @@ class RolloutEngine(Protocol):
         """Sample the responses to this replica's requests, in order.
 
         Raises RolloutError for invalid requests. Any other failure raises EngineFailure, possibly on this rank only, and leaves the
-        engine ``BROKEN``.
+        engine ``BROKEN``; or EngineStuck, if the replica's other ranks wait inside the engine for this one.
         """
         ...
 

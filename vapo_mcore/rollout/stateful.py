@@ -28,7 +28,7 @@ from vapo_mcore.rollout.hf_folder import parameter_shapes
 from vapo_mcore.rollout.weight_stream import WeightStream, require_same_names
 
 _SHOWN = 5
-_Result = TypeVar("_Result")
+_Result = TypeVar("_Result", bound=Sequence[Any])
 logger = logging.getLogger(__name__)
 
 
@@ -119,7 +119,12 @@ class StatefulEngine(ABC):
             result = run()
         except Exception as error:  # any exception of a library leaves the engine in an unknown state
             logger.warning("generation failed", exc_info=error)
-            raise EngineFailure(f"{type(error).__name__}: {error}") from error
+            failure = f"{type(error).__name__}: {error}"
+            self._meet(failure, ())
+            raise EngineFailure(failure) from error
+        difference = self._meet(None, result)
+        if difference is not None:
+            raise EngineFailure(difference)
         self._state = EngineState.READY
         return result
 
@@ -218,6 +223,13 @@ class StatefulEngine(ABC):
     def _discard(self) -> None:
         """Free everything, whatever state an interrupted call left."""
         self._sleep()
+
+    def _meet(self, failure: str | None, result: Sequence[Any]) -> str | None:
+        """Wait for the replica's other ranks after a call; returns a message on all of them if their results differ.
+
+        ``failure``: why the call failed on this rank. By default the ranks do not depend on each other.
+        """
+        return None
 
     def _rebuild(self) -> None:
         """Replace what an interrupted call may have broken. By default only the weights outlive a call."""

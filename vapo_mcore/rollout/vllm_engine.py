@@ -40,6 +40,7 @@ from vapo_mcore.config.schema import VllmConfig
 from vapo_mcore.config.schema.rollout import runs_eagerly
 from vapo_mcore.errors import ConfigError, EngineRemains, RolloutError
 from vapo_mcore.interrupts import importing
+from vapo_mcore.rollout.agreement import ReplicaAgreement
 from vapo_mcore.rollout.base import EngineBuild, Generation, GenerationRequest, Replica, SamplingConfig
 from vapo_mcore.rollout.hf_folder import parameter_shapes, require_supported, stop_token_ids
 from vapo_mcore.rollout.stateful import StatefulEngine
@@ -115,6 +116,7 @@ class VllmEngine(StatefulEngine):
         )
         self._arguments = _engine_arguments(folder, dtype, config, replica, max_model_len=max_model_len, seed=seed)
         self._arguments |= RETURN_EXPERTS if expert_choices is not None and _HAS_CUDA else {}
+        self._agreement = ReplicaAgreement(replica)
         self._llm: Any = None
         self._build()
 
@@ -218,11 +220,9 @@ class VllmEngine(StatefulEngine):
         with _random_state_kept(), _uncompiled_on_cpu():
             outputs = self._llm.generate(prompts, parameters, use_tqdm=False)
         experts = self.expert_choices if sampling.return_experts and self.is_replica_leader else None
-        generations = [
+        return [
             _generation(request, output.outputs[0], self._stop_texts, experts) for request, output in zip(requests, outputs, strict=True)
         ]
-        self._require_agreement(generations)
-        return generations
 
     def _distributions(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
         """Return the softmax, at temperature 1, of the logits from which vLLM computes its prompt log-probs.
@@ -241,20 +241,11 @@ class VllmEngine(StatefulEngine):
                 found.append(prompt_distribution(recorded, ids, output.prompt_logprobs, self.vocab_size))
         return found
 
-    def _require_agreement(self, generations: Sequence[Generation]) -> None:
-        """Raise RolloutError unless all ranks of a replica hold the same responses; training would silently mix up different ones."""
-        if self.replica.size == 1:
-            return
-        from vllm.distributed.parallel_state import get_tp_group
-
+    def _meet(self, failure: str | None, result: Sequence[Any]) -> str | None:
         digest = hashlib.blake2b(digest_size=8)
-        for generation in generations:
+        for generation in (item for item in result if isinstance(item, Generation)):
             digest.update(np.asarray([len(generation.token_ids), *generation.token_ids], dtype=np.int64).tobytes())
-        mine = torch.tensor([int.from_bytes(digest.digest(), "little", signed=True)])
-        all_ranks = [torch.empty_like(mine) for _ in range(self.replica.size)]
-        dist.all_gather(all_ranks, mine, group=get_tp_group().cpu_group)
-        if any(theirs != mine for theirs in all_ranks):
-            raise RolloutError(f"the ranks of rollout replica {self.replica.index} sampled different responses to the same requests")
+        return self._agreement.meet(failure, int.from_bytes(digest.digest(), "little", signed=True))
 
 
 def _require_installed() -> None:

@@ -14,7 +14,7 @@ from vapo_mcore.checkpoint.state import Part
 from vapo_mcore.checkpoint_files import Stage, model_folder
 from vapo_mcore.collectives import fail_together
 from vapo_mcore.config.schema import Config
-from vapo_mcore.errors import EXIT_REQUEUE, CheckpointError, RecordError, RolloutError, RunStopped, StepAbandoned, StepBroken
+from vapo_mcore.errors import EXIT_REQUEUE, CheckpointError, EngineStuck, RecordError, RolloutError, RunStopped, StepAbandoned, StepBroken
 from vapo_mcore.evaluation.report import console_lines, describe, write_report
 from vapo_mcore.experience.evaluator import Evaluation, Evaluator, evaluation_settings
 from vapo_mcore.megatron.host import HAS_CUDA
@@ -102,6 +102,15 @@ class TrainingLoop:
         ``run_dir``: on rank 0, opened after loading the state of a resumed run, because opening deletes newer records.
         """
         self.run_dir = run_dir
+        try:
+            self._execute()
+        except (
+            EngineStuck
+        ) as stuck:  # request a requeue only if it continues from a newer checkpoint, so that a permanent failure ends the run
+            stuck.exit_code = EXIT_REQUEUE if self.checkpointer.has_saved else stuck.exit_code
+            raise
+
+    def _execute(self) -> None:
         with fail_together():
             self._restore_best_export()
         self.trainer.sync.run()
