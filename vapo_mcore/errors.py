@@ -46,7 +46,14 @@ class EngineFailure(RolloutError):
 
 
 class EngineStuck(RolloutError):
-    """The engine failed on this rank while the other ranks of its replica wait inside it. Raised on this rank only, which must end."""
+    """The engine failed on this rank while the other ranks of its replica wait inside it. Raised on this rank only, which must end.
+
+    ``exit_code``: EXIT_REQUEUE if a restart continues from a newer checkpoint than this one did.
+    """
+
+    def __init__(self, message: str, exit_code: int = 2) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
 
 
 class EngineRemains(RolloutError):

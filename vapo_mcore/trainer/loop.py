@@ -104,11 +104,9 @@ class TrainingLoop:
         self.run_dir = run_dir
         try:
             self._execute()
-        except (
-            EngineStuck
-        ) as stuck:  # request a requeue only if it continues from a newer checkpoint, so that a permanent failure ends the run
-            stuck.exit_code = EXIT_REQUEUE if self.checkpointer.has_saved else stuck.exit_code
-            raise
+        except EngineStuck as stuck:
+            # A requeue only where it continues from a newer checkpoint, so that a permanent failure ends the run.
+            raise EngineStuck(str(stuck), EXIT_REQUEUE if self.checkpointer.has_saved else 2) from stuck
 
     def _execute(self) -> None:
         with fail_together():
