@@ -215,6 +215,23 @@ COMMANDS = [
             ("--game maze_walk ", "tiny_maze_walk", r"0\.[45]"),
         )
     ),
+    # docs/results.md: a mixture on the quickstart's task.
+    Command(
+        "python tools/make_tiny_model.py --output models/tiny_mixture --experts 8",
+        add="--steps 60",
+        why="fewer supervised steps, which are enough to run it",
+        says=(r"models/tiny_mixture: \S+% of 400 held-out problems right",),
+        leaves=("models/tiny_mixture/model.safetensors", "models/tiny_mixture/heldout.jsonl"),
+        slow=True,
+    ),
+    Command(
+        "vapo-mcore train examples/configs/quickstart_mixture.yaml",
+        add=SMALL,
+        why=ONE_STEP,
+        says=(HELD_OUT,),
+        leaves=("runs/quickstart_mixture/metrics.jsonl", "runs/quickstart_mixture/export/hf/config.json"),
+        slow=True,
+    ),
     # docs/results.md: rollouts with a horizon.
     *(
         Command(
