@@ -68,7 +68,7 @@ def test_what_a_person_is_told(runs: tuple[Path, str]) -> None:
     _, printed = runs
     for text in (
         "SIGUSR1; stopped after step 3 (rl); exit code 75, continue with --resume",
-        "warning: checkpoint step_000002 failed: cannot write",
+        "warning: checkpoint value_pretraining_000002 failed: cannot write",
         "warning: checkpoint step_000004 failed: cannot write",
         "No space left on device; retrying after the next step",
         "step_000005 is damaged and is not used: policy/optimizer/",

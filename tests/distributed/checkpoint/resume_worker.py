@@ -115,8 +115,8 @@ def abandoned() -> None:
 
 
 def full_disk() -> None:
-    """Too little space is found before; a disk that fills while one rank writes fails the save on all ranks (rank 0's own file at step 2,
-    rank 1's tensors at step 4); training goes on and the save is repeated; what was there stays."""
+    """Too little space is found before; a disk that fills while one rank writes fails the save on all ranks (rank 0's own file in value
+    pretraining, rank 1's tensors at step 4); training goes on and the save is repeated; what was there stays."""
     settings = ("checkpoint={every_steps: 2, every_minutes: 0, at_end: true}", "run.steps=5")
 
     def no_space(_path: Path, _bytes: int) -> None:
@@ -134,14 +134,14 @@ def full_disk() -> None:
     opened = io.open
 
     def no_room_for_common(file: Any, mode: str = "r", *positional: Any, **named: Any) -> Any:
-        if str(file).endswith("incomplete-step_000002/critic/optimizer/common.pt"):
+        if str(file).endswith("incomplete-value_pretraining_000002/critic/optimizer/common.pt"):
             return opened("/dev/full", mode.replace("x", "w"), *positional, **named)
         return opened(file, mode, *positional, **named)
 
     with mock.patch.object(strategies.HashingFile, "_append", fails_once), mock.patch.object(io, "open", no_room_for_common):
         run("full", *settings)
     assert len(attempts) == int(dist.get_rank() == 1)
-    assert [path.name for path in files.list_checkpoints(FOLDER / "full")] == ["step_000003", "step_000005"]
+    assert [path.name for path in files.list_checkpoints(FOLDER / "full")] == ["step_000002", "step_000005"]
     with mock.patch.object(files, "require_space", no_space):
         run("no_space", *settings)
     assert files.list_checkpoints(FOLDER / "no_space") == []
