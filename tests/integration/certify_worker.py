@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.certify_setup import END_OF_TURN, certify_config
+from tests.process_groups import release_groups
 from vapo_mcore.algorithm import importance
 from vapo_mcore.certify import bench as bench_module
 from vapo_mcore.certify.checks import rates as rates_check
@@ -360,7 +361,7 @@ if __name__ == "__main__":
         against = None if case.against is None else str(FOLDER / case.against / "certificate.json")
         with case.defect(FOLDER):
             certify(config, initialize_parallel(config.parallel), CertifyOptions(tuple(case.checks), against, str(FOLDER / name)))
-        dist.barrier()
+        release_groups()
         if dist.get_rank() == 0:
             print(f"case {name} ok", flush=True)
     dist.destroy_process_group()

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import yaml
 
+from tests.process_groups import release_groups
 from tests.training_setup import read_metrics
 from vapo_mcore.config import Config, load_config
 from vapo_mcore.launch.local import become_single_process
@@ -64,4 +65,5 @@ if __name__ == "__main__":
         config = scaled_down(preset)
         train(config, initialize_parallel(config.parallel), clean=False)
         check(config)
+        release_groups()
         print(f"preset {preset.stem} ok", flush=True)

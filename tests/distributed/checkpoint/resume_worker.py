@@ -15,6 +15,7 @@ from unittest import mock
 
 import torch.distributed as dist
 
+from tests.process_groups import release_groups
 from tests.training_setup import training_config
 from vapo_mcore import checkpoint_files as files
 from vapo_mcore.checkpoint import strategies
@@ -43,6 +44,7 @@ GATHERED = "checkpoint={every_steps: 2, reshardable_every: 1}"
 def run(name: str, *overrides: str, resume: ResumeOptions | None = None) -> None:
     config = training_config(FOLDER, name, *COMMON, *overrides)
     train(config, initialize_parallel(config.parallel), clean=False, resume=resume)
+    release_groups()
 
 
 def expected(kind: type[Exception], words: tuple[str, ...], name: str, *overrides: str, resume: ResumeOptions | None = None) -> str:
@@ -50,9 +52,12 @@ def expected(kind: type[Exception], words: tuple[str, ...], name: str, *override
     try:
         run(name, *overrides, resume=resume)
     except kind as error:
-        assert all(word in str(error) for word in words), f"{error}"
-        return str(error)
-    raise AssertionError(f"{name} {overrides} was not refused")
+        message = str(error)
+    else:
+        raise AssertionError(f"{name} {overrides} was not refused")
+    assert all(word in message for word in words), message
+    release_groups()
+    return message
 
 
 @contextmanager

@@ -20,9 +20,10 @@ except ValueError:
 """
 
 CUDA_BUILD = """
-import sys, torch
+import importlib.util, sys, torch
 from vapo_mcore.megatron.host import import_megatron
 import_megatron()
+assert "wandb" not in sys.modules and importlib.util.find_spec("wandb")  # not imported, and importable again
 sys.modules.pop("torch.utils.cpp_extension", None)
 torch.version.cuda, torch.cuda._is_compiled, torch.cuda.is_available = "13.0", lambda: True, lambda: False
 import torch.utils.cpp_extension as extension
