@@ -360,13 +360,7 @@ _SYSTEM = (
     Metric("tokens/per_second", SAME, "tokens", "tokens/total divided by time/step."),
     Metric("time/step", MAX, "ranks", "Seconds of the whole step."),
     Metric("time/generate", MAX, "ranks", "Seconds of sampling."),
-    Metric(
-        "time/generate_mean",
-        MEAN,
-        "data-parallel ranks",
-        "The same of the mean rank: 1 - mean / maximum is the share of the time that replicas waited for the slowest, by the clock "
-        "(waits within sampling, as between rounds of dynamic sampling, count as sampling).",
-    ),
+    Metric("time/generate_mean", MEAN, "data-parallel ranks", "Its mean; replicas waited for the slowest in the rest of `time/generate`."),
     Metric("time/environment", MAX, "ranks", "Seconds of waiting for the environment between the turns (only with one)."),
     Metric("time/engine_rebuild", MAX, "ranks", "Seconds of rebuilding a failed rollout engine, in steps that had to."),
     Metric("time/reward", MAX, "ranks", "Seconds of grading, waiting for the slowest replica included."),
