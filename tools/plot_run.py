@@ -80,7 +80,7 @@ def draw(rows: Sequence[dict[str, Any]], output: Path, title: str) -> None:
 
 
 def draw_several(runs: Sequence[tuple[str, Sequence[dict[str, Any]]]], output: Path, title: str | None) -> None:
-    """Write the evaluations of ``runs`` (names and rows) to ``output`` as a PNG. Raises DataError for a run without evaluations."""
+    """Write the evaluations of ``runs`` (names and rows) to ``output`` as a PNG. Raises DataError for one without evaluations or costs."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -93,11 +93,11 @@ def draw_several(runs: Sequence[tuple[str, Sequence[dict[str, Any]]]], output: P
         if not evaluated:
             raise DataError(f"run {name} has no evaluation; runs are compared by their evaluations")
         for label, points in evaluated.items():
-            entry = re.sub(r"[_-]?\d+$", "", name) + (f", {label}" if len(evaluated) > 1 else "")
+            entry = (re.sub(r"[_-]?\d+$", "", name) or name) + (f", {label}" if len(evaluated) > 1 else "")
             known = entry in colors
             color = colors.setdefault(entry, f"C{len(colors)}")
             for axis, key, unit in ((axes[0][0], "sampling/tokens", 1e3), (axes[0][1], "time/step", 1.0)):
-                spent = cumulative(rows, key)
+                spent = cumulative(name, rows, key)
                 x, y = [spent[point.step] / unit for point in points], [point.accuracy for point in points]
                 axis.plot(x, y, marker=".", color=color, label="_" if known else entry)
     axes[0][0].set(xlabel="thousand response tokens sampled", ylabel="held-out accuracy", ylim=(0, 1))
@@ -110,11 +110,14 @@ def draw_several(runs: Sequence[tuple[str, Sequence[dict[str, Any]]]], output: P
     _save(figure, output)
 
 
-def cumulative(rows: Sequence[dict[str, Any]], key: str) -> dict[int, float]:
-    """Return the sum of ``key`` over the rows up to each step; a row without it, as that of an evaluation before step 1, adds 0."""
+def cumulative(name: str, rows: Sequence[dict[str, Any]], key: str) -> dict[int, float]:
+    """Return the sum of ``key`` up to each step; nothing is spent before step 1. Raises DataError for a step without a value."""
     total, sums = 0.0, {}
     for row in rows:
-        total += row.get(key) or 0.0
+        if row["step"] > 0:
+            if row.get(key) is None:
+                raise DataError(f"run {name} has no {key} in step {row['step']}; runs are compared by what they spent")
+            total += row[key]
         sums[row["step"]] = total
     return sums
 

@@ -46,22 +46,27 @@ def test_writes_a_png(tmp_path, rows):
 
 
 def test_what_was_spent_until_a_step():
-    rows = [{"step": 0}, {"step": 1, "time/step": 2.5}, {"step": 2, "time/step": None}, {"step": 3, "time/step": 1.5}]
-    assert plot_run.cumulative(rows, "time/step") == {0: 0.0, 1: 2.5, 2: 2.5, 3: 4.0}
+    rows = [{"step": 0}, {"step": 1, "time/step": 2.5}, {"step": 2, "time/step": 1.5}]
+    assert plot_run.cumulative("a", rows, "time/step") == {0: 0.0, 1: 2.5, 2: 4.0}
+    for missing in ({"step": 3}, {"step": 3, "time/step": None}):
+        with pytest.raises(DataError, match="run a has no time/step in step 3"):
+            plot_run.cumulative("a", [*rows, missing], "time/step")
 
 
-def test_several_runs_are_one_figure(tmp_path, monkeypatch, capsys):
-    for name in ("plain_1", "plain_2", "other"):
-        (tmp_path / name).mkdir()
-        write(tmp_path / name / "metrics.jsonl", ROWS)
+def test_several_runs_are_one_figure(tmp_path, monkeypatch):
+    rows = [row | {"sampling/tokens": 100, "time/step": 2.0} for row in ROWS]
+    runs = [tmp_path / name for name in ("plain_1", "plain_2", "other")]
+    for run in runs:
+        run.mkdir()
+        write(run / "metrics.jsonl", rows)
     output = tmp_path / "curves.png"
-    monkeypatch.setattr(
-        "sys.argv", ["plot_run.py", *(str(tmp_path / name) for name in ("plain_1", "plain_2", "other")), "--output", str(output)]
-    )
+    monkeypatch.setattr("sys.argv", ["plot_run.py", *map(str, runs), "--output", str(output)])
     plot_run.main()
     assert output.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     with pytest.raises(DataError, match="run b has no evaluation"):
-        plot_run.draw_several([("a", ROWS[1:]), ("b", ROWS[2:3])], output, None)
+        plot_run.draw_several([("a", rows[1:]), ("b", rows[2:3])], output, None)
+    with pytest.raises(DataError, match="run c has no sampling/tokens in step 1"):
+        plot_run.draw_several([("a", rows[1:]), ("c", ROWS[1:])], output, None)
 
 
 @pytest.mark.parametrize(
