@@ -36,7 +36,7 @@ TE_NEEDS = ("einops", "onnx", "onnxscript", "packaging", "pydantic")
 IMPORTS = "import torch, vllm, megatron.core, transformer_engine.pytorch, nemo_run; import vapo_mcore.cli"
 OTHER_INDEX = (
     f"CUDA {CUDA} is needed: an index that pip is configured with has it (PIP_EXTRA_INDEX_URL, `{{python}} -m pip config list`); "
-    "call this without that index (without pip's configuration: PIP_CONFIG_FILE=/dev/null)"
+    "call this without that index (without pip's configuration: PIP_CONFIG_FILE=/dev/null; without folders of wheels: unset PIP_FIND_LINKS)"
 )
 INSTALLED = "import importlib.metadata as m; print(*sorted(d.name.lower() for d in m.distributions() if d.name))"
 

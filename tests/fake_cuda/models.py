@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import zlib
 from collections.abc import Sequence
 from typing import Any
@@ -34,6 +35,18 @@ SHAPE = ModelArchitecture(
     attention_output_bias=False,
     qk_norm=False,
 )
+
+MIXTURE = dataclasses.replace(
+    SHAPE,
+    family="qwen3_moe",
+    qkv_bias=False,
+    qk_norm=True,
+    num_experts=4,
+    num_experts_per_token=2,
+    moe_ffn_hidden_size=32,
+    norm_topk_prob=True,
+)
+"""The same with four experts a layer."""
 
 LENGTHS = [[37, 5, 1], [20, 2]]
 """Tokens of the sequences of two micro-batches."""
@@ -72,10 +85,11 @@ def build(
     recompute: Any = "none",
     cpu_offload: bool = False,
     head_only: bool = False,
+    shape: ModelArchitecture = SHAPE,
 ) -> MegatronModel:
     settings = ModelConfig(path="unused: weights are random", dtype=dtype, attention=attention, recompute=recompute)
     optimizer = OptimizerConfig(lr=1e-3, warmup_rollouts=0, cpu_offload=cpu_offload)
-    return MegatronModel(role, SHAPE, settings, parallel, load_weights=random_weights, optimizer=optimizer, head_only=head_only)
+    return MegatronModel(role, shape, settings, parallel, load_weights=random_weights, optimizer=optimizer, head_only=head_only)
 
 
 def microbatches(parallel: ParallelContext, lengths: Sequence[Sequence[int]]) -> list[MicroBatch]:

@@ -101,6 +101,45 @@ def generic_gemm(
     return out, of_bias, None, extra_output
 
 
+def te_general_grouped_gemm(
+    a: list[Tensor],
+    transpose_a: bool,
+    b: list[Tensor],
+    transpose_b: bool,
+    out: list[Tensor],
+    dtype: Any,
+    m_splits: list[int],
+    bias: list[Tensor],
+    bias_dtype: Any,
+    single_output: bool,
+    gelu_in: list[Tensor],
+    grad: bool,
+    workspaces: list[Tensor],
+    workspace_size: int,
+    accumulate: bool,
+    use_split_accumulator: bool,
+    sm_count: int,
+) -> list[Tensor]:
+    """Multiply the operands of each group as :func:`generic_gemm` does. A group without rows writes zeros, unless it accumulates.
+
+    ``single_output``: the only tensor of ``out`` has the rows of all groups; the extension finds each group's from the sizes of its
+    operands, one after another. ``m_splits``: the rows of each group, which the extension does not read. Returns ``bias``.
+    """
+    del use_split_accumulator, sm_count
+    refuse(gelu_in=[x for x in gelu_in if x.numel()] or None, bias=[x for x in bias if x.numel()] or None)
+    assert len(a) == len(b) == len(m_splits) == len(bias) == len(gelu_in)
+    rows = [x.shape[-1] if transpose_b else x.shape[0] for x in b]
+    targets = list(out[0].split(rows)) if single_output else out
+    for first, second, target in zip(a, b, targets, strict=True):
+        if first.numel() == 0 or second.numel() == 0:
+            if not accumulate:
+                target.zero_()
+            continue
+        fixed = (first, transpose_a, second, transpose_b, target, None, dtype, None, bias_dtype, False, None, grad)
+        generic_gemm(*fixed, workspaces[0], workspace_size, accumulate, False, beta=1.0 if accumulate else 0.0)
+    return bias
+
+
 def _angles(freqs: Tensor, cu_seqlens: Tensor, cp_size: int, cp_rank: int) -> Tensor:
     """Angles of the tokens of a packed tensor [tokens, 1, rotated dimensions], chunks r and 2 CP - 1 - r of each sequence."""
     offsets = [offset // cp_size for offset in peek(cu_seqlens)]
@@ -230,5 +269,6 @@ __all__ = [
     "multi_tensor_scale",
     "rmsnorm_bwd",
     "rmsnorm_fwd",
+    "te_general_grouped_gemm",
     "thd_read_half_tensor",
 ]

@@ -25,9 +25,10 @@ from transformer_engine.pytorch.cpp_extensions.gemm import get_cublas_workspace_
 
 from tests import fake_cuda  # noqa: E402
 from tests.fake_cuda import step_worker  # noqa: E402
-from tests.fake_cuda.models import LENGTHS, SHAPE, TokenLoss, build, microbatches  # noqa: E402
+from tests.fake_cuda.models import LENGTHS, MIXTURE, SHAPE, TokenLoss, build, microbatches  # noqa: E402
 from tests.process_groups import release_groups  # noqa: E402
 from vapo_mcore.checkpoint.models import ModelSaver, load_optimizer, load_weights, weights_state  # noqa: E402
+from vapo_mcore.config.architecture import ModelArchitecture  # noqa: E402
 from vapo_mcore.config.schema import ParallelConfig  # noqa: E402
 from vapo_mcore.megatron.engine import MegatronModel  # noqa: E402
 from vapo_mcore.megatron.parallel import ParallelContext, initialize_parallel  # noqa: E402
@@ -41,7 +42,7 @@ def update(model: MegatronModel, parallel: ParallelContext, count: int) -> list[
 
 
 def exported(model: MegatronModel, parallel: ParallelContext) -> dict[str, torch.Tensor]:
-    exporter = Exporter(model.chunks, SHAPE, parallel, role=model.role)  # type: ignore[arg-type]
+    exporter = Exporter(model.chunks, model.architecture, parallel, role=model.role)  # type: ignore[arg-type]
     return {name: tensor.to("cpu", copy=True) for bucket in exporter.buckets() for name, tensor in bucket}
 
 
@@ -53,12 +54,12 @@ def written(model: MegatronModel, folder: Path, form: Any, saver: ModelSaver) ->
         save.finish()
 
 
-def checkpoints(role: str, dtype: str, folder: Path) -> dict[str, Any]:
+def checkpoints(role: str, dtype: str, folder: Path, shape: ModelArchitecture = SHAPE) -> dict[str, Any]:
     """For each pair of writer and reader, and both formats: tensors that differ, and gradient norms of the next two updates."""
     parallel = initialize_parallel(ParallelConfig(world_size=1))
     found: dict[str, Any] = {}
     for writer in ("te", "sdpa"):
-        model = build(role, parallel, dtype=dtype, attention=writer)
+        model = build(role, parallel, dtype=dtype, attention=writer, shape=shape)
         update(model, parallel, UPDATES)
         extra = [name for name in weights_state(model.chunks)["chunk0"] if name.endswith("_extra_state")]
         saver = ModelSaver()
@@ -69,7 +70,7 @@ def checkpoints(role: str, dtype: str, folder: Path) -> dict[str, Any]:
         follow = update(model, parallel, 2)
         for reader in ("te", "sdpa"):
             for form in ("fully_reshardable", "dp_reshardable"):
-                other = build(role, parallel, dtype=dtype, attention=reader)
+                other = build(role, parallel, dtype=dtype, attention=reader, shape=shape)
                 source = folder / f"{role}_{dtype}_{writer}_{form}"
                 load_weights(other, source / "weights")
                 after = exported(other, parallel)
@@ -92,6 +93,8 @@ def cases(folder: Path) -> dict[str, Callable[[], Any]]:
             found[f"offload {dtype} {attention}"] = partial(step_worker.run_case, {"dtype": dtype, "attention": attention}, 1)
         for role in ("policy", "critic"):
             found[f"checkpoint {role} {dtype}"] = partial(checkpoints, role, dtype, folder)
+    for role in ("policy", "critic"):
+        found[f"checkpoint mixture {role} float32"] = partial(checkpoints, role, "float32", folder / "mixture", MIXTURE)
     return found
 
 

@@ -71,6 +71,36 @@ def test_matrix_products_of_a_linear_layer() -> None:
     close(got_bias, of_bias)
 
 
+def grouped_gemm(a: list[Tensor], b: list[Tensor], out: list[Tensor], layout: str, *, grad: bool, accumulate: bool = False) -> None:
+    workspaces, none = [torch.empty(8, dtype=torch.uint8)] * 2, [torch.empty(0)] * len(a)
+    single = layout != "NT"
+    flags = (a, layout[0] == "T", b, layout[1] == "T", out, FLOAT32, [x.shape[0] for x in b], none, FLOAT32, single, none, grad)
+    assert functions.te_general_grouped_gemm(*flags, workspaces, 8, accumulate, False, 0) is none
+
+
+def test_matrix_products_of_experts() -> None:
+    """Each expert's rows, in all three layouts, and experts without tokens, first, between and last."""
+    rows = [0, 3, 0, 5, 0]
+    weights = [random(6, 8, seed=number).requires_grad_() for number in range(5)]
+    x, gradient = random(8, 8).requires_grad_(), random(8, 6)
+    expected = torch.cat([F.linear(part, weight) for part, weight in zip(x.split(rows), weights, strict=True)])
+    of_x, *of_weights = torch.autograd.grad(expected, [x, *weights], gradient, materialize_grads=True)
+    plain, nan = [weight.detach() for weight in weights], float("nan")
+    out, of_input = torch.full((8, 6), nan), torch.full((8, 8), nan)
+    inputs, gradients = list(x.detach().split(rows)), list(gradient.split(rows))
+    grouped_gemm(plain, inputs, [out], "TN", grad=False)
+    close(out, expected)
+    grouped_gemm(plain, gradients, [of_input], "NN", grad=True)
+    close(of_input, of_x)
+    got = [torch.full((6, 8), nan) for _ in rows]
+    grouped_gemm(inputs, gradients, got, "NT", grad=True)
+    for one, right in zip(got, of_weights, strict=True):
+        close(one, right)
+    grouped_gemm(inputs, gradients, got, "NT", grad=True, accumulate=True)
+    for one, right in zip(got, of_weights, strict=True):
+        close(one, 2 * right)
+
+
 def test_tf32_keeps_ten_bits() -> None:
     a, b = random(6, 64), random(5, 64)
     exact = gemm(a, b, "TN")[0]

@@ -24,7 +24,7 @@ import problem  # noqa: E402
 pytestmark = pytest.mark.skipif(
     find_spec("transformer_engine_torch") is None, reason="Transformer Engine's extension is not installed: make test-gpu-stack"
 )
-MODELS = ("qwen2", "qwen2_tied", "qwen3", "llama_tied", "one_kv_head")
+MODELS = ("qwen2", "qwen2_tied", "qwen3", "llama_tied", "one_kv_head", "qwen3_moe", "qwen3_moe_raw")
 
 
 def cases_of(output: str) -> dict[str, Any]:
@@ -64,20 +64,27 @@ def check(found: dict[str, Any], cases: int, called: set[str]) -> None:
 LAYERS = {"rmsnorm_fwd", "rmsnorm_bwd", "generic_gemm", "fused_rope_forward", "fused_rope_backward"}
 OPTIMIZER = {"multi_tensor_adam", "multi_tensor_l2norm", "multi_tensor_scale"}
 FUSED = {"get_fused_attn_backend", "fused_attn_fwd", "fused_attn_bwd"}
+EXPERTS = {"te_general_grouped_gemm"}
 UNFUSED = {"convert_thd_to_bshd", "convert_bshd_to_thd"}
 SHAPE_LAYERS = 4
 """Of the models of ``tests/fake_cuda/models.py``."""
 
 
 def test_one_process_equals_float64(one_process: dict[str, Any]) -> None:
-    """Float32 within 1e-5 by the unfused attention, bfloat16 by the fused one; recomputation; five kinds of models."""
-    check(one_process, 9, LAYERS | OPTIMIZER | FUSED | UNFUSED)
+    """Float32 within 1e-5 by the unfused attention, bfloat16 by the fused one; recomputation; five kinds of models; grouped experts."""
+    check(one_process, 13, LAYERS | OPTIMIZER | FUSED | UNFUSED | EXPERTS)
 
 
 def test_two_processes_equal_one(workdir: Path, one_process: dict[str, Any]) -> None:
-    """TP with and without sequence parallelism, PP, DP, and CP by the ring exchange."""
+    """TP with and without sequence parallelism, PP, DP, EP of grouped experts, and CP by the ring exchange."""
     del one_process
-    check(run_layouts(2, workdir), 14, LAYERS | OPTIMIZER | FUSED | UNFUSED | {"thd_read_half_tensor", "thd_out_correction"})
+    check(run_layouts(2, workdir), 19, LAYERS | OPTIMIZER | FUSED | UNFUSED | EXPERTS | {"thd_read_half_tensor", "thd_out_correction"})
+
+
+def test_four_processes_equal_one(workdir: Path, one_process: dict[str, Any]) -> None:
+    """Grouped experts at EP 2 with TP 2 (every expert on two ranks) and with PP 2."""
+    del one_process
+    check(run_layouts(4, workdir), 2, LAYERS | OPTIMIZER | UNFUSED | EXPERTS)
 
 
 def test_tf32_is_why_auto_avoids_it(workdir: Path, one_process: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,4 +141,16 @@ def test_checkpoints_of_both_kinds_of_layers(states: dict[str, Any], role: str, 
         alike = resumed == pytest.approx(follow, rel=bound)
         assert (writer == reader) == (case["layers"][0] == case["layers"][1])
         # what vapo_mcore.checkpoint.resume refuses: the layers' parameters have another order, and Megatron does not notice
+        assert alike == (writer == reader or form == "fully_reshardable"), (name, follow, resumed)
+
+
+@pytest.mark.parametrize("role", ["policy", "critic"])
+def test_checkpoints_of_grouped_experts(states: dict[str, Any], role: str) -> None:
+    """What grouped experts write, experts that run one after another read, and the other way round."""
+    for name, case in states[f"checkpoint mixture {role} float32"].items():
+        writer, reader, form = name.split("-")
+        assert case["layers"] == [{"te": "te_grouped", "sdpa": "local"}[kind] for kind in (writer, reader)]
+        assert case["different"] == [] and case["keys"] > 100, name
+        follow, resumed = case["norms"]
+        alike = resumed == pytest.approx(follow, rel=1e-5)
         assert alike == (writer == reader or form == "fully_reshardable"), (name, follow, resumed)

@@ -125,7 +125,11 @@ def _require_loadable(checkpoint: Checkpoint, layouts: Mapping[str, ParallelCont
     different = _different_degrees(manifest, layouts)
     what, old = "at another layout", "at the old layout"
     if not different and manifest.layers and manifest.layers != layers:
-        kinds = {"te": "model.attention = te", "local": "model.attention = sdpa or varlen"}
+        kinds = {
+            "te": "model.attention = te",
+            "te_grouped": "model.attention = te, grouped experts",
+            "local": "model.attention = sdpa or varlen",
+        }
         different, what, old = [f"{kinds[manifest.layers]} -> {kinds[layers]}"], "with other layers", f"with {kinds[manifest.layers]}"
     if not different:
         return

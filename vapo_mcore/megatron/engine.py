@@ -154,7 +154,8 @@ class MegatronModel:
         self.role = role
         self.architecture = architecture
         self.parallel = parallel
-        self.layers = layer_kind(choose_attention(model.attention, parallel.context_parallel_size, model.dtype))
+        attention = choose_attention(model.attention, parallel.context_parallel_size, model.dtype)
+        self.layers = layer_kind(attention, experts=architecture.is_moe)
         self.softmax_size, self.excluded_columns = _softmax_columns(architecture.vocab_size, unknown_token_ids, parallel)
         self.chunks = build_chunks(role, architecture, model, parallel, head_dropout=head_dropout)
         with parallel.groups.put_in_place():

@@ -55,12 +55,15 @@ def choose_attention(requested: str, context_parallel_size: int, dtype: str) -> 
     return requested  # type: ignore[return-value]
 
 
-def layer_kind(attention: Attention) -> Literal["te", "local"]:
-    """Return whose layers this attention is built into: Transformer Engine's or Megatron-Core's own.
+def layer_kind(attention: Attention, *, experts: bool = False) -> Literal["te", "te_grouped", "local"]:
+    """Return whose layers this attention is built into: Transformer Engine's (of a mixture with grouped experts) or Megatron-Core's own.
 
-    Both have the same parameters in different orders: Transformer Engine's norms are part of the projections that follow them.
+    They have the same parameters in different orders: Transformer Engine's norms are part of the projections that follow them, and its
+    grouped experts have the first projections of all experts before the second ones. ``experts``: the model is a mixture.
     """
-    return "te" if attention == "te" else "local"
+    if attention != "te":
+        return "local"
+    return "te_grouped" if experts else "te"
 
 
 def recompute_settings(recompute: str, attention: Attention, *, experts: bool = False) -> dict[str, Any]:
@@ -193,15 +196,16 @@ def transformer_config(architecture: ModelArchitecture, model: ModelConfig, para
         persist_layer_norm=attention == "te",
         deallocate_pipeline_outputs=True,
         **recompute_settings(model.recompute, attention, experts=architecture.is_moe),
-        **_expert_settings(architecture, parallel),
+        **_expert_settings(architecture, parallel, attention),
     )
 
 
-def _expert_settings(architecture: ModelArchitecture, parallel: ParallelContext) -> dict[str, Any]:
+def _expert_settings(architecture: ModelArchitecture, parallel: ParallelContext, attention: Attention) -> dict[str, Any]:
     """Return the settings of a mixture of experts, routed as in Qwen3-MoE.
 
     The softmax is computed in float32, before the top-k or, equivalent to normalising afterwards, over the chosen experts. Each token
-    reaches all its experts: no capacity limits how many tokens an expert takes.
+    reaches all its experts: no capacity limits how many tokens an expert takes. Transformer Engine's layers multiply all experts of a
+    rank in one grouped product; Megatron-Core offers no maintained grouped product without them.
     """
     if not architecture.is_moe:
         return {}
@@ -210,6 +214,7 @@ def _expert_settings(architecture: ModelArchitecture, parallel: ParallelContext)
         "expert_tensor_parallel_size": parallel.expert_tensor_parallel_size,
         "num_moe_experts": architecture.num_experts,
         "moe_ffn_hidden_size": architecture.moe_ffn_hidden_size,
+        "moe_grouped_gemm": attention == "te",
         "moe_router_topk": architecture.num_experts_per_token,
         "moe_router_pre_softmax": not architecture.norm_topk_prob,
         "moe_router_dtype": "fp32",
@@ -229,7 +234,9 @@ def packed_block_spec(config: Any, attention: Attention, vp_stage: int | None) -
         from megatron.core.extensions.transformer_engine import TENorm
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 
-        layer = get_gpt_layer_with_transformer_engine_spec(num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm)
+        layer = get_gpt_layer_with_transformer_engine_spec(
+            num_experts=config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm, qk_layernorm=config.qk_layernorm
+        )
         norm: Any = TENorm
     else:
         core = VarlenAttention if attention == "varlen" else SegmentAttention

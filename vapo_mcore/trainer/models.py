@@ -41,6 +41,7 @@ def build_models(config: Config, parallel: ParallelContext, say: Say) -> Models:
     )
     if unknown:
         _report_unknown_ids(policy, unknown, say)
+    _report_experts(policy, say)
     residency = Residency(enabled=HAS_CUDA if config.model.offload is None else config.model.offload)
     residency.add(policy)
     reference = None
@@ -61,6 +62,18 @@ def build_critic_alone(config: Config, parallel: ParallelContext, say: Say) -> M
     critic = _first_critic(config, architecture, parallel, say)
     residency.add(critic)
     return Models(architecture, cast(MegatronModel, None), critic, None, residency)
+
+
+def _report_experts(model: MegatronModel, say: Say) -> None:
+    """Print how the experts of a mixture are computed."""
+    experts = model.architecture.num_experts
+    if experts is None:
+        return
+    local = experts // model.parallel.expert_model_parallel_size
+    how = "one after another (model.attention = te, on GPUs, has grouped matrix products)"
+    if model.config.moe_grouped_gemm:
+        how = "together, by Transformer Engine's grouped matrix products"
+    say(f"{model.role}: {experts} experts a layer, {local} of them on each rank, computed {how}")
 
 
 def _report_unknown_ids(policy: MegatronModel, unknown: Sequence[int], say: Say) -> None:
@@ -116,6 +129,7 @@ def _first_critic(config: Config, policy: ModelArchitecture, parallel: ParallelC
         if pretraining.lr is not None:
             settings = settings.model_copy(update={"lr": pretraining.lr})
     critic = build_critic(config, architecture, parallel, load, settings, head_only)
+    _report_experts(critic, say)
     for name, reason in reports[0].dropped.items():
         say(f"critic: {name} of {folder} not used: {reason}")
     say(f"critic: trunk from {folder}, value head: {reports[0].head}")

@@ -27,10 +27,14 @@ def checkpoint(folder: Path, form: str, layers: str, updates: int = 3) -> Any:
     return SimpleNamespace(manifest=manifest, path=folder / "checkpoints" / "step_000007")
 
 
-@pytest.mark.parametrize(("saved", "now"), [("te", "local"), ("local", "te")])
+@pytest.mark.parametrize(("saved", "now"), [("te", "local"), ("local", "te"), ("te", "te_grouped")])
 def test_shards_of_other_layers_are_refused(saved: str, now: str, tmp_path: Path) -> None:
     """They hold the parameters in another order; Megatron would fill the wrong ones."""
-    names = {"te": "model.attention = te", "local": "model.attention = sdpa or varlen"}
+    names = {
+        "te": "model.attention = te",
+        "local": "model.attention = sdpa or varlen",
+        "te_grouped": "model.attention = te, grouped experts",
+    }
     with pytest.raises(CheckpointError) as caught:
         _require_loadable(checkpoint(tmp_path, "dp_reshardable", saved), {"policy": PARALLEL}, now)
     message = str(caught.value)

@@ -14,7 +14,7 @@ from vapo_mcore.certify.checks import trainer
 from vapo_mcore.config.schema import ModelConfig
 from vapo_mcore.errors import ConfigError
 from vapo_mcore.megatron import model as module
-from vapo_mcore.megatron.model import choose_attention, layer_kind, recompute_settings
+from vapo_mcore.megatron.model import Attention, _expert_settings, choose_attention, layer_kind, recompute_settings
 from vapo_mcore.trainer import models
 from vapo_mcore.weights import verify
 from vapo_mcore.weights.views import open_view
@@ -80,6 +80,29 @@ def test_te_in_float32_is_refused_with_context_parallelism(gpu: Callable[[bool],
 
 def test_layers_of_an_attention() -> None:
     assert {attention: layer_kind(attention) for attention in ("te", "varlen", "sdpa")} == {"te": "te", "varlen": "local", "sdpa": "local"}  # type: ignore[arg-type]
+
+
+def test_experts_are_computed_together_by_transformer_engine_alone() -> None:
+    """Their parameters then have an order of their own; the log says which way they are computed."""
+    layouts: Any = SimpleNamespace(expert_model_parallel_size=2, expert_tensor_parallel_size=1)
+    shape: Any = SimpleNamespace(is_moe=True, num_experts=8, num_experts_per_token=2, moe_ffn_hidden_size=32, norm_topk_prob=True)
+    kinds: tuple[Attention, ...] = ("te", "varlen", "sdpa")
+    grouped = [_expert_settings(shape, layouts, attention)["moe_grouped_gemm"] for attention in kinds]
+    assert grouped == [True, False, False]
+    assert [layer_kind(attention, experts=True) for attention in kinds] == ["te_grouped", "local", "local"]
+    said: list[str] = []
+    for together in (True, False):
+        model: Any = SimpleNamespace(role="critic", architecture=shape, parallel=layouts, config=SimpleNamespace(moe_grouped_gemm=together))
+        models._report_experts(model, said.append)
+    assert (
+        said[0] == "critic: 8 experts a layer, 4 of them on each rank, computed together, by Transformer Engine's grouped matrix products"
+    )
+    assert said[1] == (
+        "critic: 8 experts a layer, 4 of them on each rank, computed one after another (model.attention = te, on GPUs, has grouped "
+        "matrix products)"
+    )
+    models._report_experts(SimpleNamespace(architecture=SimpleNamespace(num_experts=None)), said.append)  # type: ignore[arg-type]
+    assert len(said) == 2
 
 
 def test_selective_recomputes_attention_only_where_it_keeps_scores() -> None:

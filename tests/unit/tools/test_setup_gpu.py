@@ -115,7 +115,7 @@ def test_a_torch_of_another_build(cuda: str, says: str | None, tmp_path: Path) -
             "cpu",
             "2.13.0+cpu",
             False,
-            r"would take torch 2.13.0\+cpu, built for CPUs, and CUDA 13 is needed: .*PIP_CONFIG_FILE",
+            r"would take torch 2.13.0\+cpu, built for CPUs, and CUDA 13 is needed: .*PIP_CONFIG_FILE=/dev/null; .* unset PIP_FIND_LINKS",
         ),
         ("cuda", "2.13.0+cu128", False, r"pip would take torch 2.13.0\+cu128, built with CUDA cu128, and CUDA 13"),
         ("cpu", "2.13.0+cpu", True, r"torch 2.13.0\+cpu in this environment is built for CPUs, .* -m pip uninstall --yes torch"),
