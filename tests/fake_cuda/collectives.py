@@ -51,15 +51,18 @@ def running() -> bool:
 
 
 class Work:
-    """A handle of NCCL: ``wait`` orders the current stream, it does not stop the host."""
+    """A handle of NCCL: ``wait`` orders the current stream, it does not stop the host, and may be called again."""
 
     def __init__(self, real: Any, ticket: _Ticket) -> None:
         self.real, self.ticket = real, ticket
+        self.result: list[Any] = []
 
     def wait(self, *args: Any) -> Any:
         self.ticket.wait()
-        with _calling(False):  # gloo copies its results when it is waited for: not a wait of the host on the device
-            return self.real.wait(*args)
+        if not self.result:  # gloo's second wait for a message never returns
+            with _calling(False):  # gloo copies its results when it is waited for: not a wait of the host on the device
+                self.result.append(self.real.wait(*args))
+        return self.result[0]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.real, name)
