@@ -21,9 +21,7 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent / "distributed" / "layouts"))
 import problem  # noqa: E402
 
-pytestmark = pytest.mark.skipif(
-    find_spec("transformer_engine_torch") is None, reason="Transformer Engine's extension is not installed: make test-gpu-stack"
-)
+pytestmark = pytest.mark.skipif(find_spec("transformer_engine") is None, reason="Transformer Engine is not installed: make test-gpu-stack")
 MODELS = ("qwen2", "qwen2_tied", "qwen3", "llama_tied", "one_kv_head", "qwen3_moe", "qwen3_moe_raw")
 
 

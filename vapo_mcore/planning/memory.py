@@ -27,6 +27,10 @@ _BATCH_BYTES_A_TOKEN = 8 + 2 * 1 + 7 * 4  # ids, two masks, seven float32 column
 _CRITIC_BATCH_BYTES_A_TOKEN = 8 + 2 * 1 + 2 * 4  # of a critic with another layout: ids, two masks, values and returns
 # In the micro-batches: ids and mask again, positions in the batch, the layout's five columns of indices and its mask.
 _PACKED_BYTES_A_TOKEN = 8 + 1 + 8 + 5 * 8 + 1
+_WORKSPACE_BYTES, _GROUPED_STREAMS = (
+    32 * 2**20 + 1024,
+    4,
+)  # of Transformer Engine's matrix products on Hopper; one a stream for grouped ones
 _VLLM_BATCHED_TOKENS = {True: 16384, False: 8192}  # vLLM's default tokens per engine step, on a large GPU and on CPU
 
 
@@ -36,6 +40,7 @@ class RankModel:
 
     ``reduction``: bytes of the gradient reduction, when all activations are freed. ``hidden_size``, ``head_dim``: those of the model.
     ``choice_bytes_a_token``: of the experts that router replay repeats. ``stage``: the rank's pipeline stage in the model's layout.
+    ``workspace``: bytes that the library of its layers keeps for matrix products, shared with the other model.
     """
 
     state: StateBytes
@@ -45,6 +50,7 @@ class RankModel:
     head_dim: int = 0
     choice_bytes_a_token: int = 0
     stage: int = 0
+    workspace: int = 0
 
 
 @dataclass
@@ -167,6 +173,7 @@ def _stage_memory(
         memory.add(f"{role} optimizer", model.state.optimizer if "optimizer" in parts else 0)
     _add_activations(memory, config, models, workload, device, stage)
     memory.add("rotary tables", _rotary_bytes(config, models))
+    memory.add("matrix product workspaces", max((model.workspace for model in models.values()), default=0))
     if stage in ("generate", "sync") and not offload_enabled(config, device):
         memory.add("gather buffer", _gather_bytes(config, models))
     _add_choices(memory, config, models, workload, stage)
@@ -230,6 +237,20 @@ def _add_choices(memory: StageMemory, config: Config, models: dict[Role, RankMod
     else:
         tokens = workload.tokens_per_data_rank / workload.updates
     memory.add("expert choices", tokens * models[role].choice_bytes_a_token)
+
+
+def workspace_bytes(config: Config, arch: ModelArchitecture, device: Device) -> int:
+    """Return the bytes of Transformer Engine's workspaces, which it keeps as long as the process lives; 0 with other layers.
+
+    ``model.attention: auto`` takes Transformer Engine on GPUs in bfloat16, if it is installed there.
+    """
+    if (
+        not device.is_gpu
+        or config.model.attention not in ("auto", "te")
+        or (config.model.attention, config.model.dtype) == ("auto", "float32")
+    ):
+        return 0
+    return _WORKSPACE_BYTES * (1 + _GROUPED_STREAMS * arch.is_moe)
 
 
 def _rotary_bytes(config: Config, models: dict[Role, RankModel]) -> float:

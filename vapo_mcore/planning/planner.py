@@ -24,6 +24,7 @@ from vapo_mcore.planning.memory import (
     offload_enabled,
     rank_memory,
     vllm_memory,
+    workspace_bytes,
 )
 from vapo_mcore.planning.state import (
     Role,
@@ -178,7 +179,8 @@ class Planner:
         largest = max(states, key=lambda state: state.optimizer + state.host)
         chunks = self._chunks(subject, role, work, stage, device)
         head_dim = int(arch.head_dim * arch.rotary_percent)
-        return RankModel(largest, chunks, reduction, arch.hidden_size, head_dim, choice_bytes_a_token(config, arch, role), stage)
+        choices, workspace = choice_bytes_a_token(config, arch, role), workspace_bytes(config, arch, device)
+        return RankModel(largest, chunks, reduction, arch.hidden_size, head_dim, choices, stage, workspace)
 
     def _chunks(self, subject: Subject, role: Role, work: Workload, stage: int, device: Device) -> tuple[ChunkActivations, ...]:
         config, arch = subject.config, subject.roles[role]

@@ -32,6 +32,7 @@ from vapo_mcore.planning.memory import (
     choices_host_bytes,
     rank_memory,
     vllm_memory,
+    workspace_bytes,
 )
 from vapo_mcore.planning.planner import Cluster, Plan, Planner, Subject, candidate_changes, single_changes
 from vapo_mcore.planning.state import Role, StateBytes, configured_state, num_parameters, snapshot_bytes
@@ -226,6 +227,20 @@ def _model(scale: int) -> RankModel:
         StateBytes(1 * scale, 2 * scale, 3 * scale),
         (ChunkActivations(saved=7, forward=8, peak=11, forward_peak=4, received=1, output=1, logits=2),),
     )
+
+
+def test_workspaces_of_transformer_engine() -> None:
+    """One of 32 MiB, which both models use; grouped experts multiply in four streams with one each."""
+    dense, mixture = find_architecture("qwen2.5-32b"), find_architecture("qwen3-30b-a3b")
+    h100, cpu, one = DEVICES["h100"], DEVICES["cpu"], 33_555_456
+    assert workspace_bytes(_config(), dense, h100) == workspace_bytes(_config("model.attention=te"), dense, h100) == one
+    assert workspace_bytes(_config(), mixture, h100) == 5 * one
+    assert workspace_bytes(_config(), mixture, cpu) == workspace_bytes(_config("model.attention=sdpa"), mixture, h100) == 0
+    assert workspace_bytes(_config("model.dtype=float32"), dense, h100) == 0
+    models: dict[Role, RankModel] = {"policy": replace(_model(1), workspace=5 * one), "critic": replace(_model(1), workspace=one)}
+    config = _config()
+    held = rank_memory(config, models, vllm_memory(config, mixture, h100), workload(config, None), h100)
+    assert {memory.parts["matrix product workspaces"] for memory in held.values()} == {5 * one}
 
 
 def test_stages_hold_what_the_residency_table_says() -> None:
