@@ -114,8 +114,10 @@ def test_offload(states: dict[str, Any], dtype: str, bound: float) -> None:
         for got, right, is_text in zip(te["numbers"][name], values, texts, strict=True):
             assert got == (right if is_text else pytest.approx(right, rel=bound, abs=bound)), name
     assert te["residency"] == 0
-    # the matrix products' workspace, which all layers share and Transformer Engine never frees; rotary tables
-    assert 0 <= max(te["left"]) - states["workspace"] < 200_000, te["live"]
+    # the matrix products' workspace, which all layers share and Transformer Engine never frees (the first case of the process allocates it)
+    assert states["workspace"] in te["live"].values()
+    left = max(te["left"])
+    assert 0 <= (left if left < states["workspace"] else left - states["workspace"]) < 200_000, te["live"]  # rotary tables
 
 
 def test_a_pass_waits_for_nothing(states: dict[str, Any]) -> None:
@@ -148,7 +150,7 @@ def test_checkpoints_of_grouped_experts(states: dict[str, Any], role: str) -> No
     for name, case in states[f"checkpoint mixture {role} float32"].items():
         writer, reader, form = name.split("-")
         assert case["layers"] == [{"te": "te_grouped", "sdpa": "local"}[kind] for kind in (writer, reader)]
-        assert case["different"] == [] and case["keys"] > 100, name
+        assert case["different"] == [] and case["keys"] > 80, name
         follow, resumed = case["norms"]
         alike = resumed == pytest.approx(follow, rel=1e-5)
         assert alike == (writer == reader or form == "fully_reshardable"), (name, follow, resumed)

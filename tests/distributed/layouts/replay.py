@@ -96,7 +96,7 @@ def unlike(
         for batch, got in zip(batches, found, strict=True):
             parts = choices[:, router.layer_number - 1].split(sizes)
             packed = torch.cat([parts[row] for row in batch.rows.tolist()]) if len(batch.rows) else choices[:0, 0]
-            expected = torch.zeros(packed.shape[0], got.shape[1], dtype=torch.bool).scatter(1, packed, True)
+            expected = torch.zeros(packed.shape[0], got.shape[1], dtype=torch.bool).scatter(1, packed, True).to(got.device)
             layout = batch.layout.with_padding(got.shape[0] * parallel.context_parallel_size * (parallel.tensor_model_parallel_size))
             expected, real = layout.shard(expected, False), layout.local_token_mask
             if parallel.sequence_parallel:
@@ -127,10 +127,7 @@ def compare(case: worker.Case, parallel: ParallelContext, folder: Path, workdir:
         differing = [(choices[row].long().sort(-1).values != mine[row].sort(-1).values).any(-1).sum() for row in choices]
         errors[f"{role}_choices"] = float(sum(differing))
         perturb(model)
-        carrying = [
-            batch.with_tensors(**{name: torch.cat([choices[row] for row in batch.rows.tolist()] or [next(iter(choices.values()))[:0]])})
-            for batch in second
-        ]
+        carrying = [batch.with_tensors(**{name: _packed(choices, batch).to(parallel.device)}) for batch in second]
         output = "logprobs" if role == "policy" else "values"
         found = _by_row(second, model.forward(carrying)[output], sizes)
         right = expected[output].split(sizes)
@@ -149,9 +146,9 @@ def _engine(
     """A pass by the engine's choices, which lack those of the last tokens: their log-probs, and what the pass records for its updates."""
     given = []
     for batch in batches:
-        packed = torch.cat([choices[row] for row in batch.rows.tolist()] or [next(iter(choices.values()))[:0]])
-        packed[batch.layout.last_token_index] = 0
-        given.append(batch.with_tensors(**{ENGINE_CHOICES: packed}))
+        packed = _packed(choices, batch)
+        packed[batch.layout.last_token_index.cpu()] = 0
+        given.append(batch.with_tensors(**{ENGINE_CHOICES: packed.to(model.parallel.device)}))
     found = model.forward(given, record_choices=True)
     rows = _by_row(batches, found["logprobs"], sizes)
     wrong = 0
@@ -165,12 +162,17 @@ def _engine(
     }
 
 
+def _packed(choices: dict[int, Tensor], batch: MicroBatch) -> Tensor:
+    """The choices of a micro-batch's rows, on the host: [tokens, layers of this rank, topk]."""
+    return torch.cat([choices[row] for row in batch.rows.tolist()] or [next(iter(choices.values()))[:0]])
+
+
 def _by_row(batches: list[MicroBatch], parts: list[Tensor], sizes: list[int]) -> dict[int, Tensor]:
     """Row -> its tokens' part of what a pass returned."""
     result: dict[int, Tensor] = {}
     for batch, part in zip(batches, parts, strict=True):
         rows = batch.rows.tolist()
-        result |= dict(zip(rows, part.split([sizes[row] for row in rows]), strict=True)) if rows else {}
+        result |= dict(zip(rows, part.cpu().split([sizes[row] for row in rows]), strict=True)) if rows else {}
     return result
 
 
@@ -187,7 +189,7 @@ def _update(
     loss: Any = worker.PolicyTestLoss() if role == "policy" else worker.ValueTestLoss()
     with routing_maps(model) as maps:
         model.accumulate(plain, loss)
-    without = torch.tensor(float(unlike(maps, plain, expected["choices"], sizes, parallel)))
+    without = torch.tensor(float(unlike(maps, plain, expected["choices"], sizes, parallel)), device=parallel.device)
     dist.all_reduce(without)
     assert without > 0, "without replay the update is routed otherwise"
     model.routing.reset_statistics()
@@ -217,7 +219,7 @@ def _update(
 def _layers(model: MegatronModel) -> Tensor:
     """Layer number of each row of the statistics."""
     assert model.routing is not None
-    mine = torch.tensor([router.layer_number for router in model.routing.routers])
+    mine = torch.tensor([router.layer_number for router in model.routing.routers], device=model.parallel.device)
     parts = [torch.empty_like(mine) for _ in range(model.parallel.pipeline_model_parallel_size)]
     dist.all_gather(parts, mine, group=model.parallel.pipeline_model_parallel_group)
-    return torch.cat(parts)
+    return torch.cat(parts).cpu()
