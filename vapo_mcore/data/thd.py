@@ -36,13 +36,15 @@ def pad_multiples(context_parallel_size: int, tensor_parallel_size: int) -> tupl
     return sequence, sequence * tensor_parallel_size
 
 
+FEWEST_TOKENS = 2
+"""Padded tokens of a micro-batch, at least: with one token and one key-value head Transformer Engine 2.11 refuses the strides of the values."""
 PAD_SEQUENCE_TOKENS = 512
 """Approximate length of a sequence of pads, a multiple of the total's multiple. Short ones keep attention over pads linear."""
 
 
 def _pad_sequences(needed: int, pad_to: int | None, multiple: int, *, dummy: bool) -> Tensor:
     """Return the lengths of the sequences of pads that fill a layout, int64; at least one for a layout without sequences."""
-    target = max(pad_to or needed, multiple if dummy else 0)
+    target = max(pad_to or needed, max(multiple, FEWEST_TOKENS) if dummy else 0)
     if target < needed or (target - needed) % multiple:
         raise ValueError(f"cannot pad {needed} tokens to {pad_to}: it must not be below and the difference a multiple of {multiple}")
     size = max(1, PAD_SEQUENCE_TOKENS // multiple) * multiple
@@ -88,6 +90,7 @@ class ThdLayout:
         padded = (real + sequence_multiple - 1).div(sequence_multiple, rounding_mode="floor") * sequence_multiple
         if real.numel():
             padded[-1] += -int(padded.sum()) % total_multiple
+            padded[-1] += max(0, FEWEST_TOKENS - int(padded.sum()))
         padded = torch.cat([padded, _pad_sequences(int(padded.sum()), pad_to, total_multiple, dummy=not real.numel())])
         self._arguments: dict[str, Any] = {
             "context_parallel_size": context_parallel_size,
