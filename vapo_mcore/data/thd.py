@@ -37,7 +37,7 @@ def pad_multiples(context_parallel_size: int, tensor_parallel_size: int) -> tupl
 
 
 FEWEST_TOKENS = 2
-"""Padded tokens of a micro-batch, at least: with one token and one key-value head Transformer Engine 2.11 refuses the strides of the values."""
+"""Padded tokens of a micro-batch, at least. With one token and one key-value head Transformer Engine 2.11 refuses the values' strides."""
 PAD_SEQUENCE_TOKENS = 512
 """Approximate length of a sequence of pads, a multiple of the total's multiple. Short ones keep attention over pads linear."""
 
