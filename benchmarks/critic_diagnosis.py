@@ -8,8 +8,8 @@ of the 400 prompts of ``heldout.jsonl``, on which everything is measured. Later 
 
 - ``oracles``: explained variance of a constant, of tables of mean returns (by prompt, by whether the text is still right, by the policy's
   own log-probs), and of exact values, by a second continuation of 16,384 prefixes of the held-out responses (``--continuations``).
-- the other sets (``SETS``) train critics: a transformers trunk and a linear head. ``curve``: explained variance after so many updates.
 - ``probe``: linear probes of the hidden states of each layer of the policy; those of ``PROBED`` critics follow their training.
+- the other sets train critics: a transformers trunk and a linear head. ``curve``: explained variance after so many updates.
 
 Columns of a critic: ``ev`` explained variance of the held-out returns, ``ev_prompt_end`` the same of the value before the first token,
 ``ev_oracle`` that of the still-right oracle's values, ``auc_error`` how well low values find text with an error among texts of the same
@@ -393,9 +393,8 @@ def hidden_states(trunk: Any, data: Samples) -> list[Tensor]:
     layers: list[list[Tensor]] = []
     for rows in torch.arange(len(data)).split(64):
         part = data.take(rows)
-        states = trunk(
-            part.tokens[:, : part.prompt_length + int(part.lengths.max())].long(), use_cache=False, output_hidden_states=True
-        ).hidden_states
+        tokens = part.tokens[:, : part.prompt_length + int(part.lengths.max())].long()
+        states = trunk(tokens, use_cache=False, output_hidden_states=True).hidden_states
         layers.append([state[:, part.prompt_length - 1 : -1][part.mask[:, : int(part.lengths.max())]] for state in states])
     return [torch.cat(parts) for parts in zip(*layers, strict=True)]
 
@@ -479,10 +478,8 @@ def main() -> None:
     policy = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32)
 
     def say(experiment: str, started: float, line: dict[str, Any]) -> None:
-        print(
-            json.dumps({"benchmark": "critic_diagnosis", "experiment": experiment, **line, "cpu_s": round(time.process_time() - started)}),
-            flush=True,
-        )
+        name = {"benchmark": "critic_diagnosis", "experiment": experiment}
+        print(json.dumps({**name, **line, "cpu_s": round(time.process_time() - started)}), flush=True)
 
     samples = load(arguments, policy)
     say("samples", 0.0, {name: len(part) for name, part in samples.items()})
