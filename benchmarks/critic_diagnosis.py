@@ -9,7 +9,7 @@ of the 400 prompts of ``heldout.jsonl``, on which everything is measured. Later 
 - ``oracles``: explained variance of a constant, of tables of mean returns (by prompt, by whether the text is still right, by the policy's
   own log-probs), and of exact values, by a second continuation of 16,384 prefixes of the held-out responses (``--continuations``).
 - ``probe``: linear probes of the hidden states of each layer of the policy; those of ``PROBED`` critics follow their training.
-- the other sets train critics: a transformers trunk and a linear head. ``curve``: explained variance after so many updates.
+- the other sets train critics: a transformers trunk and a linear head. ``curve``: ``ev`` and ``auc_error`` after so many updates.
 
 Columns of a critic: ``ev`` explained variance of the held-out returns, ``ev_prompt_end`` the same of the value before the first token,
 ``ev_oracle`` that of the still-right oracle's values, ``auc_error`` how well low values find text with an error among texts of the same
@@ -188,9 +188,8 @@ def auc(scores: Tensor, labels: Tensor, groups: Tensor) -> float:
     ties = np.flatnonzero(np.r_[True, (g[1:] != g[:-1]) | (s[1:] != s[:-1])])
     positive, negative = np.add.reduceat(y, ties), np.add.reduceat(1 - y, ties)
     below = np.cumsum(negative) - negative
-    group_of_tie = np.searchsorted(starts, ties, "right") - 1
-    first_tie = np.searchsorted(ties, starts)
-    wins = positive * (below - below[first_tie][group_of_tie] + negative / 2)
+    first_tie = np.searchsorted(ties, starts)[np.searchsorted(starts, ties, "right") - 1]
+    wins = positive * (below - below[first_tie] + negative / 2)
     pairs = np.add.reduceat(y, starts) * np.add.reduceat(1 - y, starts)
     return round(float(wins.sum() / max(pairs.sum(), 1)), 4)
 
@@ -201,20 +200,23 @@ def answers(data: Samples) -> Tensor:
     return digits[:, 7] + 10 * digits[:, 8] + 100 * digits[:, 9] + data.times * (10 * digits[:, 4] + digits[:, 5])
 
 
+def least_logprobs(data: Samples) -> Tensor:
+    """Return the policy's least log-prob of any token of the text so far."""
+    return data.flat(torch.cat([torch.zeros(len(data), 1), data.logprobs.float()[:, :-1]], 1).cummin(1).values)
+
+
 def keys_of(data: Samples, kind: str) -> tuple[Tensor, Tensor]:
     """Return fine and coarse keys of all tokens for ``table``."""
     times, position = data.flat(data.times), data.positions()
     size = data.flat(torch.bucketize(answers(data), torch.tensor([9, 99, 599])))
     if kind in ("times", "prompt"):
         return times * 4 + (size if kind == "prompt" else 0), times if kind == "prompt" else torch.zeros_like(times)
-    if kind == "surprise":  # least log-prob of any token so far
-        before = torch.cat([torch.zeros(len(data), 1), data.logprobs.float()[:, :-1]], 1).cummin(1).values
-        state = torch.bucketize(data.flat(before), torch.tensor([-5.0, -3.5, -2.5, -1.5, -1.0, -0.5, -0.1]))
+    if kind == "surprise":
+        state = torch.bucketize(least_logprobs(data), torch.tensor([-5.0, -3.5, -2.5, -1.5, -1.0, -0.5, -0.1]))
     else:
         state = data.flat(data.states).long()
         state = state.clamp(max=1) if kind == "still_right" else state * 4 + size if kind == "on_track_size" else state
-    coarse = state * 15 + times
-    return coarse * MAX_RESPONSE + position, coarse
+    return (state * 15 + times) * MAX_RESPONSE + position, state * 15 + times
 
 
 def ratio_error(parts: Tensor, wholes: Tensor, prompts: Tensor) -> float:
@@ -234,6 +236,7 @@ def oracles(samples: dict[str, Samples]) -> dict[str, Any]:
     training, heldout = samples["train"], samples["heldout"]
     returns = heldout.flat(heldout.rewards)
     found, at_end = {"ev_constant": ev(torch.zeros_like(returns), returns)}, heldout.positions() == 0
+    found |= {f"{name}_surprise": value for name, value in error_aucs(-least_logprobs(heldout), heldout).items()}
     for kind in ("times", "prompt", "still_right", "on_track", "on_track_size", "surprise"):
         values = oracle_values(kind, training, heldout)
         found[f"ev_{kind}"], found[f"ev_{kind}_first_token"] = ev(values, returns), ev(values[at_end], returns[at_end])
@@ -253,11 +256,10 @@ def oracles(samples: dict[str, Samples]) -> dict[str, Any]:
         found[name] = round(float(parts.sum() / wholes.sum()), 4)
         found[f"{name}_error"] = ratio_error(parts.sum(1), wholes.sum(1), torch.arange(len(parts)))
     sums_right = training.states.gather(1, (training.times * ENTRY).clamp(max=MAX_RESPONSE - 1)[:, None])[:, 0] == RIGHT
-    errors = training.flat(training.states) != RIGHT
-    means = {"mean_return": training.rewards, "mean_length": training.lengths, "tokens_after_an_error": errors}
+    means = {"mean_return": training.rewards, "mean_length": training.lengths, "errors": training.flat(training.states) != RIGHT}
     means |= {"all_sums_right": sums_right, "return_if_right": training.rewards[sums_right], "return_if_not": training.rewards[~sums_right]}
-    small = answers(training) < 100
-    means |= {f"return_if_right_{name}": training.rewards[sums_right & use] for name, use in (("below_100", small), ("from_100", ~small))}
+    for name, use in (("below_100", answers(training) < 100), ("from_100", answers(training) >= 100)):
+        means[f"return_if_right_{name}"] = training.rewards[sums_right & use]
     found |= {name: round(float(value.float().mean()), 4) for name, value in means.items()}
     return found
 
@@ -318,8 +320,8 @@ def values_of(critic: Critic, data: Samples) -> Tensor:
     return data.flat(found)
 
 
-def train(policy: Any, samples: dict[str, Samples], settings: Settings) -> tuple[Critic, dict[str, float]]:
-    """Train a critic. Returns it, and its explained variance on held-out responses after each number of updates in ``CURVE``."""
+def train(policy: Any, samples: dict[str, Samples], settings: Settings) -> tuple[Critic, dict[str, Any]]:
+    """Train a critic. Returns it, and ``ev`` and ``auc_error`` after each number of updates in ``CURVE``."""
     data = samples["train"].take(torch.arange(settings.responses))
     targets = torch.zeros(len(data), MAX_RESPONSE)
     if settings.target == "oracle":
@@ -346,7 +348,8 @@ def train(policy: Any, samples: dict[str, Samples], settings: Settings) -> tuple
         optimizer.step()
         optimizer.zero_grad()
         if update in CURVE and update < settings.updates:
-            found[str(update)] = ev(values_of(critic, samples["heldout"]), returns)
+            values = values_of(critic, samples["heldout"])
+            found[str(update)] = [ev(values, returns), error_aucs(-values, samples["heldout"])["auc_error"]]
     return critic, {**found, "clipped_updates": sum(norm > settings.clip for norm in norms)}
 
 
@@ -363,8 +366,7 @@ def error_aucs(scores: Tensor, data: Samples) -> dict[str, float]:
 
 def measure(critic: Critic, samples: dict[str, Samples]) -> dict[str, float]:
     heldout, part = samples["heldout"], samples["train"].take(torch.arange(512))
-    values, returns = values_of(critic, heldout), heldout.flat(heldout.rewards)
-    first = heldout.positions() == 0
+    values, returns, first = values_of(critic, heldout), heldout.flat(heldout.rewards), heldout.positions() == 0
     found = {"ev": ev(values, returns), "ev_prompt_end": ev(values[first], returns[first])}
     found["ev_oracle"] = ev(values, oracle_values("still_right", samples["train"], heldout))
     return {**found, **error_aucs(-values, heldout), "ev_first_512_trained": ev(values_of(critic, part), part.flat(part.rewards))}
@@ -376,15 +378,14 @@ SETS: dict[str, list[Settings]] = {
     "base": [replace(BASE, updates=256), replace(BASE, seed=2)],
     "lr": [FAST, replace(FAST, lr=5e-3, updates=128)],
     "target": [replace(FAST, target="right"), replace(FAST, target="oracle", updates=128)],
+    "generous": [replace(FAST, target="right", layers=5, responses=32768, updates=384)],
     "depth": [replace(FAST, layers=5)],
-    "long": [replace(FAST, responses=32768, updates=512)],
-    "data": [replace(FAST, responses=1024)],
+    "data": [replace(FAST, responses=1024), replace(FAST, responses=32768, updates=512)],
     "optimizer": [replace(BASE, weight_decay=0.0, clip=100.0, warmup=0), replace(BASE, beta2=0.95, eps=1e-5)],
     "head": [replace(BASE, head="mean"), replace(BASE, head="small")],
-    "trunk": [replace(FAST, trunk="scratch", updates=128)],
-    "width": [replace(FAST, trunk="scratch", width=256, updates=128)],
+    "trunk": [replace(FAST, trunk="scratch", width=width, updates=128) for width in (128, 256)],
 }
-PROBED = (SETS["base"][0], SETS["target"][0], SETS["long"][0])  # critics whose states are probed
+PROBED = (SETS["base"][0], SETS["target"][0], SETS["generous"][0])  # critics whose states are probed
 
 
 @torch.no_grad()
@@ -437,7 +438,6 @@ def probe(name: str, trunk: Any, samples: dict[str, Samples], responses: int = 1
     returns, new_returns = training.flat(training.rewards), heldout.flat(heldout.rewards)
     for layer, (x, new) in enumerate(zip(hidden_states(trunk, training), hidden_states(trunk, heldout), strict=True)):
         logits = logistic(x, error, new)
-        at_end = least_squares(x[first], times[first].float(), new[new_first])
         accuracies = {
             "accuracy": (logits > 0) == new_error,
             "accuracy_by_times_and_position": (base > 0.5) == new_error,
@@ -446,8 +446,8 @@ def probe(name: str, trunk: Any, samples: dict[str, Samples], responses: int = 1
         yield {
             "model": name, "layer": layer, **{key: round(float(value.float().mean()), 4) for key, value in accuracies.items()},
             "auc_all_tokens": auc(logits, new_error, everything), "auc_all_tokens_by_times_and_position": auc(base, new_error, everything),
-            **error_aucs(logits, heldout), "times_at_prompt_end": ev(at_end, new_times[new_first]),
-            "ev_return": ev(least_squares(x, returns, new), new_returns),
+            **error_aucs(logits, heldout), "ev_return": ev(least_squares(x, returns, new), new_returns),
+            "times_at_prompt_end": ev(least_squares(x[first], times[first].float(), new[new_first]), new_times[new_first]),
         }  # fmt: skip
 
 
