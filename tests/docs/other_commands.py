@@ -137,6 +137,14 @@ COMMANDS = [
         look=looks.json_lines,
         slow=True,
     ),
+    Command(
+        "python benchmarks/critic_diagnosis.py",
+        add="--only oracles --responses 512 --continuations 256",
+        why="fewer responses, and no critic is trained",
+        look=looks.json_lines,
+        leaves=("runs/critic_diagnosis.pt",),
+        slow=True,
+    ),
     Command("python benchmarks/gae.py", add="--responses 256 --repeats 1", why="fewer responses", look=looks.json_lines, slow=True),
     Command(
         "python benchmarks/gpu_step.py",
