@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tests.fake_cuda import order
 from tests.fake_cuda.faults import count_sync, fault
-from tests.fake_cuda.memory import device_of, memory_of
+from tests.fake_cuda.memory import device_of, memory_of, span_of
 
 _gloo_groups: set[str] = set()
 """Groups that were asked for with the gloo backend: they take host tensors."""
@@ -94,8 +94,9 @@ def enter(name: str, args: tuple, tensors: list[Tensor]) -> None:
     for tensor in data:
         facts = memory_of(tensor)
         assert facts is not None
-        facts.accesses.check(stream.clock, writes=writes, what=f"{name}: a tensor {tuple(tensor.shape)}")
-        facts.accesses.add(mark, writes=writes)
+        span = span_of(tensor)
+        facts.accesses.check(stream.clock, writes=writes, what=f"{name}: a tensor {tuple(tensor.shape)}", span=span)
+        facts.accesses.add(mark, writes=writes, span=span)
     ticket = _tickets[-1] if _tickets else None
     if ticket is None:
         current.wait_stream(stream)
@@ -131,6 +132,25 @@ def _wrap(function: Any) -> Any:
         with _calling(asynchronous) as ticket:
             work = function(*args, **kwargs)
         return Work(work, ticket) if asynchronous and work is not None else work
+
+    return call
+
+
+def _of_any_sizes(function: Any) -> Any:
+    """Let ranks gather and scatter different numbers of rows, as NCCL does: by what replaces gloo's collectives on CPUs."""
+    if function.__name__ not in ("all_gather", "reduce_scatter"):
+        return function
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        first, second, *_ = signature.bind(*args, **kwargs).arguments.values()
+        if len({len(part) for part in (first if isinstance(first, list) else second) if part.dim()}) <= 1:
+            return function(*args, **kwargs)
+        from vapo_mcore.megatron import host  # asks for CUDA at import
+
+        replacement = host._all_gather if function.__name__ == "all_gather" else host._reduce_scatter
+        return replacement(*args, **kwargs)
 
     return call
 
@@ -210,7 +230,7 @@ def install() -> None:
         "new_group": make_group,
         "_coalescing_manager": coalescing_manager,
     }
-    replaced |= {name: _wrap(getattr(module, name)) for name in _TENSOR_CALLS}
+    replaced |= {name: _wrap(_of_any_sizes(getattr(module, name))) for name in _TENSOR_CALLS}
     replaced |= {name: _wrap_objects(getattr(module, name)) for name in _OBJECT_CALLS}
     for name, value in replaced.items():
         setattr(module, name, value)

@@ -113,6 +113,13 @@ def storage_of(tensor: torch.Tensor) -> Any:
 _STORAGE = torch.Tensor.untyped_storage
 
 
+def span_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return the bytes of its storage that a strided tensor with elements spans."""
+    size, begin = tensor.element_size(), tensor.storage_offset()
+    last = begin + sum((count - 1) * stride for count, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return begin * size, (last + 1) * size
+
+
 def memory_of(tensor: torch.Tensor) -> Memory | None:
     storage = storage_of(tensor)
     return None if storage is None else getattr(storage, "fake_cuda", None)

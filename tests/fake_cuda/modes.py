@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.fake_cuda import collectives, generators, memory, order
 from tests.fake_cuda.faults import count_sync, fault
-from tests.fake_cuda.memory import device_of, host_facts, memory_of, storage_of
+from tests.fake_cuda.memory import device_of, host_facts, memory_of, span_of, storage_of
 
 CPU = torch.device("cpu")
 
@@ -246,8 +246,9 @@ class Operators(TorchDispatchMode):
                         facts.accesses.check(order.HOST, writes=False, what=f"{kind.name}: a host tensor {tuple(tensor.shape)}")
                     continue
                 facts = host_facts(tensor)
-            facts.accesses.check(stream.clock, writes=writes, what=f"{kind.name}: a tensor {tuple(tensor.shape)}")
-            facts.accesses.add(mark, writes=writes)
+            span = span_of(tensor)
+            facts.accesses.check(stream.clock, writes=writes, what=f"{kind.name}: a tensor {tuple(tensor.shape)}", span=span)
+            facts.accesses.add(mark, writes=writes, span=span)
 
     def _waits(self, kind: Kind, args: tuple, kwargs: dict, on_device: list[Tensor]) -> None:
         """Count what the host waits for, and note that it then knows the stream to be complete."""

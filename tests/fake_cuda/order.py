@@ -170,34 +170,49 @@ def complete(number: int) -> None:
             merge(HOST, stream.clock)
 
 
-class Accesses:
-    """Marks of one storage's last write and of the reads since."""
+Span = tuple[int, int]
+"""First byte and the one after the last, within a storage."""
+EVERYTHING: Span = (0, 2**62)
 
-    __slots__ = ("reads", "write")
+
+class Accesses:
+    """Marks of the last writes to a storage, with the bytes that they write, and of the reads since.
+
+    A stream's writes are in order, so its last mark stands for all of its bytes. Those of collectives are kept one by one: while the
+    gradients of one bucket are reduced, others of the same buffer are written.
+    """
+
+    __slots__ = ("reads", "writes")
 
     def __init__(self) -> None:
-        self.write: Mark | None = None
+        self.writes: list[tuple[Mark, Span]] = []
         self.reads: Clock = {}
 
-    def check(self, clock: Mapping[int, int], *, writes: bool, what: str) -> None:
+    def check(self, clock: Mapping[int, int], *, writes: bool, what: str, span: Span = EVERYTHING) -> None:
         """FakeCudaError unless an access of whoever has this clock is ordered after those it must follow."""
-        if self.write is not None and clock.get(self.write[0], 0) < self.write[1]:
-            fault(f"{what} before the {_name(self.write[0])} that writes it is known to have ended")
+        for (stream, tick), (begin, end) in self.writes:
+            if begin < span[1] and span[0] < end and clock.get(stream, 0) < tick:
+                fault(f"{what} before the {_name(stream)} that writes it is known to have ended")
         if writes:
             for stream, tick in self.reads.items():
                 if clock.get(stream, 0) < tick:
                     fault(f"{what} is overwritten while the {_name(stream)} may still read it")
 
-    def add(self, mark: Mark, *, writes: bool) -> None:
-        if writes:
-            self.write = mark
-            self.reads.clear()
-        else:
+    def add(self, mark: Mark, *, writes: bool, span: Span = EVERYTHING) -> None:
+        if not writes:
             self.reads[mark[0]] = mark[1]
+            return
+        kept = [(other, at) for other, at in self.writes if not (span[0] <= at[0] and at[1] <= span[1])]
+        if mark[0] not in COMMUNICATION:
+            own = [span, *(at for other, at in kept if other[0] == mark[0])]
+            span = min(at[0] for at in own), max(at[1] for at in own)
+            kept = [(other, at) for other, at in kept if other[0] != mark[0]]
+        self.writes = [*kept, (mark, span)]
+        self.reads.clear()
 
     def settled(self, clock: Mapping[int, int], *, ignore: frozenset[int] = frozenset()) -> bool:
         """Whether all accesses come before what this clock covers."""
-        marks = [*self.reads.items(), *([self.write] if self.write else [])]
+        marks = [*self.reads.items(), *(mark for mark, _ in self.writes)]
         return all(clock.get(stream, 0) >= tick for stream, tick in marks if stream not in ignore)
 
 
