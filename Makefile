@@ -5,7 +5,7 @@
 # make quickstart-critic  the same on a game whose state the critic can read off the text (docs/critic.md)
 # make certify     measure on the quickstart's recipe whether trainer, engine, critic and graders agree (docs/certify.md)
 # make test        all tests but the slow ones; test-fast: unit tests; test-slow: the slow ones; test-mcore-next: a newer Megatron-Core
-# make test-gpu-stack  Transformer Engine's layers without a GPU: builds the environment of setup-gpu (.venv_gpu_stack; an hour or two), then runs
+# make test-gpu-stack  Transformer Engine's layers without a GPU: builds the environment of setup-gpu (.venv_gpu_stack; 35 minutes on two cores), then runs
 #                  tests/te_reference in it
 # make test-docs   the shorter commands of the pages, with small sizes, in a copy of the tree; test-docs-slow: all of them, as written
 # make nightly     all that .ci/run leaves out: test-slow (35 killed runs and the public index's packages included), test-docs-slow (the quickstart
