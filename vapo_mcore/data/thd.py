@@ -37,7 +37,7 @@ def pad_multiples(context_parallel_size: int, tensor_parallel_size: int) -> tupl
 
 
 FEWEST_TOKENS = 2
-"""Padded tokens of a micro-batch, at least. With one token and one key-value head Transformer Engine 2.11 refuses the values' strides."""
+"""Tokens of a dummy, at least. With one token and one key-value head Transformer Engine 2.11 refuses the strides of the values."""
 PAD_SEQUENCE_TOKENS = 512
 """Approximate length of a sequence of pads, a multiple of the total's multiple. Short ones keep attention over pads linear."""
 
@@ -90,7 +90,6 @@ class ThdLayout:
         padded = (real + sequence_multiple - 1).div(sequence_multiple, rounding_mode="floor") * sequence_multiple
         if real.numel():
             padded[-1] += -int(padded.sum()) % total_multiple
-            padded[-1] += max(0, FEWEST_TOKENS - int(padded.sum()))
         padded = torch.cat([padded, _pad_sequences(int(padded.sum()), pad_to, total_multiple, dummy=not real.numel())])
         self._arguments: dict[str, Any] = {
             "context_parallel_size": context_parallel_size,

@@ -27,10 +27,8 @@ _BATCH_BYTES_A_TOKEN = 8 + 2 * 1 + 7 * 4  # ids, two masks, seven float32 column
 _CRITIC_BATCH_BYTES_A_TOKEN = 8 + 2 * 1 + 2 * 4  # of a critic with another layout: ids, two masks, values and returns
 # In the micro-batches: ids and mask again, positions in the batch, the layout's five columns of indices and its mask.
 _PACKED_BYTES_A_TOKEN = 8 + 1 + 8 + 5 * 8 + 1
-_WORKSPACE_BYTES, _GROUPED_STREAMS = (
-    32 * 2**20 + 1024,
-    4,
-)  # of Transformer Engine's matrix products on Hopper; one a stream for grouped ones
+# Of Transformer Engine's matrix products on Hopper; grouped products have one workspace a stream.
+_WORKSPACE_BYTES, _GROUPED_STREAMS = 32 * 2**20 + 1024, 4
 _VLLM_BATCHED_TOKENS = {True: 16384, False: 8192}  # vLLM's default tokens per engine step, on a large GPU and on CPU
 
 
@@ -244,11 +242,8 @@ def workspace_bytes(config: Config, arch: ModelArchitecture, device: Device) -> 
 
     ``model.attention: auto`` takes Transformer Engine on GPUs in bfloat16, if it is installed there.
     """
-    if (
-        not device.is_gpu
-        or config.model.attention not in ("auto", "te")
-        or (config.model.attention, config.model.dtype) == ("auto", "float32")
-    ):
+    attention = config.model.attention
+    if not device.is_gpu or not (attention == "te" or (attention == "auto" and config.model.dtype == "bfloat16")):
         return 0
     return _WORKSPACE_BYTES * (1 + _GROUPED_STREAMS * arch.is_moe)
 

@@ -113,16 +113,9 @@ def test_shifts_of_vectors_and_booleans() -> None:
     assert layout.shift_left(torch.tensor([False, True, True]), False).tolist() == [True, False, False]
 
 
-def test_no_microbatch_has_a_single_padded_token() -> None:
-    """Transformer Engine refuses the strides that one token has with one key-value head."""
-    one = ThdLayout([1])
-    assert (one.num_tokens, one.num_padded_tokens, one.padded_lengths_list) == (1, 2, [2])
-    assert one.shard(torch.tensor([7]), 0).tolist() == [7, 0] and one.unshard(torch.tensor([7, 9])).tolist() == [7]
-    assert ThdLayout([1, 1]).num_padded_tokens == 2
-
-
 @pytest.mark.parametrize(("cp", "tp", "size"), [(1, 1, 2), (1, 4, 4), (2, 1, 4), (4, 2, 16)])
 def test_an_empty_microbatch_is_one_dummy_sequence_of_the_pad_multiple(cp: int, tp: int, size: int) -> None:
+    """At least two tokens: Transformer Engine refuses the strides that one has with one key-value head."""
     for layout in layouts([], cp, tp):
         assert layout.is_dummy
         assert (layout.num_tokens, layout.num_sequences, layout.num_padded_tokens) == (0, 0, size)
