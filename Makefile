@@ -84,7 +84,7 @@ test: test-fast
 	$(BIN)/python -m pytest $(MEASURES) -m "not slow" --durations 10
 
 test-fast: $(INSTALLED)
-	$(BIN)/python -m pytest tests/unit -m "not slow" $(TWO_FILES) --durations 10
+	$(BIN)/python -m pytest tests/unit tests/te_reference/test_references.py -m "not slow" $(TWO_FILES) --durations 10
 
 test-docs: $(INSTALLED)
 	$(BIN)/python -m pytest tests/docs -m "not slow" --durations 10

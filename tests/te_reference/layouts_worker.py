@@ -18,6 +18,7 @@ from tests import te_reference
 te_reference.install(tf32=os.environ.get("TF32") == "1")
 sys.path.insert(0, str(Path(__file__).parents[1] / "distributed" / "layouts"))
 
+import problem  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 import worker as layouts  # noqa: E402
@@ -28,17 +29,15 @@ from tests.process_groups import release_groups  # noqa: E402
 from vapo_mcore.megatron.parallel import initialize_distributed  # noqa: E402
 
 MODELS = ("qwen2", "qwen2_tied", "qwen3", "llama_tied", "one_kv_head")
-MIXTURES = ("qwen3_moe", "qwen3_moe_raw")
-"""With grouped experts."""
 CASES: dict[int, list[Case]] = {
     1: [
         *(Case(model, attention="te") for model in MODELS),
         Case("qwen2", attention="te", recompute="full"),
         Case("qwen3", attention="te", recompute="selective"),
         *(Case(model, attention="te", dtype=BF16) for model in ("qwen2", "qwen3")),
-        *(Case(model, attention="te") for model in MIXTURES),
-        Case("qwen3_moe", attention="te", recompute="selective"),
-        Case("qwen3_moe", attention="te", recompute="full", replay=True),
+        *(Case(model, attention="te") for model in problem.MIXTURES),
+        Case(problem.MIXTURE, attention="te", recompute="selective"),
+        Case(problem.MIXTURE, attention="te", recompute="full", replay=True),
     ],
     2: [
         *(Case(model, attention="te", **degrees) for model in ("qwen2", "qwen2_tied", "qwen3") for degrees in ({"tp": 2}, {"pp": 2}, {})),
@@ -46,13 +45,13 @@ CASES: dict[int, list[Case]] = {
         Case("qwen3", attention="te", tp=2, recompute="full"),
         *(Case("qwen2", attention="te", dtype=BF16, **degrees) for degrees in ({"cp": 2}, {"tp": 2})),
         Case("qwen3", attention="te", dtype=BF16, cp=2),
-        Case("qwen3_moe", attention="te", ep=2),
-        Case("qwen3_moe", attention="te", ep=2, replay=True),
-        Case("qwen3_moe", attention="te", tp=2),
-        Case("qwen3_moe", attention="te", tp=2, ep=2, etp=1),
-        Case("qwen3_moe", attention="te", pp=2),
+        Case(problem.MIXTURE, attention="te", ep=2),
+        Case(problem.MIXTURE, attention="te", ep=2, replay=True),
+        Case(problem.MIXTURE, attention="te", tp=2),
+        Case(problem.MIXTURE, attention="te", tp=2, ep=2, etp=1),
+        Case(problem.MIXTURE, attention="te", pp=2),
     ],
-    4: [Case("qwen3_moe", attention="te", tp=2, ep=2), Case("qwen3_moe", attention="te", pp=2, ep=2)],
+    4: [Case(problem.MIXTURE, attention="te", tp=2, ep=2), Case(problem.MIXTURE, attention="te", pp=2, ep=2)],
 }
 
 

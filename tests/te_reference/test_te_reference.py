@@ -1,6 +1,6 @@
 """Models of Transformer Engine's layers, executed without a GPU: right answers in every layout, offload, recomputation, checkpoints.
 
-Needs the environment of `make setup-gpu`; `make test-gpu-stack` makes it and runs this. No other target runs it.
+Needs the environment of `make setup-gpu`, and fails without it; `make test-gpu-stack` makes it and runs this. No other target runs it.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent / "distributed" / "layouts"))
 import problem  # noqa: E402
 
-pytestmark = pytest.mark.skipif(find_spec("transformer_engine") is None, reason="Transformer Engine is not installed: make test-gpu-stack")
 MODELS = ("qwen2", "qwen2_tied", "qwen3", "llama_tied", "one_kv_head", "qwen3_moe", "qwen3_moe_raw")
 
 
@@ -50,10 +48,10 @@ def one_process(workdir: Path) -> dict[str, Any]:
     return run_layouts(1, workdir)
 
 
-def check(found: dict[str, Any], cases: int, called: set[str]) -> None:
+def check(found: dict[str, Any], cases: int, called: set[str], *, tolerated: str | None = None) -> None:
     end = found.pop("end")
     print(json.dumps({"cases": found, **end}, indent=1))  # for docs/gpu_status.md
-    assert [fault for fault in end["faults"] if RING not in fault] == [] and called <= end["calls"].keys()
+    assert [fault for fault in end["faults"] if tolerated is None or tolerated not in fault] == [] and called <= end["calls"].keys()
     assert len(found) == cases, sorted(found)
     wrong = {(case, name): error for case, errors in found.items() for name, error in errors.items() if not error <= limit(case, name)}
     assert not wrong, wrong
@@ -79,7 +77,8 @@ def test_one_process_equals_float64(one_process: dict[str, Any]) -> None:
 def test_two_processes_equal_one(workdir: Path, one_process: dict[str, Any]) -> None:
     """TP with and without sequence parallelism, PP, DP, EP of grouped experts, and CP by the ring exchange."""
     del one_process
-    check(run_layouts(2, workdir), 19, LAYERS | OPTIMIZER | FUSED | UNFUSED | EXPERTS | {"thd_read_half_tensor", "thd_out_correction"})
+    called = LAYERS | OPTIMIZER | FUSED | UNFUSED | EXPERTS | {"thd_read_half_tensor", "thd_out_correction"}
+    check(run_layouts(2, workdir), 19, called, tolerated=RING)
 
 
 def test_four_processes_equal_one(workdir: Path, one_process: dict[str, Any]) -> None:

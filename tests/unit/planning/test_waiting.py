@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import math
-import sys
-from pathlib import Path
 from types import ModuleType
 
 import numpy as np
 import pytest
 
+from tests.benchmark_modules import load_benchmark
 from vapo_mcore.planning.waiting import Lengths, Replicas, estimate_waiting
 
 
 @pytest.fixture(scope="module")
 def simulation() -> ModuleType:
-    path = Path(__file__).parents[3] / "benchmarks" / "horizon.py"
-    spec = importlib.util.spec_from_file_location("horizon_benchmark_of_plan", path)
-    assert spec is not None and spec.loader is not None
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_benchmark("horizon")
 
 
 def replicas(count: int, responses: int, slots: int) -> Replicas:

@@ -1,23 +1,17 @@
 """The labels, oracles and measures of benchmarks/critic_diagnosis.py, on hand-written texts and on tables worked out by hand."""
 
-import importlib.util
-import sys
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
 from addition_task import Problem, worked_solution
 
+from tests.benchmark_modules import load_benchmark
+
 
 @pytest.fixture(scope="module")
 def diagnosis() -> ModuleType:
-    path = Path(__file__).parents[3] / "benchmarks" / "critic_diagnosis.py"
-    spec = importlib.util.spec_from_file_location("critic_diagnosis", path)
-    assert spec is not None and spec.loader is not None
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_benchmark("critic_diagnosis")
 
 
 PROBLEM = Problem(start=37, addend=58, times=3)  # 95, 153, 211

@@ -1,23 +1,17 @@
 """The discrete-event simulation of benchmarks/horizon.py against a loop over single engine steps and against sums worked out by hand."""
 
 import argparse
-import importlib.util
-import sys
-from pathlib import Path
 from types import ModuleType
 
 import numpy as np
 import pytest
 
+from tests.benchmark_modules import load_benchmark
+
 
 @pytest.fixture(scope="module")
 def horizon() -> ModuleType:
-    path = Path(__file__).parents[3] / "benchmarks" / "horizon.py"
-    spec = importlib.util.spec_from_file_location("horizon_benchmark", path)
-    assert spec is not None and spec.loader is not None
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_benchmark("horizon")
 
 
 def token_by_token(horizon: ModuleType, work: list[tuple[int, int]], slots: int) -> tuple[float, float, float, int]:
