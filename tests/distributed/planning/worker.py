@@ -6,16 +6,19 @@ pass, from the profiler's memory events: neither is counted by the code under te
 
 from __future__ import annotations
 
+import inspect
 import json
 import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._profiler import _EventType
+from torch.distributed import distributed_c10d
 
 from tests.settings import config_of
 from vapo_mcore.config.architecture import ModelArchitecture
@@ -112,6 +115,22 @@ def even_choices(batch: MicroBatch, routing: Routing) -> Tensor:
     return pairs.to(routing.dtype).view(-1, 1, routing.topk).expand(-1, len(routing.routers), -1).contiguous()
 
 
+def _gloo_threads() -> list[Path]:
+    return [task for task in Path("/proc/self/task").iterdir() if (task / "comm").read_text().startswith("pt_gloo")]
+
+
+def _wait_for_gloo() -> None:
+    """Return when no thread of gloo runs or could run: after a collective it drops its tensors before it sleeps again."""
+    asleep = 0
+    for _ in range(10_000):
+        time.sleep(0.0002)
+        states = [(task / "stat").read_text().rpartition(")")[2].split()[0] for task in _gloo_threads()]
+        asleep = asleep + 1 if states and set(states) == {"S"} else 0
+        if asleep == 2:
+            return
+    raise TimeoutError("gloo's threads were never asleep")
+
+
 def let_go_before_returning() -> None:
     """Collectives return when gloo's thread no longer holds their tensors: a block that it frees is not among the events of this thread."""
     host.import_megatron()  # before anything is replaced
@@ -124,15 +143,21 @@ def let_go_before_returning() -> None:
 
         def wait(self, *args: Any) -> Any:
             finished = self.work.wait(*args)
-            time.sleep(0.002)
+            _wait_for_gloo()
             return finished
 
     def settled(original: Any) -> Any:
+        """The collective, whose work this thread drops last, so that it frees what the work holds."""
+        signature = inspect.signature(original)
+
         def call(*args: Any, **kwargs: Any) -> Any:
-            work = original(*args, **kwargs)
-            if work is None:
-                time.sleep(0.002)
-            return work and Settled(work)
+            given = signature.bind(*args, **kwargs).arguments
+            work = original(**{**given, "async_op": True})
+            if work is None or given.get("async_op", False):
+                return work and Settled(work)
+            if not isinstance(work, distributed_c10d._IllegalWork):  # those of a coalescing context start at its end
+                Settled(work).wait()
+            return None
 
         return call
 
@@ -148,10 +173,10 @@ def let_go_before_returning() -> None:
 def allocated_peak(function: Any) -> int:
     """Largest sum of what was allocated and not freed since the call began, from the allocator's own events.
 
-    A free that the profiler misses makes the sum too large until the address is allocated again, and so does an exchange between
-    pipeline stages that is still running when the next one begins: the smallest of several times counts.
+    The smallest of three times counts: an exchange between pipeline stages may still run when the next one begins, and a free that
+    the profiler misses makes the sum too large until the address is allocated again.
     """
-    return min(_allocated_peak(function) for _ in range(5))
+    return min(_allocated_peak(function) for _ in range(3))
 
 
 def _allocated_peak(function: Any) -> int:
