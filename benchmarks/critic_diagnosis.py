@@ -272,6 +272,7 @@ class Settings:
     layers: int = 3
     width: int = 128
     head: str = "zero"  # or small, mean
+    reads_logprobs: bool = False  # each response token's embedding plus a trained vector times the token's log-prob
     target: str = "return"  # or oracle (the still-right oracle's values), right (1 while the text is right)
     responses: int = 4096
     updates: int = 128
@@ -300,14 +301,19 @@ class Critic(nn.Module):
             for layer in self.trunk.layers[policy.config.num_hidden_layers :]:
                 nn.init.zeros_(layer.self_attn.o_proj.weight)
                 nn.init.zeros_(layer.mlp.down_proj.weight)
+        self.reader = nn.Parameter(torch.zeros(settings.width)) if settings.reads_logprobs else None
         self.head = nn.Linear(settings.width, 1)
         nn.init.normal_(self.head.weight, std=0.1 * settings.width**-0.5 if settings.head == "small" else 0.0)
         nn.init.constant_(self.head.bias, mean if settings.head == "mean" else 0.0)
 
     def forward(self, data: Samples) -> Tensor:
         """Return the values before all response tokens, in one row."""
-        tokens = data.tokens[:, : data.prompt_length + int(data.lengths.max())].long()
-        hidden = self.trunk(tokens, use_cache=False).last_hidden_state[:, data.prompt_length - 1 : -1]
+        longest = int(data.lengths.max())
+        embedded = self.trunk.embed_tokens(data.tokens[:, : data.prompt_length + longest].long())
+        if self.reader is not None:
+            logprobs = (data.logprobs.float() * data.mask)[:, :longest].clamp(min=-8)
+            embedded = embedded + nn.functional.pad(logprobs, (data.prompt_length, 0))[..., None] * self.reader
+        hidden = self.trunk(inputs_embeds=embedded, use_cache=False).last_hidden_state[:, data.prompt_length - 1 : -1]
         return self.head(hidden)[..., 0][data.mask[:, : hidden.shape[1]]]
 
 
@@ -383,6 +389,9 @@ SETS: dict[str, list[Settings]] = {
     "data": [replace(FAST, responses=1024), replace(FAST, responses=32768, updates=512)],
     "optimizer": [replace(BASE, weight_decay=0.0, clip=100.0, warmup=0), replace(BASE, beta2=0.95, eps=1e-5)],
     "head": [replace(BASE, head="mean"), replace(BASE, head="small")],
+    "logprobs": [
+        replace(one, reads_logprobs=True) for one in (replace(BASE, updates=256), FAST, replace(FAST, responses=32768, updates=512))
+    ],
     "trunk": [replace(FAST, trunk="scratch", width=width, updates=128) for width in (128, 256)],
 }
 PROBED = (SETS["base"][0], SETS["target"][0], SETS["generous"][0])  # critics whose states are probed
