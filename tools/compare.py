@@ -5,9 +5,9 @@
 
 1. Each algorithm runs with each rate on the tuning seeds. The rate with the highest mean accuracy is chosen; of equal ones the lowest.
 2. Each algorithm runs with its rate on the other seeds.
-3. ``compare.md`` and ``compare.json`` show held-out accuracy at equal samples (all sampled responses count, those of value pretraining
-   and of dropped groups too) and at equal seconds (of the steps, evaluations excluded), and the differences to the first algorithm, paired
-   by seed, with 95 % intervals (Student's t).
+3. ``compare.md``, ``compare.json`` and ``compare.png`` (means over the seeds) show held-out accuracy at equal samples (all sampled responses
+   count, those of value pretraining and of dropped groups too) and at equal seconds (of the steps, evaluations excluded), and the
+   differences to the first algorithm, paired by seed, with 95 % intervals (Student's t).
 
 An algorithm is the recipe plus the settings of a preset, without the preset's sizes; NAME=FILE is a recipe of your own. The critic's rate
 keeps its ratio to the policy's. Accuracies between two evaluations are interpolated. Finished runs are not repeated, so an interrupted
@@ -20,7 +20,7 @@ import argparse
 import json
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -37,6 +37,7 @@ from vapo_mcore.metrics_file import metric_rows
 
 ALGORITHMS = ("vapo", "vc_ppo", "ppo", "grpo", "dapo", "rloo", "reinforce_pp", "vapo_wo_value_pretraining", "vapo_wo_decoupled_gae")
 FEWEST_SEEDS = 5
+CURVE_POINTS = 60
 SIZES = (("batch",), ("reward", "overlong"), ("policy", "optimizer"), ("extends",))
 """Settings of presets that fit the paper's models and data, not the recipe."""
 FIXED = ("run.samples_per_step=0", "run.tensorboard=false", "export.at_end=false", "eval.at_start=true", "eval.at_end=true")
@@ -220,6 +221,8 @@ class Comparison:
         }
         (self.output / "compare.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
         (self.output / "compare.md").write_text(render(document, self.samples, seconds), encoding="utf-8")
+        critics = {name for name in self.files if load_config(self.files[name], self.overrides).uses_critic}
+        draw(curves, critics, self.output / "compare.png")
 
 
 def _named(given: str) -> tuple[str, Path | None]:
@@ -286,6 +289,37 @@ def at(points: Sequence[Evaluated], what: str, amount: float) -> float | None:
             share = (amount - low) / (high - low) if high > low else 1.0
             return before.accuracy + share * (after.accuracy - before.accuracy)
     return None
+
+
+def mean_curve(runs: Sequence[Sequence[Evaluated]], what: str) -> tuple[list[float], list[float]]:
+    """Return amounts of ``samples`` or ``seconds``, evenly spaced up to the end of the shortest run, and the mean accuracies there."""
+    end = min(getattr(points[-1], what) for points in runs)
+    amounts = [end * number / CURVE_POINTS for number in range(CURVE_POINTS)] + [end]
+    found = [[at(points, what, amount) for points in runs] for amount in amounts]
+    return amounts, [fmean(value for value in values if value is not None) for values in found]
+
+
+def draw(curves: Mapping[str, Mapping[int, Sequence[Evaluated]]], critics: Container[str], output: Path) -> None:
+    """Write the mean curves by samples and by seconds as a PNG; algorithms outside ``critics`` are dashed."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, 2, figsize=(12, 4.5), squeeze=False, sharey=True, layout="constrained")
+    for number, (name, runs) in enumerate(curves.items()):
+        for axis, what in zip(axes[0], ("samples", "seconds"), strict=True):
+            if runs:
+                style = "-" if name in critics else "--"
+                axis.plot(*mean_curve(list(runs.values()), what), style, color=f"C{number}", label=f"{name} ({len(runs)} seeds)")
+    axes[0][0].set(xlabel="responses sampled, value pretraining's included", ylabel="held-out accuracy, mean of the seeds")
+    axes[0][1].set(xlabel="seconds of the steps")
+    for axis in axes[0]:
+        axis.grid(alpha=0.3)
+    if any(curves.values()):
+        axes[0][0].legend(loc="best", fontsize="small")
+    figure.savefig(output, format="png", dpi=120)
+    pyplot.close(figure)
 
 
 def table(curves: Mapping[str, Mapping[int, Sequence[Evaluated]]], what: str, amount: float) -> dict[str, Any]:

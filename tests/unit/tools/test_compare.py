@@ -122,6 +122,20 @@ def test_dropped_samples_count_and_accuracy_is_interpolated(recipe: Path) -> Non
     assert compare.paired([0.1]) == {"seeds": 1, "mean": 0.1, "interval": None}
 
 
+def test_mean_curves_end_with_the_shortest_run_and_are_drawn(tmp_path: Path) -> None:
+    first = [compare.Evaluated(0, 0, 0.2), compare.Evaluated(100, 10, 0.4), compare.Evaluated(200, 30, 0.8)]
+    second = [compare.Evaluated(0, 0, 0.4), compare.Evaluated(150, 20, 0.7)]
+    amounts, means = compare.mean_curve([first, second], "samples")
+    by_samples = dict(zip(amounts, means, strict=True))
+    assert (amounts[0], amounts[-1]) == (0, 150) and len(amounts) == compare.CURVE_POINTS + 1
+    assert by_samples[0] == pytest.approx(0.3), "mean of 0.2 and 0.4"
+    assert by_samples[75] == pytest.approx((0.35 + 0.55) / 2), "each interpolated between its own evaluations"
+    assert by_samples[150] == pytest.approx((0.6 + 0.7) / 2)
+    assert compare.mean_curve([first, second], "seconds")[1][-1] == pytest.approx((0.6 + 0.7) / 2), "after 20 s"
+    compare.draw({"vapo": {1: first, 2: second}, "grpo": {}}, {"vapo"}, tmp_path / "compare.png")
+    assert (tmp_path / "compare.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_unfinished_runs_are_missing_and_pairs_are_of_the_same_seed(recipe: Path) -> None:
     study = make(recipe)
     finish_tuning(study, {"vapo": 3e-3, "grpo": 1e-3})
