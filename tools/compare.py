@@ -5,7 +5,7 @@
 
 1. Each algorithm runs with each rate on the tuning seeds. The rate with the highest mean accuracy is chosen; of equal ones the lowest.
 2. Each algorithm runs with its rate on the other seeds.
-3. ``compare.md``, ``compare.json`` and ``compare.png`` (means over the seeds) show held-out accuracy at equal samples (all sampled responses
+3. ``compare.md``, ``compare.json`` and ``compare.png`` (means over seeds) show held-out accuracy at equal samples (all sampled responses
    count, those of value pretraining and of dropped groups too) and at equal seconds (of the steps, evaluations excluded), and the
    differences to the first algorithm, paired by seed, with 95 % intervals (Student's t).
 
