@@ -10,6 +10,7 @@ import inspect
 import json
 import sys
 import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -115,20 +116,27 @@ def even_choices(batch: MicroBatch, routing: Routing) -> Tensor:
     return pairs.to(routing.dtype).view(-1, 1, routing.topk).expand(-1, len(routing.routers), -1).contiguous()
 
 
-def _gloo_threads() -> list[Path]:
-    return [task for task in Path("/proc/self/task").iterdir() if (task / "comm").read_text().startswith("pt_gloo")]
+def _gloo_states() -> list[str]:
+    """Return the scheduler's states of gloo's threads, "S" for asleep."""
+    states = []
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(FileNotFoundError, ProcessLookupError):  # a thread that has ended
+            if (task / "comm").read_text().startswith("pt_gloo"):
+                states.append((task / "stat").read_text().rpartition(")")[2].split()[0])
+    return states
 
 
 def _wait_for_gloo() -> None:
     """Return when no thread of gloo runs or could run: after a collective it drops its tensors before it sleeps again."""
-    asleep = 0
-    for _ in range(10_000):
+    asleep, deadline = 0, time.monotonic() + 30
+    states: list[str] = []
+    while time.monotonic() < deadline:
         time.sleep(0.0002)
-        states = [(task / "stat").read_text().rpartition(")")[2].split()[0] for task in _gloo_threads()]
+        states = _gloo_states()
         asleep = asleep + 1 if states and set(states) == {"S"} else 0
         if asleep == 2:
             return
-    raise TimeoutError("gloo's threads were never asleep")
+    raise TimeoutError(f"gloo's threads (pt_gloo...) did not sleep within 30 s; their states: {states}")
 
 
 def let_go_before_returning() -> None:
