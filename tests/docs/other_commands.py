@@ -62,6 +62,29 @@ COMMANDS = [
         leaves=("runs/smollm2_135m_chain_sum/metrics.jsonl", "runs/smollm2_135m_chain_sum/export/hf/model.safetensors"),
         slow=True,
     ),
+    *(
+        Command(
+            command,
+            add="run.steps=1 batch.prompts_per_step=2 batch.responses_per_prompt=4 batch.mini_batch_size=8 " + more,
+            why=ONE_STEP,
+            needs=SMOLLM2,
+            leaves=(f"{folder}/metrics.jsonl",),
+            slow=True,
+        )
+        for command, more, folder in (
+            (
+                "vapo-mcore train examples/configs/smollm2_135m_chain_sum.yaml run.dir=runs/smollm2_vapo run.steps=16 eval.every_steps=4 "
+                "critic.value_pretraining.steps=4 critic.head_bias=mean_return critic.optimizer.lr=1.0e-4",
+                "critic.value_pretraining.steps=1 eval.max_prompts=4 eval.samples_per_prompt=1 checkpoint.at_end=false export.at_end=false",
+                "runs/smollm2_vapo",
+            ),
+            (
+                "vapo-mcore train examples/configs/smollm2_135m_chain_sum_grpo.yaml run.steps=20 eval.every_steps=4",
+                "eval.max_prompts=4 eval.samples_per_prompt=1 checkpoint.at_end=false export.at_end=false",
+                "runs/smollm2_135m_chain_sum_grpo",
+            ),
+        )
+    ),
     Command(
         "python tools/plot_run.py runs/smollm2_135m_chain_sum --output docs/smollm2_135m_chain_sum.png",
         needs=SMOLLM2,
