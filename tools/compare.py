@@ -132,6 +132,11 @@ class Comparison:
     def _steps(self, name: str) -> int:
         """Return the RL steps of an algorithm. One with dynamic sampling may pass the samples before its last step."""
         config = load_config(self.files[name], self.overrides)
+        if config.uses_critic and config.critic.value_pretraining.until is not None:
+            raise ConfigError(
+                f"{name}: critic.value_pretraining.until ends pretraining after a number of rollouts that is not known before, so the run "
+                "would not sample what the others do; set critic.value_pretraining.until=null and critic.value_pretraining.steps"
+            )
         steps = self.samples // config.batch.responses_per_step - _pretraining(config)
         if steps < 1:
             raise ConfigError(f"--samples: {self.samples} responses leave no step of {name} after its value pretraining")

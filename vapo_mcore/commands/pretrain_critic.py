@@ -79,7 +79,8 @@ def settings_of_passes(config: Config, options: PretrainOptions) -> Config:
     passes = ValuePretrainingConfig(steps=options.passes, lr=pretraining.lr, head_only=pretraining.head_only, until=until)
     critic = config.critic.model_copy(update={"epochs": 1, "updates_per_rollout": None, "value_pretraining": passes, "probe": None})
     run = config.run.model_copy(update={"steps": 0, "samples_per_step": 0})
-    return config.model_copy(update={"critic": critic, "run": run})
+    rollout = config.rollout.model_copy(update={"horizon": None})  # the responses are whole: none of their tokens is of an earlier segment
+    return config.model_copy(update={"critic": critic, "run": run, "rollout": rollout})
 
 
 def read_responses(config: Config, options: PretrainOptions, say: Callable[[str], None]) -> tuple[ScoredResponses, ScoredResponses]:

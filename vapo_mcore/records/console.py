@@ -31,7 +31,7 @@ _RL_FIELDS = (
     ("policy/clip_frac_low", "clip-", "{:.3f}"),
     ("policy/grad_norm", "|g|", "{:.2f}"),
     ("critic/loss", "vloss", "{:.4f}"),
-    ("critic/explained_variance", "ev", "{:.2f}"),
+    ("critic/explained_variance_mc", "ev", "{:.2f}"),
     ("critic/grad_norm", "|gV|", "{:.2f}"),
     ("tokens/per_second", "tok/s", "{:.0f}"),
 )

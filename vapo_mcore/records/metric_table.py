@@ -157,7 +157,7 @@ _POLICY = (
         "policy/clip_frac_high",
         MEAN,
         "response tokens of all updates",
-        "Share of tokens held by the upper clip (A > 0, r > 1 + clip_high).",
+        "Share of tokens held by the upper clip (A > 0, r > 1 + clip_high); with `cispo` of either sign of A.",
     ),
     Metric(
         "policy/clip_frac_low", MEAN, "response tokens of all updates", "Share of tokens held by the lower clip (A < 0, r < 1 - clip_low)."

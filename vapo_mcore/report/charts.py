@@ -173,9 +173,13 @@ SECTIONS = (
             ),
             Chart(
                 "Explained variance",
-                "1 - Var(R - V) / Var(R) before the update: 1 is perfect, 0 no better than a constant. Healthy: above 0 after "
-                "pretraining and rising; far below 0 misleads the policy.",
-                {"critic/explained_variance": "explained", "critic/probe_explained_variance": "on held-out prompts"},
+                "1 - Var(R - V) / Var(R) before the update, R the reward-to-go: 1 is perfect, 0 no better than a constant. Healthy: above "
+                "0 after pretraining and rising; far below 0 misleads the policy. Of the targets it flatters below lambda_critic = 1.",
+                {
+                    "critic/explained_variance_mc": "of the reward-to-go",
+                    "critic/probe_explained_variance": "on held-out prompts",
+                    "critic/explained_variance": "of the critic's targets",
+                },
             ),
             Chart(
                 "Values and returns",

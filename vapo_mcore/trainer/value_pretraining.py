@@ -50,7 +50,7 @@ class PretrainingEnd:
 
     def _update_best(self, until: UntilConfig, row: Mapping[str, Any]) -> None:
         value = row.get(PROBE)
-        if value is not None and (self.best is None or value >= self.best + until.min_rise):
+        if value is not None and (self.best is None or (value > self.best and value >= self.best + until.min_rise)):
             self.best, self.since_best = value, 0
         else:
             self.since_best += 1

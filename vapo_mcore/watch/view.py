@@ -31,7 +31,7 @@ _METRICS = (
     "policy/clip_frac_high",
     "policy/grad_norm",
     "critic/loss",
-    "critic/explained_variance",
+    "critic/explained_variance_mc",
     "mismatch/logprob_abs_mean",
     "tokens/per_second",
     "time/step",

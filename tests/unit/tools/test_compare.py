@@ -181,6 +181,12 @@ WRONG = {
 }
 
 
+def test_a_pretraining_of_unknown_length_is_refused(recipe: Path) -> None:
+    recipe.write_text(recipe.read_text().replace("{steps: 2}", "{until: {value_loss_below: 0.1, max_steps: 8}}"))
+    with pytest.raises(ConfigError, match=r"vapo: critic\.value_pretraining\.until ends .* set critic\.value_pretraining\.until=null"):
+        make(recipe)
+
+
 @pytest.mark.parametrize("case", WRONG)
 def test_wrong_arguments_are_refused(recipe: Path, case: str) -> None:
     change, message = WRONG[case]

@@ -16,6 +16,8 @@ import torch
 
 from tests.training_setup import CHARACTERS, training_config, write_setup
 from vapo_mcore import cli
+from vapo_mcore.commands.pretrain_critic import settings_of_passes
+from vapo_mcore.commands.pretrain_options import PretrainOptions
 from vapo_mcore.errors import DataError
 from vapo_mcore.experience.collecting import SamplingCounts
 from vapo_mcore.experience.scored_responses import ScoredReader, ScoredResponses, require_disjoint, require_spread, split
@@ -182,6 +184,13 @@ def test_held_out_prompts_that_are_training_prompts_are_refused(read: Callable[.
     with pytest.raises(DataError, match=r"--held-out: 1 of its 2 prompts are training prompts \(held.jsonl/2\): "):
         require_disjoint(data, other)
     require_disjoint(data, read({**ROW, "prompt": "A="}))
+
+
+def test_the_passes_train_whole_responses_whatever_the_recipes_horizon(setup: Path) -> None:
+    config = training_config(setup, "horizon", "rollout.horizon.tokens=4", "rollout.horizon.train=segments")
+    assert config.rollout.horizon is not None
+    passes = settings_of_passes(config, PretrainOptions(data=("unused",), passes=3))
+    assert passes.rollout.horizon is None and passes.critic.value_pretraining.max_steps == 3
 
 
 def test_equal_scores_teach_nothing(read: Callable[..., ScoredResponses]) -> None:

@@ -60,6 +60,11 @@ def test_patience_ends_it_once_the_probe_stops_rising(explained, number):
     assert ("did not rise by 0.01 in 3 steps" in end.describe()) == (number < 10)
 
 
+def test_without_a_least_rise_an_unchanged_probe_is_no_rise():
+    found, _ = probe_steps_until_end(UntilConfig(patience=2, min_rise=0.0, max_steps=10), [0.3, 0.30001, 0.30001, 0.30001, 0.4])
+    assert found == 4
+
+
 def test_a_threshold_of_the_probe_reads_the_probe():
     until = UntilConfig(probe_explained_variance_above=0.4, window=2, max_steps=10)
     number, end = probe_steps_until_end(until, [0.5, 0.3, 0.41, 0.42, 0.9])
