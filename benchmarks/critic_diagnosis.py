@@ -2,13 +2,12 @@
 
     python benchmarks/critic_diagnosis.py [--model models/tiny] [--samples runs/critic_diagnosis.pt] [--responses 32768] [--only SET ...]
 
-Plain torch on one thread, with the package's value loss, explained variance and ``math`` verifier. The first run samples responses of the
-untrained policy at temperature 1 and stores them: ``--responses`` to train on, spread over the prompts of ``train.jsonl``, and 4 to each
-of the 400 prompts of ``heldout.jsonl``, on which everything is measured. Later runs read the file. Prints one JSON object per experiment.
+Plain torch on one thread. The first run samples responses of the untrained policy at temperature 1 and stores them: ``--responses`` to
+train on and 4 to each of the 400 held-out prompts, on which everything is measured. Prints one JSON object per experiment.
 
-- ``oracles``: explained variance of a constant, of tables of mean returns (by prompt, by whether the text is still right, by the policy's
-  own log-probs), and of exact values, by a second continuation of 16,384 prefixes of the held-out responses (``--continuations``).
-- ``probe``: linear probes of the hidden states of each layer of the policy; those of ``PROBED`` critics follow their training.
+- ``oracles``: explained variance of a constant, of tables of mean returns (by prompt, by whether the text is still right, by log-probs),
+  and of exact values, by a second continuation of ``--continuations`` prefixes of the held-out responses.
+- ``probe``: linear probes of the states of each layer of the policy; those of ``PROBED`` critics follow their training.
 - the other sets train critics: a transformers trunk and a linear head. ``curve``: ``ev`` and ``auc_error`` after so many updates.
 
 Columns of a critic: ``ev`` explained variance of the held-out returns, ``ev_prompt_end`` the same of the value before the first token,
@@ -301,7 +300,7 @@ class Critic(nn.Module):
             for layer in self.trunk.layers[policy.config.num_hidden_layers :]:
                 nn.init.zeros_(layer.self_attn.o_proj.weight)
                 nn.init.zeros_(layer.mlp.down_proj.weight)
-        self.reader = nn.Parameter(torch.zeros(settings.width)) if settings.reads_logprobs else None
+        self.reader = nn.Parameter(torch.zeros(settings.width), requires_grad=settings.reads_logprobs)
         self.head = nn.Linear(settings.width, 1)
         nn.init.normal_(self.head.weight, std=0.1 * settings.width**-0.5 if settings.head == "small" else 0.0)
         nn.init.constant_(self.head.bias, mean if settings.head == "mean" else 0.0)
@@ -309,10 +308,8 @@ class Critic(nn.Module):
     def forward(self, data: Samples) -> Tensor:
         """Return the values before all response tokens, in one row."""
         longest = int(data.lengths.max())
-        embedded = self.trunk.embed_tokens(data.tokens[:, : data.prompt_length + longest].long())
-        if self.reader is not None:
-            logprobs = (data.logprobs.float() * data.mask)[:, :longest].clamp(min=-8)
-            embedded = embedded + nn.functional.pad(logprobs, (data.prompt_length, 0))[..., None] * self.reader
+        logprobs = nn.functional.pad((data.logprobs.float() * data.mask)[:, :longest].clamp(min=-8), (data.prompt_length, 0))
+        embedded = self.trunk.embed_tokens(data.tokens[:, : data.prompt_length + longest].long()) + logprobs[..., None] * self.reader
         hidden = self.trunk(inputs_embeds=embedded, use_cache=False).last_hidden_state[:, data.prompt_length - 1 : -1]
         return self.head(hidden)[..., 0][data.mask[:, : hidden.shape[1]]]
 
@@ -380,6 +377,7 @@ def measure(critic: Critic, samples: dict[str, Samples]) -> dict[str, float]:
 
 BASE, CURVE = Settings(), (32, 128, 256)
 FAST = replace(BASE, lr=2e-3, updates=256)
+READING = replace(FAST, reads_logprobs=True)
 SETS: dict[str, list[Settings]] = {
     "base": [replace(BASE, updates=256), replace(BASE, seed=2)],
     "lr": [FAST, replace(FAST, lr=5e-3, updates=128)],
@@ -389,9 +387,7 @@ SETS: dict[str, list[Settings]] = {
     "data": [replace(FAST, responses=1024), replace(FAST, responses=32768, updates=512)],
     "optimizer": [replace(BASE, weight_decay=0.0, clip=100.0, warmup=0), replace(BASE, beta2=0.95, eps=1e-5)],
     "head": [replace(BASE, head="mean"), replace(BASE, head="small")],
-    "logprobs": [
-        replace(one, reads_logprobs=True) for one in (replace(BASE, updates=256), FAST, replace(FAST, responses=32768, updates=512))
-    ],
+    "logprobs": [replace(READING, lr=5e-4), READING, replace(READING, responses=32768, updates=512)],
     "trunk": [replace(FAST, trunk="scratch", width=width, updates=128) for width in (128, 256)],
 }
 PROBED = (SETS["base"][0], SETS["target"][0], SETS["generous"][0])  # critics whose states are probed

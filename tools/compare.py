@@ -28,6 +28,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 from ablation import EXAMPLES, T_QUANTILES, require_same_settings, train, write_variant
+from plot_run import save_figure
 from toolkit import run
 
 from vapo_mcore.config import Config, load_config
@@ -323,8 +324,7 @@ def draw(curves: Mapping[str, Mapping[int, Sequence[Evaluated]]], critics: Conta
         axis.grid(alpha=0.3)
     if any(curves.values()):
         axes[0][0].legend(loc="best", fontsize="small")
-    figure.savefig(output, format="png", dpi=120)
-    pyplot.close(figure)
+    save_figure(figure, output)
 
 
 def table(curves: Mapping[str, Mapping[int, Sequence[Evaluated]]], what: str, amount: float) -> dict[str, Any]:

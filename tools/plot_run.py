@@ -76,7 +76,7 @@ def draw(rows: Sequence[dict[str, Any]], output: Path, title: str) -> None:
     if evaluated:
         _draw_evaluations(axes[0][1], evaluated)
     figure.suptitle(title)
-    _save(figure, output)
+    save_figure(figure, output)
 
 
 def draw_several(runs: Sequence[tuple[str, Sequence[dict[str, Any]]]], output: Path, title: str | None) -> None:
@@ -107,7 +107,7 @@ def draw_several(runs: Sequence[tuple[str, Sequence[dict[str, Any]]]], output: P
     axes[0][0].legend(loc="best")
     if title is not None:
         figure.suptitle(title)
-    _save(figure, output)
+    save_figure(figure, output)
 
 
 def cumulative(name: str, rows: Sequence[dict[str, Any]], key: str) -> dict[int, float]:
@@ -122,7 +122,8 @@ def cumulative(name: str, rows: Sequence[dict[str, Any]], key: str) -> dict[int,
     return sums
 
 
-def _save(figure: Figure, output: Path) -> None:
+def save_figure(figure: Figure, output: Path) -> None:
+    """Write a figure as a PNG, with its folder, and close it."""
     from matplotlib import pyplot
 
     output.parent.mkdir(parents=True, exist_ok=True)
